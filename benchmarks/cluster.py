@@ -29,9 +29,9 @@ from benchmarks.machine import facts
 from benchmarks.output import BadOption, Report, Row
 from fairseq_tutel.plans.checker import check
 from fairseq_tutel.plans.executors.two_sided import TwoSided
-from fairseq_tutel.plans.forestcoll.forest import grow_for
+from fairseq_tutel.plans.forestcoll.forest import grow
 from fairseq_tutel.plans.format import Plan
-from fairseq_tutel.plans.generators.forest import forest
+from fairseq_tutel.plans.generators.forest import plan_of
 from fairseq_tutel.plans.generators.named import ring
 from fairseq_tutel.plans.network import Network, find, from_json, routed, to_json, ways
 
@@ -129,7 +129,7 @@ def wired(network: Network, unit_mbit: float) -> Iterator[None]:
             words += [*limits, "limit", str(QUEUE_BYTES)]
             subprocess.run(words, check=True, capture_output=True, text=True)
         for rank in range(network.ranks):
-            for vertex, hop in ways(network.reversed, rank).items():
+            for vertex, hop in ways(network, rank).items():
                 if vertex != rank:
                     way = ["via", _address(hop), "dev", f"to{hop}", "onlink", "src", _address(vertex)]
                     route = [f"{_address(rank)}/32", *way, "rto_min", RESEND]
@@ -195,10 +195,10 @@ def run_rank() -> None:
     alpha = median(_times("all_gather", 1, plain, 5)["ring"]) / network.ranks
     found = []
     for collective in COLLECTIVES:
-        trees = grow_for(network, collective)
+        trees = grow(network)
         plans = {
-            "forest": forest(collective, *trees),
-            f"in {SLICES} slices": forest(collective, *trees, slices=SLICES),
+            "forest": plan_of(collective, trees),
+            f"in {SLICES} slices": plan_of(collective, trees, slices=SLICES),
             "ring": ring(collective, network.ranks),
         }
         forms = {

@@ -34,6 +34,7 @@ from benchmarks.output import BadOption, Report, Row
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels import gate_product, tiles, triton_launch, triton_ops
 from fairseq_tutel.kernels.triton_launch import hardware_class
+from fairseq_tutel.kernels.triton_tiles import row_tiles
 
 TARGETS = {
     **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 90, 100, 120)},
@@ -240,6 +241,7 @@ def _exchanged(target: str, precision: str) -> Trace:
     with recorded(target, precision) as trace:
         ops.gather_rows(x_TD, row_of_TK.flatten(), None)
         ops.gather_dot(x_TD, row_of_TK, x_TD)
+        row_tiles(row_of_TK[0], len(x_TD))
     return trace
 
 

@@ -39,8 +39,8 @@ STYLE = """
 
 def report() -> str:
     """Return the page that the picture shows: the parts of the report in a smaller layout."""
-    page, _ = draw([*RUNS], [*RUNS.values()])
-    return re.sub(LEFT_OUT, "", page(None), flags=re.S).replace("</style>", f"{STYLE}</style>")
+    page = draw([*RUNS], [*RUNS.values()])
+    return re.sub(LEFT_OUT, "", page, flags=re.S).replace("</style>", f"{STYLE}</style>")
 
 
 def fingerprint(page: str) -> str:

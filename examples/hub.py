@@ -15,8 +15,9 @@ def main():
     """Print the result for every line."""
     options = dict(word.split("=", 1) for word in sys.argv[2:])
     model = ft.from_checkpoint(sys.argv[1], **options)
-    print(f"{model.kind} on {model.device}; it offers {', '.join(model.offers)}", file=sys.stderr)
-    answer = getattr(model, model.offers[0])
+    method = next(name for name in ("fill_mask", "classify", "translate") if hasattr(model, name))
+    answer = getattr(model, method)  # of a language model, translate continues the text
+    print(f"{method} on {model.device}", file=sys.stderr)
     for line in sys.stdin:
         try:
             print(answer(line.strip()), flush=True)

@@ -37,7 +37,7 @@ class Watch:
         self.seen: dict[str, list[Tensor]] = {}
         for layer in moe_layers(model):
             self.seen[layer.label] = []
-            layer.route_by(self)
+            layer.router = self
 
     def routing_of(self, layer: MoELayer, x_TD: Tensor, call: Call) -> Routing:
         """Return the routing that the layer makes."""

@@ -53,16 +53,14 @@ _MODULES = {
     "routing_metrics": "moe.metrics",
     "update_biases": "moe.balance",
 }
-_FORMER = {"How": "Strategy"}
 
-__all__ = [*_MODULES, *_FORMER]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    public = _FORMER.get(name, name)
-    if public not in _MODULES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[public]}"), public)
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     return value
 
 

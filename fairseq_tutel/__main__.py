@@ -33,9 +33,8 @@ GROUPS = {
     },
     "plan for a cluster": {
         "plan": ("tools.plan", "rank configurations of a model's experts on a cluster"),
-        "tune": ("tools.tune", "measure a hardware profile"),
         "plans": ("tools.plans", "write the collective plans of a training run"),
-        "plan-check": ("tools.plan_check", "check a collective plan"),
+        "plan-check": ("tools.plans", "check a collective plan"),
         "schedule": ("tools.schedule", "make the fastest plan of a collective for a network"),
     },
 }

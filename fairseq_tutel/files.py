@@ -86,19 +86,12 @@ def is_temporary(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def temporary_beside(path: str | os.PathLike) -> Iterator[str]:
-    """Yield a path for a temporary file in the same folder as `path`; remove the file after the block."""
+def renamed_when_whole(path: str | os.PathLike) -> Iterator[str]:
+    """Yield a temporary path to write to; rename that file to `path` if the block succeeds."""
     temporary = temporary_of(path)
     try:
         yield temporary
+        os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
             os.remove(temporary)
-
-
-@contextlib.contextmanager
-def renamed_when_whole(path: str | os.PathLike) -> Iterator[str]:
-    """Yield a temporary path to write to; rename that file to `path` if the block succeeds."""
-    with temporary_beside(path) as temporary:
-        yield temporary
-        os.replace(temporary, path)

@@ -30,7 +30,6 @@ class Option:
     choices: tuple[str, ...] = ()  # the valid values of an option with words as values
     rule: Rule | None = None  # an additional test of the value
     or_class: bool = False  # whether Python may give a class in place of a word
-    of_any_training: bool = False  # whether a task's option also affects models without experts
     same_as: tuple[str, Any] | None = None  # the field of MoEConfig and the value that an older flag sets
     flag: str = ""  # the flag, if it does not follow from the key
     name: str = ""  # name of the dataclass field

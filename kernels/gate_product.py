@@ -41,18 +41,18 @@ class _Product(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_ED = ctx.saved_tensors
-        num_experts = len(weight_ED)
-        pair_TF = x_TD.new_empty(len(x_TD), 2 * num_experts)
-        high_TE, low_TE = pair_TF[:, :num_experts], pair_TF[:, num_experts:]
+        num_experts = weight_ED.shape[0]
+        pair_TF = x_TD.new_empty(x_TD.shape[0], 2 * num_experts)
+        high_TE, low_TE = pair_TF.split(num_experts, 1)
         high_TE.copy_(dlogits_TE)
         torch.sub(dlogits_TE, high_TE, out=low_TE)
         dx_TD = dweight_ED = None
         if ctx.needs_input_grad[0]:
-            dx_TD = torch.mm(pair_TF, weight_ED.repeat(2, 1))
+            dx_TD = torch.mm(pair_TF, torch.cat((weight_ED, weight_ED)))
         if ctx.needs_input_grad[1]:
             both_FD = _in_fp32(pair_TF.t(), x_TD)
             dweight_ED = torch.empty_like(weight_ED)
-            torch.add(both_FD[:num_experts], both_FD[num_experts:], out=dweight_ED)
+            torch.add(*both_FD.split(num_experts), out=dweight_ED)
         return dx_TD, dweight_ED
 
 

@@ -19,9 +19,14 @@ class Groups:
         self._tiles: tuple[int, Tensor] | None = None
 
     @classmethod
-    def of_tensor(cls, counts_E: Tensor) -> "Groups":
-        """Create groups of rows from a tensor of row counts, [e] int64 on the device of the rows."""
-        return cls(counts_E, None)
+    def of_tensor(cls, counts_E: Tensor, tiles: Tensor | None = None, num_rows: int = 0) -> "Groups":
+        """Create groups of rows from a tensor of row counts, [e] int64 on the device of the rows.
+
+        `tiles` are the tables for `num_rows` rows, if they exist.
+        """
+        groups = cls(counts_E, None)
+        groups._tiles = None if tiles is None else (num_rows, tiles)
+        return groups
 
     @classmethod
     def of_host(cls, counts: Sequence[int], device: torch.device) -> "Groups":

@@ -102,6 +102,7 @@ class Rows(NamedTuple):
     row_of_TK: Tensor
     source_of_R: Tensor
     token_of_R: Tensor
+    tiles: Tensor | None = None
 
 
 def assign_rows(

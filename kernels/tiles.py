@@ -166,4 +166,14 @@ def fitted(tile: Tile, kind: str, rows: int, n: int, k: int) -> Tile:
 
 def _covering(size: int) -> int:
     """Return the smallest power of two that is at least 16 and covers `size`."""
-    return max(16, 1 << max(size - 1, 0).bit_length())
+    return max(16, next_power_of_2(size))
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the smallest power of two that is at least this number. Triton's own function is slower."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def cdiv(number: int, divisor: int) -> int:
+    """Return the quotient, rounded up. Triton's own function is slower."""
+    return -(-number // divisor)

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.tiles import next_power_of_2
 from fairseq_tutel.kernels.triton_launch import accumulator_of, launch
 
 
@@ -26,9 +27,9 @@ def load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple[Tenso
         num_tokens,
         loss,
         gradient_E,
-        len(mass_E),
+        mass_E.shape[0],
         ACC=accumulator_of(mass_E.dtype),
-        BLOCK_E=triton.next_power_of_2(len(mass_E)),
+        BLOCK_E=next_power_of_2(mass_E.shape[0]),
     )
     return loss, gradient_E
 

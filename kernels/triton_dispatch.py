@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.tiles import cdiv, next_power_of_2
 from fairseq_tutel.kernels.triton_launch import accumulator_of, launch
 
 # Maximum columns per program. One or two programs cover common model dimensions. The value is not tuned.
@@ -43,7 +44,7 @@ def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = N
     block_d = _block_d(model_dim)
     launch(
         _gather_sum_kernel,
-        (num_tokens, triton.cdiv(model_dim, block_d)),
+        (num_tokens, cdiv(model_dim, block_d)),
         rows_RD.device,
         rows_RD,
         row_of_TK,
@@ -52,7 +53,7 @@ def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = N
         model_dim,
         top_k,
         ACC=accumulator_of(rows_RD.dtype),
-        BLOCK_K=min(triton.next_power_of_2(top_k), 4),
+        BLOCK_K=min(next_power_of_2(top_k), 4),
         BLOCK_D=block_d,
     )
     return y_TD
@@ -100,7 +101,7 @@ def gather_values(values_N: Tensor, index_X: Tensor) -> Tensor:
     if size:
         launch(
             _gather_values_kernel,
-            (triton.cdiv(size, BLOCK_VALUES),),
+            (cdiv(size, BLOCK_VALUES),),
             values_N.device,
             values_N,
             index_X,
@@ -112,7 +113,7 @@ def gather_values(values_N: Tensor, index_X: Tensor) -> Tensor:
 
 
 def _block_d(model_dim: int) -> int:
-    return min(triton.next_power_of_2(model_dim), MAX_BLOCK_D)
+    return min(next_power_of_2(model_dim), MAX_BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["size"])

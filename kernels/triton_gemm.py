@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_launch import alike, chosen, launch, operands
 from fairseq_tutel.kernels.triton_operands import add_product, load_bias, store_tile
 from fairseq_tutel.kernels.triton_tiles import num_tiles, place, read_tile, table_start
@@ -22,7 +23,7 @@ def grouped_linear(
     rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups, tf32x3: bool = False
 ) -> Tensor:
     """Multiply each row of group e by its expert's weight: out[r] = rows[r] @ weight[e].T + bias[e]."""
-    return triton_linear(rows_RI, weight_EOI, bias_EO, None, None, groups.tiles(len(rows_RI)), tf32x3)
+    return triton_linear(rows_RI, weight_EOI, bias_EO, None, None, groups.tiles(rows_RI.shape[0]), tf32x3)
 
 
 def ffn_up_backward(
@@ -35,7 +36,7 @@ def ffn_up_backward(
 ) -> Tensor:
     """Compute the gradient of the FFN's input rows from the gradients of fc1's and fc3's outputs."""
     fc3_weight = None if fc3_weight is None else fc3_weight.mT
-    tiles = groups.tiles(len(dh_RH))
+    tiles = groups.tiles(dh_RH.shape[0])
     return triton_linear(dh_RH, fc1_weight.mT, None, dg_RH, fc3_weight, tiles, tf32x3)
 
 
@@ -70,7 +71,7 @@ def triton_linear(
     rows_from, weights_from, constants = operands(rows, weights, tile, tf32x3)
     launch(
         _linear_kernel,
-        (tiles_m * triton.cdiv(out_dim, tile.block_n),),
+        (tiles_m * cdiv(out_dim, tile.block_n),),
         rows_RI.device,
         rows_from[0],
         weights_from[0],

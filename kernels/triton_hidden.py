@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_activations import activate, activate_backward
 from fairseq_tutel.kernels.triton_launch import chosen, launch, operands
 from fairseq_tutel.kernels.triton_operands import (
@@ -56,7 +57,7 @@ def ffn_down_backward(
         a_RH,
         h_RH,
         g_RH,
-        groups.tiles(len(dy_ND if index_R is None else index_R)),
+        groups.tiles((dy_ND if index_R is None else index_R).shape[0]),
         activation if g_RH is None else "swish",
         tf32x3,
     )
@@ -117,7 +118,7 @@ def triton_hidden(
     kind = "glu_hidden" if g_RH is not None else "relu_hidden" if activation == "relu" else "hidden"
     tile = chosen(kind, dy_ND, (num_rows, num_experts, hidden_dim, model_dim), tf32x3)
     tiles_m = num_tiles(num_rows, num_experts, tile.block_m)
-    tiles_n = triton.cdiv(hidden_dim, tile.block_n) + (gate_R is not None and fc2_bias is not None)
+    tiles_n = cdiv(hidden_dim, tile.block_n) + (gate_R is not None and fc2_bias is not None)
     # Each column tile has one partial sum. The partial sums are added in a fixed order without atomics, so
     # the result is deterministic.
     parts_nR = None

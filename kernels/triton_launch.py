@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from fairseq_tutel.kernels import interpreted
 from fairseq_tutel.kernels.tiles import Tile, choose
@@ -18,16 +19,17 @@ except ImportError:  # an older Triton supports only plain loads
 
 DESCRIPTORS = ("sm_90", "sm_100", "sm_120")  # hardware with TMA
 ALIGNMENT = 16  # bytes; TMA requires it for a tensor's address and all strides except the innermost
+IS_HIP = torch.version.hip is not None
 
 
-class _Bound(threading.local):
-    """The devices whose CUDA context this thread has made current with a first operation."""
+class _Compiled(threading.local):
+    """The kernels that this thread has launched: by key, the compiled kernel and its constants."""
 
     def __init__(self) -> None:
-        self.devices: set[torch.device] = set()
+        self.by_key: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
 
-_BOUND = _Bound()
+_COMPILED = _Compiled()
 
 
 def launch(
@@ -35,25 +37,54 @@ def launch(
 ) -> None:
     """Launch a Triton kernel on the current stream of a device; every launch of the package is here.
 
-    A new thread has no CUDA context, and a launch with tensor descriptors needs one. So the first launch of
-    a thread on a device binds the context.
+    Triton takes several times as long to find a compiled kernel as to launch it. Therefore the first launch
+    keeps the kernel, by everything that Triton specializes a kernel for.
 
     Args:
         kernel: a function decorated with triton.jit.
         grid: the number of programs in one to three dimensions.
         device: the device of the tensors.
         arguments: tensors, tensor descriptors, numbers or None, in the kernel's order.
-        constants: compile-time constants and Triton's options, such as num_warps.
+        constants: compile-time constants and Triton's options, such as num_warps, in the same order in all
+            launches of a kernel.
     """
-    if device.type != "cuda":  # the interpreter
+    if not is_direct(device):
         kernel[grid](*arguments, **constants)
         return
-    with torch.cuda.device(device.index):
-        if device not in _BOUND.devices:
-            # torch.cuda.stream and torch.cuda.set_device to the current device do not bind.
-            torch.zeros(1, device=device)
-            _BOUND.devices.add(device)
-        kernel[grid](*arguments, **constants)
+    if device.index != driver.active.get_current_device():
+        with torch.cuda.device(device.index):
+            launch(kernel, grid, device, *arguments, **constants)
+        return
+    key = [kernel.fn, device.index, *constants.values()]
+    for argument in arguments:
+        if argument is None:
+            key.append(None)
+        elif isinstance(argument, int):
+            # 1, multiples of 16, and more than 32 bits
+            key.append(-1 if argument == 1 else (argument >> 31) * 2 + (argument % ALIGNMENT == 0))
+        elif isinstance(argument, Tensor):
+            key += argument.dtype, argument.data_ptr() % ALIGNMENT
+            if IS_HIP:
+                key.append(argument.untyped_storage().nbytes() < 2**31)
+        else:
+            key += argument.base.dtype, *argument.block_shape
+    found = _COMPILED.by_key.get(tuple(key))
+    if found is not None:
+        compiled, rest = found
+        compiled[(*grid, 1, 1)](*arguments, *rest)
+        return
+    # A new thread has no CUDA context, and a launch with tensor descriptors needs one. torch.cuda.stream
+    # does not bind it, nor does torch.cuda.set_device to the current device.
+    torch.zeros(1, device=device)
+    compiled = kernel[grid](*arguments, **constants)
+    rest = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+    _COMPILED.by_key[tuple(key)] = compiled, rest
+
+
+@functools.cache
+def is_direct(device: torch.device) -> bool:
+    """Return whether kernels on this device are compiled, rather than interpreted or traced."""
+    return device.type == "cuda" and not interpreted()
 
 
 @functools.cache
@@ -115,11 +146,47 @@ def input_precision_of(rows: Tensor, tf32x3: bool = False) -> str:
     return "ieee" if precision == "half" else precision
 
 
-def described(tensors: list[Tensor], block: list[int]) -> list[Any] | None:
-    """Return TMA descriptors that load tiles of shape `block`; None if a tensor does not support TMA."""
-    if not all(has_descriptors(t.device) and _is_describable(t) for t in tensors):
+def described(tensors: list[Tensor], block: tuple[int, ...], is_transposed: bool = False) -> Any:
+    """Return TMA descriptors that load tiles of shape `block`; None if a tensor does not support TMA.
+
+    With `is_transposed`, they describe tensors with the last two dimensions exchanged.
+    """
+    found = []
+    for tensor in tensors:
+        checked = _descriptor(
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            block,
+            is_transposed,
+            has_descriptors(tensor.device),
+        )
+        if checked is None or tensor.data_ptr() % ALIGNMENT:
+            return None
+        descriptor = object.__new__(TensorDescriptor)  # without the checks, which take longer than a launch
+        descriptor.__dict__.update(checked, base=tensor)
+        found.append(descriptor)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _descriptor(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    block: tuple[int, ...],
+    is_transposed: bool,
+    has_tma: bool,
+) -> dict[str, Any] | None:
+    """Return the attributes of a tensor's descriptor; None if the tensor does not support TMA."""
+    if is_transposed:
+        shape, strides = ((*x[:-2], x[-1], x[-2]) for x in (shape, strides))
+    if not has_tma or strides[-1] != 1 or 0 in shape:
         return None
-    return [TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in tensors]
+    if any(stride * dtype.itemsize % ALIGNMENT for stride in strides[:-1]):
+        return None
+    like = torch.empty(1, dtype=dtype, device="meta")
+    return vars(TensorDescriptor(like, list(shape), list(strides), list(block)))
 
 
 def operands(
@@ -140,23 +207,40 @@ def operands(
         tf32x3: whether to compute fp32 products as three TF32 products.
         are_gathered: whether the kernel reads the rows through an index map.
     """
-    rows_read = None if are_gathered else described(rows, [tile.block_m, tile.block_k])
+    rows_read = None if are_gathered else described(rows, (tile.block_m, tile.block_k))
     k_inner = weights_ENK[0].stride(2) == 1
-    if k_inner:
-        weights_read = described(weights_ENK, [1, tile.block_n, tile.block_k])
-    else:
-        weights_read = described([w.mT for w in weights_ENK], [1, tile.block_k, tile.block_n])
-    constants = {
-        "PRECISION": input_precision_of(rows[0], tf32x3),
-        "ACC": accumulator_of(rows[0].dtype),
-        "ROWS_DESCRIPTOR": rows_read is not None,
-        "WEIGHT_DESCRIPTOR": weights_read is not None,
+    block = (1, tile.block_n, tile.block_k) if k_inner else (1, tile.block_k, tile.block_n)
+    weights_read = described(weights_ENK, block, is_transposed=not k_inner)
+    constants = _constants(
+        tile,
+        input_precision_of(rows[0], tf32x3),
+        rows[0].dtype,
+        rows_read is not None,
+        weights_read is not None,
+        k_inner,
+    )
+    return rows_read or rows, weights_read or weights_ENK, constants
+
+
+@functools.cache  # one entry per product of a model
+def _constants(
+    tile: Tile,
+    precision: str,
+    dtype: torch.dtype,
+    describes_rows: bool,
+    describes_weights: bool,
+    k_inner: bool,
+) -> dict[str, Any]:
+    return {
+        "PRECISION": precision,
+        "ACC": accumulator_of(dtype),
+        "ROWS_DESCRIPTOR": describes_rows,
+        "WEIGHT_DESCRIPTOR": describes_weights,
         "K_INNER": k_inner,
         **tile.blocks,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-    return rows_read or rows, weights_read or weights_ENK, constants
 
 
 def alike(weights: list[Tensor]) -> list[Tensor]:
@@ -164,13 +248,3 @@ def alike(weights: list[Tensor]) -> list[Tensor]:
     if all(w.stride() == weights[0].stride() for w in weights):
         return weights
     return [w.contiguous() for w in weights]
-
-
-def _is_describable(tensor: Tensor) -> bool:
-    size = tensor.element_size()
-    return (
-        tensor.stride(-1) == 1
-        and all(stride * size % ALIGNMENT == 0 for stride in tensor.stride()[:-1])
-        and tensor.data_ptr() % ALIGNMENT == 0
-        and tensor.numel() > 0
-    )

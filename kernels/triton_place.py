@@ -1,7 +1,8 @@
 """Triton kernels that assign slots and rows; they replace `reference_route.assign_rows` on GPUs.
 
 Slots are computed by a block scan in three steps: a histogram of every block of assignments, an exclusive
-sum over the blocks, and comparisons of the ids within a block. The last step also writes both row maps.
+sum over the blocks, and comparisons of the ids within a block. The last step also writes the row maps and
+the tables of row tiles.
 The scan needs no atomics, sort, [T, E] tensor or host read. T tokens, E experts, K top_k, N = K * T
 assignments, where j * T + t is choice j of token t.
 """
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.reference_route import Rows
+from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_launch import launch
+from fairseq_tutel.kernels.triton_tiles import BLOCKS_M, CONSTANTS, table_start, tile_programs, write_tiles
 
 # Assignments per block. A slot costs BLOCK_N comparisons, and the scan takes N / BLOCK_N steps. PEERS
 # assignments are compared at a time, because comparing 32 at once spills scalar registers on gfx90a. Not
@@ -41,24 +44,32 @@ def assign_rows(
     """
     time, batch = time_first or (1, ids_TK.shape[0])
     found = place_assignments(ids_TK, asked_TK, order_N, limit, num_experts, time, batch)
-    # With one choice, an assignment's number is its token's.
-    token_of_R = found[5] if ids_TK.shape[1] == 1 else found[6]
-    return Rows(*found[:6], token_of_R)
+    slots_TK, row_of_TK, source_of_R, token_of_R, counts = found
+    if ids_TK.shape[1] == 1:  # an assignment's number is its token's
+        token_of_R = source_of_R
+    assigned_KE, counts_E, dropped_K, tiles = _parts(counts, ids_TK.shape[1], num_experts)
+    return Rows(slots_TK, assigned_KE, counts_E, dropped_K, row_of_TK, source_of_R, token_of_R, tiles)
+
+
+def _parts(counts: Tensor, top_k: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the views of the buffer of all small results: assigned_KE, counts_E, dropped_K, tiles."""
+    sizes = top_k * num_experts, num_experts, top_k
+    assigned, counts_E, dropped_K, tiles = counts.split((*sizes, counts.shape[0] - sum(sizes)))
+    return assigned.view(top_k, num_experts), counts_E, dropped_K, tiles
 
 
 def _fake_place_assignments(
     ids_TK: Tensor, asked_TK: Any, order_N: Any, limit: Any, num_experts: int, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_tokens, top_k = ids_TK.shape
     size = num_tokens * top_k
+    tiles = table_start(size, num_experts, 2 * BLOCKS_M[-1])
     return (
         ids_TK.new_empty(num_tokens, top_k),
-        ids_TK.new_empty(top_k, num_experts),
-        ids_TK.new_empty(num_experts),
-        ids_TK.new_empty(top_k),
         ids_TK.new_empty(num_tokens, top_k),
         ids_TK.new_empty(size),
         ids_TK.new_empty(0 if top_k == 1 else size),
+        ids_TK.new_empty((top_k + 1) * num_experts + top_k + tiles),
     )
 
 
@@ -71,8 +82,10 @@ def place_assignments(
     num_experts: int,
     time: int,
     batch: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the kernels of `assign_rows`; return the fields of `Rows`, with no token_of_R for K = 1.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Launch the kernels of `assign_rows`: slots_TK, row_of_TK, source_of_R, token_of_R, small results.
+
+    For K = 1, token_of_R is empty. `_parts` splits the small results.
 
     Args:
         ids_TK: as in `assign_rows`.
@@ -85,13 +98,13 @@ def place_assignments(
         batch: T / time.
     """
     found = _fake_place_assignments(ids_TK, asked_TK, order_N, limit, num_experts)
-    slots_TK, assigned_KE, counts_E, dropped_K, row_of_TK, source_of_R, token_of_R = found
-    if ids_TK.numel() == 0:
-        for counts in (assigned_KE, counts_E, dropped_K):
-            counts.zero_()
-        return found
-    ids_TK = ids_TK.contiguous()
+    slots_TK, row_of_TK, source_of_R, token_of_R, counts = found
     num_tokens, top_k = ids_TK.shape
+    if num_tokens == 0:
+        counts.zero_()
+        return found
+    assigned_KE, counts_E, dropped_K, tiles = _parts(counts, top_k, num_experts)
+    ids_TK = ids_TK.contiguous()
     asked = None if asked_TK is None else asked_TK.contiguous().view(torch.uint8)
     sizes = num_tokens, top_k, num_experts, time, batch
     results = assigned_KE, counts_E, dropped_K, limit
@@ -103,10 +116,10 @@ def place_assignments(
         del starts_BE  # frees the memory for the next tensor, which has the same size
         starts_BE = _block_starts(ids_TK, asked, order_N, sizes, (None, *results[1:]))
         chains, length = 1, top_k * num_tokens
-    num_blocks = triton.cdiv(length, BLOCK_N)
+    num_blocks = cdiv(length, BLOCK_N)
     launch(
         _place_kernel,
-        (chains * num_blocks,),
+        (chains * num_blocks + tile_programs(num_tokens * top_k, num_experts),),
         ids_TK.device,
         ids_TK,
         asked,
@@ -118,12 +131,15 @@ def place_assignments(
         row_of_TK,
         source_of_R,
         None if top_k == 1 else token_of_R,
+        tiles,
+        chains * num_blocks,
         num_blocks,
         length,
         *sizes,
         BLOCK=BLOCK_N,
         PEERS=PEERS,
         BLOCK_E=COUNT_BLOCK_E,
+        **CONSTANTS,
     )
     if limit is not None:
         torch.sum(slots_TK >= limit, dim=0, out=dropped_K)
@@ -144,11 +160,11 @@ def _block_starts(
     """
     num_tokens, top_k, num_experts, *_ = sizes
     chains, length = (top_k, num_tokens) if order_N is None else (1, top_k * num_tokens)
-    num_blocks = triton.cdiv(length, BLOCK_N)
+    num_blocks = cdiv(length, BLOCK_N)
     starts_BE = ids_TK.new_empty(chains * num_blocks, num_experts, dtype=torch.int32)
     launch(
         _count_kernel,
-        (chains * num_blocks, triton.cdiv(num_experts, COUNT_BLOCK_E)),
+        (chains * num_blocks, cdiv(num_experts, COUNT_BLOCK_E)),
         ids_TK.device,
         ids_TK,
         asked,
@@ -162,7 +178,7 @@ def _block_starts(
     )
     launch(
         _scan_kernel,
-        (triton.cdiv(num_experts, SCAN_BLOCK_E),),
+        (cdiv(num_experts, SCAN_BLOCK_E),),
         ids_TK.device,
         starts_BE,
         *results,
@@ -266,7 +282,7 @@ def _scan_kernel(
     tl.store(kept + experts, rows, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "length", "num_tokens", "time", "batch"])
+@triton.jit(do_not_specialize=["programs", "num_blocks", "length", "num_tokens", "time", "batch"])
 def _place_kernel(
     ids,
     asked,
@@ -278,6 +294,8 @@ def _place_kernel(
     row_of,
     source_of,
     token_of,
+    tiles,
+    programs,
     num_blocks,
     length,
     num_tokens,
@@ -288,8 +306,16 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     PEERS: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    SIZES: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    TILES_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
     block = tl.program_id(0)
+    if block >= programs:  # further programs write the tables of row tiles
+        num_rows = num_tokens * top_k
+        write_tiles(block - programs, kept, tiles, num_rows, num_experts, SIZES, SMALLEST, TILES_E, BLOCK_T)
+        return
     chain, first = block // num_blocks, block % num_blocks * BLOCK
     positions = first + tl.arange(0, BLOCK)
     sizes = (length, num_tokens, top_k, num_experts, time, batch)

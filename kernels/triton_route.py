@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.tiles import cdiv, next_power_of_2
 from fairseq_tutel.kernels.triton_launch import accumulator_of, launch
 
 # Elements of a [tokens, experts] tile. With 4096 the fp64 kernel takes 25 s to compile for sm_80. With 1024
@@ -37,7 +38,7 @@ def softmax_top_k(logits_TE: Tensor, top_k: int, normalize: bool = False) -> tup
     block_t, block_e = _tile(num_experts, logits_TE.dtype == torch.float64)
     launch(
         _softmax_top_k_kernel,
-        (triton.cdiv(num_tokens, block_t),),
+        (cdiv(num_tokens, block_t),),
         logits_TE.device,
         logits_TE,
         probs_TE,
@@ -51,7 +52,7 @@ def softmax_top_k(logits_TE: Tensor, top_k: int, normalize: bool = False) -> tup
         ACC=accumulator_of(logits_TE.dtype),
         BLOCK_T=block_t,
         BLOCK_E=block_e,
-        BLOCK_K=triton.next_power_of_2(top_k),
+        BLOCK_K=next_power_of_2(top_k),
     )
     return probs_TE, ids_TK, weights_TK
 
@@ -80,7 +81,7 @@ def softmax_top_k_backward(
     block_t, block_e = _tile(num_experts, probs_TE.dtype == torch.float64)
     launch(
         _softmax_top_k_backward_kernel,
-        (triton.cdiv(num_tokens, block_t),),
+        (cdiv(num_tokens, block_t),),
         probs_TE.device,
         probs_TE,
         ids_TK,
@@ -102,7 +103,7 @@ def softmax_top_k_backward(
 
 def _tile(num_experts: int, is_wide: bool) -> tuple[int, int]:
     """Return the tile size (tokens, experts). A tile covers all experts; fp64 tiles have half the size."""
-    block_e = max(triton.next_power_of_2(num_experts), 16)
+    block_e = max(next_power_of_2(num_experts), 16)
     return max(TILE // (2 if is_wide else 1) // block_e, 1), block_e
 
 

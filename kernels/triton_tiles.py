@@ -5,17 +5,21 @@ form an additional group with expert -1. A row of the table is (expert, first ro
 In an unused tile, the first row is not below the end.
 """
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_launch import launch
 
 # Rows of a tile in the table of `tiles`.
 BLOCKS_M = (16, 32, 64, 128, 256)
 BLOCK_TILES = 32
-BLOCK_EXPERTS = 64
+# Of a kernel that calls `write_tiles`.
+CONSTANTS = {"SIZES": len(BLOCKS_M), "SMALLEST": BLOCKS_M[0], "TILES_E": 64, "BLOCK_T": BLOCK_TILES}
 
 
 def num_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
@@ -23,6 +27,7 @@ def num_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
     return num_rows // block_m + num_experts + 1
 
 
+@functools.lru_cache(maxsize=1024)
 def table_start(num_rows: int, num_experts: int, block_m: int) -> int:
     """Return the position in `row_tiles` of the table for tiles of `block_m` rows."""
     smaller = (num_tiles(num_rows, num_experts, block) for block in BLOCKS_M if block < block_m)
@@ -47,52 +52,59 @@ def row_tiles(counts_E: Tensor, num_rows: int) -> Tensor:
         [3, tiles] for each size in BLOCKS_M.
     """
     tiles, num_experts = _fake_row_tiles(counts_E, num_rows), counts_E.shape[0]
-    most = num_tiles(num_rows, num_experts, BLOCKS_M[0])
     launch(
         _row_tiles_kernel,
-        (triton.cdiv(most, BLOCK_TILES), len(BLOCKS_M)),
+        (tile_programs(num_rows, num_experts),),
         counts_E.device,
         counts_E.contiguous(),
         tiles,
         num_rows,
         num_experts,
-        SMALLEST=BLOCKS_M[0],
-        BLOCK_E=BLOCK_EXPERTS,
-        BLOCK_T=BLOCK_TILES,
+        **CONSTANTS,
     )
     return tiles
 
 
+def tile_programs(num_rows: int, num_experts: int) -> int:
+    """Return the number of programs of `write_tiles`."""
+    return cdiv(num_tiles(num_rows, num_experts, BLOCKS_M[0]), BLOCK_TILES) * len(BLOCKS_M)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _row_tiles_kernel(
-    counts,
-    tiles,
-    num_rows,
-    num_experts,
-    SMALLEST: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    # The second grid index is the size of the tiles: BLOCKS_M doubles from each to the next.
-    block_m = tl.full([], SMALLEST, tl.int64)
+    counts, tiles, num_rows, num_experts, SIZES: tl.constexpr, SMALLEST: tl.constexpr,
+    TILES_E: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    write_tiles(tl.program_id(0), counts, tiles, num_rows, num_experts, SIZES, SMALLEST, TILES_E, BLOCK_T)
+
+
+@triton.jit
+def write_tiles(
+    program, counts, tiles, num_rows, num_experts, SIZES: tl.constexpr, SMALLEST: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Write one program's part of the tables of `row_tiles`."""
+    # BLOCKS_M doubles from each size to the next. 32 bits need fewer registers.
+    block_m = tl.full([], SMALLEST, tl.int32)
+    num_rows = tl.cast(num_rows, tl.int32)
     table = tiles + num_experts + 1
-    for _ in range(tl.program_id(1)):
+    for _ in range(program % SIZES):
         table += 3 * (num_rows // block_m + num_experts + 1)
         block_m *= 2
     num_tiles = num_rows // block_m + num_experts + 1
-    if tl.program_id(0) * BLOCK_T >= num_tiles:
+    if program // SIZES * BLOCK_T >= num_tiles:
         return
-    tile = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
-    expert = tl.full([BLOCK_T], -1, tl.int64)
-    first = tl.zeros([BLOCK_T], tl.int64)
-    end = tl.zeros([BLOCK_T], tl.int64)
-    rows_before = tl.full([], 0, tl.int64)
-    tiles_before = tl.full([], 0, tl.int64)
-    is_first = tl.program_id(0) + tl.program_id(1) == 0
+    tile = program // SIZES * BLOCK_T + tl.arange(0, BLOCK_T)
+    expert = tl.full([BLOCK_T], -1, tl.int32)
+    first = tl.zeros([BLOCK_T], tl.int32)
+    end = tl.zeros([BLOCK_T], tl.int32)
+    rows_before = tl.full([], 0, tl.int32)
+    tiles_before = tl.full([], 0, tl.int32)
+    is_first = program == 0
     written = tl.where(is_first, num_experts, 0)  # the first program writes the experts' first rows
     for first_expert in range(0, num_experts, BLOCK_E):
         e = first_expert + tl.arange(0, BLOCK_E)
-        count = tl.load(counts + e, mask=e < num_experts, other=0)
+        count = tl.load(counts + e, mask=e < num_experts, other=0).to(tl.int32)
         tiles_of = (count + block_m - 1) // block_m
         row_end = rows_before + tl.cumsum(count, 0)
         tile_end = tiles_before + tl.cumsum(tiles_of, 0)

@@ -15,6 +15,7 @@ from torch import Tensor
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_activations import activate
 from fairseq_tutel.kernels.triton_launch import alike, chosen, launch, operands
 from fairseq_tutel.kernels.triton_operands import (
@@ -50,7 +51,7 @@ def ffn_up(
         fc1_bias,
         fc3_weight,
         fc3_bias,
-        groups.tiles(len(x_ND if index_R is None else index_R)),
+        groups.tiles((x_ND if index_R is None else index_R).shape[0]),
         "swish" if is_glu else activation,
         keep_h,
         tf32x3,
@@ -109,7 +110,7 @@ def triton_up(
     )
     launch(
         _up_kernel,
-        (tiles_m * triton.cdiv(hidden_dim, tile.block_n),),
+        (tiles_m * cdiv(hidden_dim, tile.block_n),),
         x_ND.device,
         x_from,
         index_R,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_launch import accumulator_of, chosen, input_precision_of, launch
 from fairseq_tutel.kernels.triton_operands import multiply
 from fairseq_tutel.kernels.triton_tiles import place
@@ -30,8 +31,8 @@ def grouped_weight_grad(
     tf32x3: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of each expert's weight and bias, summed over the expert's rows."""
-    num_experts = len(groups.counts)
-    tiles = groups.tiles(len(dout_NO if dout_index_R is None else dout_index_R))
+    num_experts = groups.counts.shape[0]
+    tiles = groups.tiles((dout_NO if dout_index_R is None else dout_index_R).shape[0])
     dweight_EOI, dbias_EO = triton_weight_grad(
         dout_NO, rows_NI, tiles, num_experts, dout_index_R, rows_index_R, bias, bias_scale_R, tf32x3
     )
@@ -78,10 +79,10 @@ def triton_weight_grad(
 
     num_rows = (dout_NO if dout_index_R is None else dout_index_R).shape[0]
     tile = chosen("weight", dout_NO, (num_rows, num_experts, in_dim, out_dim), tf32x3)
-    columns = triton.cdiv(in_dim, tile.block_n) + bias
+    columns = cdiv(in_dim, tile.block_n) + bias
     launch(
         _weight_grad_kernel,
-        (num_experts * triton.cdiv(out_dim, tile.block_m) * columns,),
+        (num_experts * cdiv(out_dim, tile.block_m) * columns,),
         dout_NO.device,
         dout_NO,
         dout_index_R,

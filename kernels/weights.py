@@ -4,8 +4,8 @@ D model_dim, H hidden_dim, E experts, R rows.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +42,7 @@ class ExpertTensorList:
         return ExpertTensorList(lambda index: self.make(index).to(dtype), self.shape, dtype)
 
 
-@dataclass(frozen=True)
-class FFNWeights:
+class FFNWeights(NamedTuple):
     """The FFN weights of E stacked experts, or of one expert; only gated experts have fc3.
 
     Attributes:
@@ -78,14 +77,13 @@ class FFNWeights:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the FFN's weight tensors (fc1, fc2, fc3) in the order of NAMES."""
-        return tuple(getattr(self, name) for name in NAMES)
+        return tuple(self)
 
 
-NAMES = tuple(field.name for field in fields(FFNWeights))
+NAMES = FFNWeights._fields
 
 
-@dataclass(frozen=True)
-class SavedActivations:
+class SavedActivations(NamedTuple):
     """The activations that the FFN's forward saves for backward, without its input.
 
     Attributes:
@@ -99,8 +97,7 @@ class SavedActivations:
     g_RH: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class FFNGradients:
+class FFNGradients(NamedTuple):
     """The gradients of the inputs, gates and weights of one FFN.
 
     Attributes:

@@ -13,7 +13,6 @@ from moe_files import save
 from tool_in_process import refusal_of, tool
 
 from fairseq_tutel.files import content_of, error_line, json_of, printable
-from fairseq_tutel.moe import update_tuner
 from fairseq_tutel.plans.format import to_json
 from fairseq_tutel.plans.generators import make
 
@@ -37,14 +36,6 @@ def test_what_is_no_ordinary_file_is_refused_at_once(tmp_path):
 def test_a_folder_is_named(tmp_path):
     with pytest.raises(IsADirectoryError, match=str(tmp_path)):
         content_of(tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["deep", "pipe", "null"])
-def test_a_tuner_s_file_that_cannot_be_read_is_measured_anew(kind, tmp_path, caplog):
-    path = tmp_path / "tuned.json"
-    os.mkfifo(path) if kind == "pipe" else path.write_text("[" * 200_000 if kind == "deep" else kind)
-    assert update_tuner._read(str(path), {}) == {}
-    assert f"{path} cannot be read (" in caplog.text and caplog.text.endswith("measuring again\n")
 
 
 def test_a_large_file_is_refused(tmp_path):

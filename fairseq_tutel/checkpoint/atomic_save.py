@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
@@ -64,28 +63,26 @@ class _Counted:
 
 def unwritten(path: str, error: BaseException) -> OSError:
     """Return an OSError for a file that could not be written; its message has the reason and a fix."""
-    cause, number, reason = system_error(error), None, str(error).partition("\n")[0]
-    if cause is not None:
-        number, reason = cause.errno, str(cause.strerror)
-    folder = os.path.dirname(os.path.abspath(path))
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    free = shutil.disk_usage(folder).free
+    cause = system_error(error)
     message = (
-        f"{path} could not be written: {reason} ({free / 1e6:.1f} MB are free on that disk); earlier "
-        "checkpoints are unchanged; check the disk, and restart to resume from the newest checkpoint."
+        f"{path} could not be written: {reason_of(error)}; earlier checkpoints are unchanged; check the "
+        "disk, and restart to resume from the newest checkpoint."
     )
-    return OSError(number, message) if number else OSError(message)
+    return OSError(message) if cause is None else OSError(cause.errno, message)
 
 
 def unwritable(folder: str, error: BaseException) -> str:
     """Return an error sentence for a --save-dir in which no file can be written."""
-    cause = system_error(error)
-    reason = str(error) if cause is None else cause.strerror
     return (
-        f"--save-dir is {folder}, in which no file can be written ({reason}); give a writable folder on a "
-        "disk with free space, also with --no-save."
+        f"--save-dir is {folder}, in which no file can be written ({reason_of(error)}); give a writable "
+        "folder on a disk with free space, also with --no-save."
     )
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the reason of the OSError that caused `error`, or else the first line of its message."""
+    cause = system_error(error)
+    return str(error).partition("\n")[0] if cause is None else str(cause.strerror)
 
 
 def system_error(error: BaseException) -> OSError | None:
@@ -93,4 +90,4 @@ def system_error(error: BaseException) -> OSError | None:
     cause: BaseException | None = error
     while cause is not None and not (isinstance(cause, OSError) and cause.errno):
         cause = cause.__cause__ or cause.__context__
-    return cause if isinstance(cause, OSError) else None
+    return cause

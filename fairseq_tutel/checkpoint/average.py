@@ -63,14 +63,12 @@ def _without(name: str, tree: Any) -> Any:
 
 def _refuse_other_weights(first: Path, expected: dict, other: Path, found: dict) -> None:
     for key in (*expected, *found):
-        shapes = [_shape_of(model, key) for model in (expected, found)]
+        shapes = [tuple(getattr(m[key], "shape", ())) if key in m else "missing" for m in (expected, found)]
         if shapes[0] != shapes[1]:
-            problem = f"the weight {key} is {shapes[0]} in {first} and {shapes[1]} in {other}"
-            raise ValueError(f"{problem}; average checkpoints of one model.")
-
-
-def _shape_of(model: dict, key: str) -> str:
-    return str(tuple(getattr(model[key], "shape", ()))) if key in model else "missing"
+            raise ValueError(
+                f"the weight {key} is {shapes[0]} in {first} and {shapes[1]} in {other}; average "
+                "checkpoints of one model."
+            )
 
 
 def mean(tensors: list[Tensor]) -> Tensor:

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.files import is_whole
-from fairseq_tutel.checkpoint.malformed import refuse_malformed
-from fairseq_tutel.checkpoint.recognition import kind_of
+from fairseq_tutel.checkpoint.foreign import kind_of, refuse_malformed
 from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, layers_of
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.option import Option, plain
@@ -21,10 +20,8 @@ EXPERTS = re.compile(r"(?:^|\.)experts\.")  # matches the tensor names of every 
 Facts = dict[str, Any]
 
 
-def describe(
-    state: Any, path: Path, options: Sequence[Option], check: bool = False
-) -> tuple[Facts, list[Layer]]:
-    """Return a description of a checkpoint file's content, and a list of its MoE layers.
+def describe(state: Any, path: Path, options: Sequence[Option], check: bool = False) -> Facts:
+    """Return a description of a checkpoint file's content.
 
     `options` are the options of models. `check` reads all bytes and compares them with the checksums.
     """
@@ -57,7 +54,7 @@ def describe(
         facts["layers"] = [_layer(weights, layer) for layer in layers]
     if is_ours:
         facts |= _changed_options(state, options)
-    return {**facts, "tensors": _grouped(weights)}, layers
+    return {**facts, "tensors": _grouped(weights)}
 
 
 def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
@@ -75,10 +72,9 @@ def _changed_options(state: dict[str, Any], known: Sequence[Option]) -> Facts:
     options = SavedModel(state).options_of("model")
     inner = options.get("w2v_args")  # options of a pretrained model inside the model
     options = inner.get("model", options) if isinstance(inner, dict) else options
-    known = [option for option in known if option.key in options]
-    values = [(option, plain(options[option.key])) for option in known]
-    changed = {o.flag: value for o, value in values if value not in (None, o.default)}
-    return {"options": changed} if known else {}
+    values = {option: plain(options[option.key]) for option in known if option.key in options}
+    changed = {o.flag: value for o, value in values.items() if value not in (None, o.default)}
+    return {"options": changed} if values else {}
 
 
 def _tensors(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -139,9 +135,7 @@ def _layer(weights: Mapping[str, Any], layer: Layer) -> Facts:
 def _quantization(stacks: Mapping[str, Any]) -> Facts:
     """Return the stored dtype of quantized experts and their quantization errors."""
     found = {n: t for n, t in stacks.items() if isinstance(t, ShardedTensor) and t.expert_dtype}
-    if not found:
-        return {}
-    return {
+    return found and {
         "stored": ", ".join(sorted({tensor.expert_dtype for tensor in found.values()})),
         "relative_error": {name: tensor.error[0] for name, tensor in found.items()},
         "worst_row_error": {name: tensor.error[1] for name, tensor in found.items()},

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint import folders
@@ -191,7 +192,12 @@ class Written:
 
 def begin_folder(save_dir: Path) -> Path:
     """Create the folder of the next shard files on rank 0, and return it on all ranks. Collective."""
-    return save_dir / folders.PARENT / world.run_on_rank_zero(lambda: _begin(save_dir), _FOLDER)
+
+    def begin() -> str:
+        folders.collect(save_dir)
+        return folders.begin(save_dir).name
+
+    return save_dir / folders.PARENT / world.run_on_rank_zero(begin, _FOLDER)
 
 
 def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str, Any]]:
@@ -200,11 +206,21 @@ def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str,
     Raises:
         ValueError: a rank could not write; all ranks raise it. The next run removes the folder.
     """
-    everything = world.all_gather_object(own, "the agreement on the shards that were written")
+    everything = gather_written(own)
+    return world.run_on_rank_zero(lambda: records_of(everything, folder), _FOLDER)
+
+
+def gather_written(own: Written, group: dist.ProcessGroup | None = None) -> list[Written]:
+    """Return what each rank wrote; None means the group of all ranks. Collective."""
+    return world.all_gather_object(own, "the agreement on the shards that were written", group)
+
+
+def records_of(everything: list[Written], folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Give a folder that all ranks have written its final name, on rank 0; return the records."""
     stacks = _joined(everything, folder.parent)
     digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
     sizes = {file: size for written in everything for file, size in written.sizes.items()}
-    committed = world.run_on_rank_zero(lambda: _commit(folder, digests, sizes), _FOLDER)
+    committed = _commit(folder, digests, sizes)
     return {
         (stack.layer, stack.name): ShardedTensor(
             root=folder.parent.parent,
@@ -225,11 +241,6 @@ def save_as_records(model: nn.Module, records: Mapping[tuple[str, str], dict[str
             experts.save_as({name: records[layer, name] for name in experts.expert_parameters()})
 
 
-def _begin(save_dir: Path) -> str:
-    folders.collect(save_dir)
-    return folders.begin(save_dir).name
-
-
 def _commit(folder: Path, digests: list[str], sizes: dict[str, int]) -> str:
     for file, size in sizes.items():
         path = folder / file
@@ -244,38 +255,29 @@ def _files_of(
     """Yield the names of each layer's tensors, and the file that this rank must write, if any."""
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, ExpertStack)]
     for turn, (layer, stack) in enumerate(layers):
-        tensors: dict[str, tuple[Tensor, Slice]] = {}
-        for name, parameter in stack.expert_parameters().items():
-            slicing = stack.slice_of(name)
-            tensors[name] = (parameter, slicing)
-            for key, value in states(parameter).items():
+        part, index = stack.part, stack.part.index
+        share = _share(part.num_local, topology, turn)
+        first, last = part.first + share.start, part.first + share.stop - 1
+        slice_name = f".slice-{index}-of-{part.slices}" if part.slices > 1 else ""
+        file = _ShardFile(f"{layer}.experts-{first:04d}-{last:04d}{slice_name}.safetensors", {}, {})
+        names = []
+        for parameter_name, parameter in stack.expert_parameters().items():
+            states_of = {f"{parameter_name}.{key}": value for key, value in states(parameter).items()}
+            for name, value in {parameter_name: parameter, **states_of}.items():
+                names.append((layer, name))
                 # A tensor with a different shape, such as a scale, is the same for all expert shards.
-                cut = slicing if value.shape == parameter.shape else Slice()
-                tensors[f"{name}.{key}"] = (value, cut)
-        share = _share(stack.part.num_local, topology, turn)
-        names = [(layer, name) for name in tensors]
-        yield names, _file_of(layer, stack, tensors, share) if share else None
-
-
-def _file_of(
-    layer: str, stack: ExpertStack, tensors: dict[str, tuple[Tensor, Slice]], share: range
-) -> _ShardFile | None:
-    part, index = stack.part, stack.part.index
-    first, last = part.first + share.start, part.first + share.stop - 1
-    slice_name = f".slice-{index}-of-{part.slices}" if part.slices > 1 else ""
-    file = _ShardFile(f"{layer}.experts-{first:04d}-{last:04d}{slice_name}.safetensors", {}, {})
-    for name, (stacked, slicing) in tensors.items():
-        if slicing.count == 1 and index > 0:  # the same for all expert shards; the first writes it
-            continue
-        shape = list(stacked.shape)
-        shape[slicing.dim] *= slicing.count
-        shape[0] = stack.config.num_experts
-        of_all = _Stack(layer, name, tuple(shape), stacked.dtype, slicing)
-        for i in share:
-            key = f"{part.first + i}.{name}"
-            file.tensors[key] = stacked[i]
-            file.places[key] = of_all, (part.first + i, index if slicing.count > 1 else 0)
-    return file if file.tensors else None
+                slicing = stack.slice_of(parameter_name) if value.shape == parameter.shape else Slice()
+                if slicing.count == 1 and index > 0:  # the first expert shard writes it
+                    continue
+                shape = list(value.shape)
+                shape[slicing.dim] *= slicing.count
+                shape[0] = stack.config.num_experts
+                of_all = _Stack(layer, name, tuple(shape), value.dtype, slicing)
+                for i in share:
+                    key = f"{part.first + i}.{name}"
+                    file.tensors[key] = value[i]
+                    file.places[key] = of_all, (part.first + i, index if slicing.count > 1 else 0)
+        yield names, file if file.tensors else None
 
 
 def _share(num_local: int, topology: Topology, turn: int) -> range:

@@ -5,7 +5,6 @@ import errno
 import hashlib
 import os
 import re
-import stat
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -22,8 +21,7 @@ from fairseq_tutel.parallel.progress import progress
 
 DOS_FOLDER = 0x10
 CHUNK = 2**20
-# Kinds of paths that cannot be checkpoints.
-NOT_CHECKPOINTS = ("a folder", "a pipe, device or socket", "a link that leads nowhere")
+NOT_A_FILE = "a folder, pipe, device or broken link"
 IS_CORRUPT = "is corrupt (truncated while it was written, or changed on disk)"
 # A class in checkpoints of speech tasks. It is imported on demand, since fairseq takes seconds to import.
 DICTIONARY = "fairseq.data.dictionary.Dictionary"
@@ -31,14 +29,9 @@ DICTIONARY = "fairseq.data.dictionary.Dictionary"
 USUAL = ("checkpoint_best.pt", "checkpoint_last.pt", "model.pt")
 
 
-def unlike_a_file(path: str | os.PathLike) -> str | None:
-    """Return what a path is, such as a folder, if it cannot be a checkpoint file; otherwise return None."""
-    folder, pipe, broken_link = NOT_CHECKPOINTS
-    if os.path.isfile(path) or not os.path.lexists(path):
-        return None
-    if os.path.isdir(path):
-        return folder
-    return pipe if is_pipe(path) else broken_link
+def is_not_a_file(path: str | os.PathLike) -> bool:
+    """Return whether a path exists and is no file; reading a pipe or device could block forever."""
+    return os.path.lexists(path) and not os.path.isfile(path)
 
 
 def checkpoint_in(path: Path, flag: str) -> Path:
@@ -55,15 +48,6 @@ def checkpoint_in(path: Path, flag: str) -> Path:
             f"{flag} names {path}, a folder without {' or '.join(USUAL)}; give a checkpoint file."
         )
     return found
-
-
-def is_pipe(path: str | os.PathLike) -> bool:
-    """Return whether a path is a pipe, device or socket. Reading from these could block forever."""
-    try:
-        mode = os.stat(path).st_mode
-    except (OSError, ValueError):  # there is no such file, or the text is not a path
-        return False
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def is_whole(path: str) -> bool:
@@ -161,8 +145,8 @@ def read_file(path: Path, flag: str, verify: bool = True) -> Any:
     converter could write valid checksums for corrupt weights.
     """
     let_checkpoints_load()
-    if (kind := unlike_a_file(path)) is not None:
-        raise ValueError(f"{flag} names {path}, which is {kind}; give a checkpoint file.")
+    if is_not_a_file(path):
+        raise ValueError(f"{flag} names {path}, which is {NOT_A_FILE}; give a checkpoint file.")
     if not path.is_file():
         raise ValueError(f"{flag} names {path}, which does not exist; give an existing file.")
     fix = "remove this file, or give another" if flag == "INPUTS" else "give another file"

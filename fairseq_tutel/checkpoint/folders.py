@@ -40,7 +40,7 @@ def begin(save_dir: Path, prefix: str = WRITING) -> Path:
 
 def commit(written: Path, digests: Iterable[str]) -> str:
     """Rename a complete folder to a hash of `digests`; return the new path relative to the checkpoint."""
-    name = name_of(digests)
+    name = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()[:16]
     folder = written.parent / name
     if folder.exists():  # the same weights were saved before, for example without an update since
         for file in written.iterdir():
@@ -53,11 +53,6 @@ def commit(written: Path, digests: Iterable[str]) -> str:
     sync(folder)
     sync(folder.parent)
     return f"{PARENT}/{name}"
-
-
-def name_of(digests: Iterable[str]) -> str:
-    """Return the name of a complete folder whose files have these digests."""
-    return hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()[:16]
 
 
 def sync(folder: Path) -> None:

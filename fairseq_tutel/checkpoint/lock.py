@@ -18,7 +18,7 @@ NAME = "writer.lock"
 
 @contextlib.contextmanager
 def locked(folder: str) -> Iterator[bool]:
-    """Create a folder if it is missing, and lock it in the block; the file of the lock stays in it.
+    """Create a folder if it is missing, and lock it in the block, which ends by removing the lock's file.
 
     Yields False, after a warning, if the file system has no locks.
 
@@ -27,15 +27,22 @@ def locked(folder: str) -> Iterator[bool]:
         OSError: the file cannot be written.
     """
     os.makedirs(folder, exist_ok=True)
-    # Without O_NONBLOCK, opening a pipe would block until another process opens it.
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-    file = os.open(os.path.join(folder, NAME), flags)
-    try:
-        with contextlib.suppress(OSError):  # another user owns the file of an ended run
-            os.fchmod(file, 0o666)  # all who may write to the folder may lock it
-        yield _lock(file, folder)
-    finally:
-        os.close(file)
+    path = os.path.join(folder, NAME)
+    with contextlib.ExitStack() as stack:
+        while True:
+            # Without O_NONBLOCK, opening a pipe would block until another process opens it.
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK)
+            stack.callback(os.close, file)
+            with contextlib.suppress(OSError):  # another user owns the file of a killed run
+                os.fchmod(file, 0o666)  # all who may write to the folder may lock it
+            is_locked = _lock(file, folder)
+            if os.fstat(file).st_nlink:  # 0: a run that ended removed the file before it was locked here
+                break
+        try:
+            yield is_locked
+        finally:
+            with contextlib.suppress(OSError):  # another user owns the folder
+                os.remove(path)
 
 
 def _lock(file: int, folder: str) -> bool:

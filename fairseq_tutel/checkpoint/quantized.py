@@ -193,12 +193,6 @@ class RoundingError:
         """The root mean square of the errors, divided by the root mean square of the values."""
         return math.sqrt(self.differences / self.squares) if self.squares else 0.0
 
-    def merge(self, other: "RoundingError") -> None:
-        """Add the errors that another object accumulated."""
-        self.worst_row = max(self.worst_row, other.worst_row)
-        self.differences += other.differences
-        self.squares += other.squares
-
     def add(self, values: Tensor, rounded: Tensor) -> None:
         """Add the quantization error of a tensor [..., W], computed in float64 by blocks of rows."""
         blocks = (_row_blocks(x.detach().flatten(0, -2)) for x in (values, rounded))

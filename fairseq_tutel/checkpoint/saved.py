@@ -2,9 +2,7 @@
 
 import argparse
 import contextlib
-import errno
 import logging
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from fairseq_tutel.checkpoint import atomic_save
 from fairseq_tutel.checkpoint.files import read_file, walk
-from fairseq_tutel.checkpoint.malformed import refuse_malformed
+from fairseq_tutel.checkpoint.foreign import refuse_malformed
 from fairseq_tutel.checkpoint.options import RETIRED
 from fairseq_tutel.checkpoint.shards import bind, unbind
 from fairseq_tutel.files import printable, renamed_when_whole
@@ -32,7 +30,6 @@ LAYER_NORM = ("ffn_layernorm.weight", "ffn_layernorm.bias")
 # The data position at the start of a training run, and an entry of its optimizer history.
 START = {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
 NO_HISTORY = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _LAYER = re.compile(
     r"\b(?P<name>(?P<side>encoder|decoder|stages\.\d+)(?P<inner>\.sentence_encoder)?"
@@ -170,11 +167,6 @@ class SavedModel:
         args = self.state.get("args")
         return _values(self._cfg.get(part) if args is None else args)
 
-    @property
-    def all_keys(self) -> set[str]:
-        """The names of all options in the configuration of the checkpoint."""
-        return set().union(*map(_values, (self.state.get("args"), *self._cfg.values())))
-
     def name(self, part: str) -> str:
         """Return the name of the architecture, task, criterion or optimizer; "" if there is none."""
         options, is_flat = self.options_of(part), self.state.get("args") is not None
@@ -269,15 +261,9 @@ def _bytes(content: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def not_written(
-    output: Path, error: Exception, if_full: str = "free disk space, or give another path"
-) -> ValueError:
-    """Return a ValueError for a file that could not be written; its message has the system's reason.
-
-    `if_full` is the advice if the disk is full.
-    """
-    cause = atomic_save.system_error(error)
-    number = None if cause is None else cause.errno
-    reason = os.strerror(number) if number else str(error).partition("\n")[0]
-    fix = if_full if number in FULL else "give another path"
-    return ValueError(f"--output {output} could not be written ({reason}); {fix}.")
+def not_written(output: Path, error: Exception) -> ValueError:
+    """Return a ValueError for a file that could not be written; its message has the system's reason."""
+    reason = atomic_save.reason_of(error)
+    return ValueError(
+        f"--output {output} could not be written ({reason}); free disk space, or give another path."
+    )

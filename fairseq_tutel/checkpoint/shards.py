@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -223,10 +222,10 @@ def _unlike(path: Path, piece: Piece) -> ValueError:
     return unreadable(path, f"the tensor {piece.key} differs from the saved tensor")
 
 
-def write_file(values: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+def write_file(values: Mapping[str, Tensor], path: Path) -> None:
     """Write a dictionary of tensors to a safetensors file, and flush the file to disk."""
     layout = {key: (value.dtype, tuple(value.shape)) for key, value in values.items()}
-    write_pieces(layout, values.__getitem__, path, metadata)
+    write_pieces(layout, values.__getitem__, path)
 
 
 def write_pieces(
@@ -240,22 +239,6 @@ def write_pieces(
     `layout` has the dtype and shape of the tensor of each key. `value` is called once per key, and returns
     the tensor.
     """
-    text, spans = layout_of(layout, metadata)
-    with synced(path) as file:
-        file.write(text)
-        for key in spans:
-            file.write(raw_bytes(value(key)))
-        with contextlib.suppress(OSError):  # a file system without permissions
-            path.chmod(path.parent.stat().st_mode & 0o666)
-
-
-def layout_of(
-    layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
-) -> tuple[bytes, dict[str, range]]:
-    """Return the first bytes of a safetensors file, and the range of each tensor's bytes in the file.
-
-    The ranges are in the order of the file. `layout` has the dtype and shape of the tensor of each key.
-    """
     # The same order as in the safetensors library; it aligns every tensor.
     order = sorted(layout, key=lambda key: (-layout[key][0].itemsize, key))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
@@ -266,9 +249,12 @@ def layout_of(
         header[key] = {"dtype": FILE_DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    text = len(text).to_bytes(8, "little") + text
-    spans = {key: header[key]["data_offsets"] for key in order}
-    return text, {key: range(len(text) + begin, len(text) + end) for key, (begin, end) in spans.items()}
+    with synced(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for key in order:
+            file.write(raw_bytes(value(key)))
+        with contextlib.suppress(OSError):  # a file system without permissions
+            path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def digest(tensor: Tensor) -> str:
@@ -361,10 +347,8 @@ def _is_sound(tensor: ShardedTensor) -> bool:
 
 def _refuse_missing(path: Path, folder: str, names: set[str]) -> None:
     directory = path.resolve().parent / folder
-    # Folders and FIFOs, which would block a reader, do not count.
-    entries = os.scandir(directory) if directory.is_dir() else ()
-    there = {entry.name for entry in entries if os.path.isfile(entry.path)}
-    missing = sorted(names - there)
+    # A pipe does not count; it would block a reader.
+    missing = sorted(name for name in names if not (directory / name).is_file())
     if missing:
         raise ValueError(
             f"{path} keeps its experts in {directory}, where {len(missing)} files are missing, such as "

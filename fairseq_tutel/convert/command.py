@@ -63,7 +63,7 @@ class Conversion:
         former: an older option that names the input.
         output: help text of --output, which names a folder if `is_folder`.
         one_of: mutually exclusive options; exactly one must be given.
-        exclusive: groups of mutually exclusive options; at most one of a group may be given.
+        exclusive: mutually exclusive options; at most one may be given.
         of_model: options of a table that are saved with the model.
     """
 
@@ -138,16 +138,10 @@ def option(flag: str, help: str, metavar: str | None = None, **keywords: Any) ->
 
 FOLDER: dict[str, Any] = {"output": "the folder to write", "is_folder": True}
 WITH_EXPERTS = "a checkpoint with experts"
-TOP_K = option("--moe-top-k", "new number of experts per token [unchanged]", "K", type=int)
-LOADS = (
-    option("--log", "read the loads from this training log, or from the log in this --save-dir", "PATH"),
-    option("--load", "one load per expert: such as 0.5,2,1,0.5, or decoder_1=0.5,1.5", "LOADS", nargs="+"),
-)
 STATISTICS = "read loads and importances from this file of `tokens --output-statistics`"
 GLOBALLY = (
     "take --share of the whole model; each layer keeps the same share of its total load or importance"
 )
-WEIGHT = "total weight of the chosen experts [the sum of a token's weights if it is constant, else 1]"
 PREFIX = (
     "start of the names of the ranks' files PREFIX0-of-N, PREFIX1-of-N, …; or a pattern with {rank} and "
     "{size}; or, with --input-size 1, the name of a single file"
@@ -215,22 +209,6 @@ architecture.""",
         is_folder=True,
     ),
     Conversion(
-        name="merge",
-        call="experts:merge",
-        text="""Replace each group of experts by its mean, weighted by load or evenly.
-
-Rows of gates are averaged too. Merging is useful for experts with the same origin, such as the copies in an
-upcycled model.""",
-        example="moe.pt --moe-expert-count 4 --log SAVE --output merged.pt",
-        source=WITH_EXPERTS,
-        one_of=(
-            option("--moe-expert-count", "new number of experts, or one per layer; merges neighbors", "N"),
-            option("--groups", "experts to merge: 0,3/1,2 or decoder_1=0,3/1,2", "GROUPS", nargs="+"),
-        ),
-        options=(TOP_K,),
-        exclusive=LOADS,
-    ),
-    Conversion(
         name="prune",
         call="experts:prune",
         text="""Remove experts, chosen by ID, by load or by importance.
@@ -248,12 +226,16 @@ the fraction of tokens whose first choice it is. Confidence is its mean gate pro
             option("--share", "share of experts to keep, by score; at least top-k per layer", type=float),
         ),
         options=(
-            TOP_K,
+            option("--moe-top-k", "new number of experts per token [unchanged]", "K", type=int),
             option("--by", "score of an expert [load]", choices=("load", "importance"), default="load"),
             option("--globally", GLOBALLY, action="store_true"),
             option("--keep-for", "language pairs in --statistics, such as de-en,fr-en [all]", "PAIRS"),
         ),
-        exclusive=(*LOADS, option("--statistics", STATISTICS, "FILE", type=Path)),
+        exclusive=(
+            option("--log", "read the loads from this training log, or from that in --save-dir", "PATH"),
+            option("--load", "loads of experts: 0.5,2,1,0.5 or decoder_1=0.5,1.5", "LOADS", nargs="+"),
+            option("--statistics", STATISTICS, "FILE", type=Path),
+        ),
     ),
     Conversion(
         name="dense",
@@ -269,7 +251,6 @@ whose outputs may change.""",
             option(
                 "--experts", "such as 0,1, all or decoder_1=3 decoder_3=0", "IDS", nargs="+", required=True
             ),
-            option("--weight", WEIGHT, "W", type=float),
         ),
     ),
     Conversion(
@@ -291,25 +272,6 @@ keeps its dtype.""",
 
 This temporarily needs free disk space of about twice the output's size.""",
         example="SAVE/checkpoint_best.pt --output full.pt",
-    ),
-    Conversion(
-        name="safetensors",
-        call="safetensors_folder:run",
-        text="""Write the weights to a folder of safetensors files.
-
-options.json in the folder holds everything else that fairseq needs to build the model. Optimizer state and
-data position are left out.""",
-        example="SAVE/checkpoint_best.pt --output FOLDER --max-shard-size 2GB",
-        options=(MAX_SIZE,),
-        **FOLDER,
-    ),
-    Conversion(
-        name="from-safetensors",
-        call="safetensors_folder:run_back",
-        text="Make a checkpoint from a folder that `convert safetensors` wrote.",
-        example="FOLDER --output model.pt",
-        source="the folder",
-        inputs="folder",
     ),
     Conversion(
         name="meta",

@@ -1,16 +1,15 @@
-"""Merges or prunes the experts of a checkpoint, or converts the checkpoint to a dense model."""
+"""Prunes the experts of a checkpoint, or converts the checkpoint to a dense model."""
 
 import argparse
 import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from fairseq_tutel.checkpoint.saved import DENSE, LAYER_NORM, PARTS, Layer, SavedModel
 from fairseq_tutel.checkpoint.shards import ShardedTensor
@@ -30,34 +29,8 @@ from fairseq_tutel.moe.config import GATE_TYPES, LAYER, MoEConfig, label_of
 from fairseq_tutel.option import options_in
 from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.plugin.options import BY_OWNER, options_of
-from fairseq_tutel.tools.selection import expert_ids, loads, scores
+from fairseq_tutel.tools.selection import expert_ids, scores
 from fairseq_tutel.vision.options import SwinExpertsConfig
-
-# For each new expert, the IDs of the old experts that it is made from.
-Groups = Sequence[Sequence[int]]
-
-
-def merge(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
-    """Run `convert merge`."""
-    saved = SavedModel.open(inputs[0])
-    configs = configs_of(saved)
-    load = loads(arguments, configs)
-    groups: Mapping[Layer, Groups]
-    if arguments.groups is None:
-        groups = neighbors(arguments.moe_expert_count, configs)
-    else:
-        groups = expert_ids("--groups", arguments.groups, configs, in_groups=True)
-        for layer, of_layer in groups.items():
-            E, named = configs[layer].num_experts, sum(map(len, of_layer))
-            if named < E:
-                raise ValueError(
-                    f"--groups names {named} of the {E} experts of {layer.label}; name each expert once "
-                    "(a group of one expert keeps this expert; `convert prune` removes experts)."
-                )
-    for line in regroup(saved, groups, load, arguments.moe_top_k):
-        print(line)
-    saved.write(output)
-    return f"; means are {'weighted by load' if load else 'unweighted'}{NEW_RUN}"
 
 
 def prune(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
@@ -68,7 +41,7 @@ def prune(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> st
         dropped = expert_ids("--drop", arguments.drop, configs)
         kept = {
             layer: [i for i in range(configs[layer].num_experts) if i not in ids]
-            for layer, (ids,) in dropped.items()
+            for layer, ids in dropped.items()
         }
     else:
         found = scores(arguments, configs)
@@ -82,8 +55,7 @@ def prune(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> st
             for layer in found
         }
         kept = kept_by_share(found, arguments.share, least, arguments.globally)
-    groups = {layer: [[i] for i in ids] for layer, ids in kept.items()}
-    for line in regroup(saved, groups, top_k=arguments.moe_top_k):
+    for line in keep_experts(saved, kept, arguments.moe_top_k):
         print(line)
     sharded.to_full(saved, output)
     return NEW_RUN
@@ -91,21 +63,18 @@ def prune(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> st
 
 def dense(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
     """Run `convert dense`."""
-    if arguments.weight is not None and not 0 < arguments.weight < 1e6:
-        raise ValueError(f"--weight is {arguments.weight:g}; give a number above 0.")
     saved = SavedModel.open(inputs[0])
     configs = configs_of(saved)
     if arguments.experts == ["all"]:
         chosen = {layer: list(range(config.num_experts)) for layer, config in configs.items()}
     else:
-        named = expert_ids("--experts", arguments.experts, configs, or_all=True)
-        chosen = {layer: ids for layer, (ids,) in named.items()}
+        chosen = expert_ids("--experts", arguments.experts, configs, or_all=True)
     for layer in configs:
         if layer not in chosen:
             raise ValueError(
                 f"--experts names no expert of {layer.label}; add one, such as {layer.label}=0."
             )
-    padded, changed = to_dense(saved, chosen, arguments.weight)
+    padded, changed = to_dense(saved, chosen)
     for label, width in padded.items():
         print(f"{label}: padded with zeros to {width} hidden units")
     if changed:
@@ -116,61 +85,34 @@ def dense(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> st
     return f": {saved.name('model')}{NEW_RUN}\n{text}"
 
 
-def neighbors(text: str, configs: Mapping[Layer, MoEConfig]) -> dict[Layer, Groups]:
-    """Split each layer's experts into groups with consecutive IDs; `text` gives the numbers of groups."""
-    from fairseq_tutel.plugin.registration.flags import expert_counts
-
-    found: dict[Layer, Groups] = {}
-    for layer, count in zip(configs, expert_counts(text, len(configs)), strict=True):
-        num_experts = configs[layer].num_experts
-        if count > num_experts:
-            raise ValueError(
-                f"--moe-expert-count is {count}, but {layer.label} has {num_experts} experts; give at most "
-                f"{num_experts}."
-            )
-        edges = [i * num_experts // count for i in range(count + 1)]
-        found[layer] = [list(range(a, b)) for a, b in pairwise(edges)]
-    return found
-
-
-def regroup(
-    saved: SavedModel,
-    groups: Mapping[Layer, Groups],
-    loads: Mapping[Layer, Sequence[float]] | None = None,
-    top_k: int | None = None,
+def keep_experts(
+    saved: SavedModel, kept: Mapping[Layer, Sequence[int]], top_k: int | None = None
 ) -> list[str]:
-    """Merge experts of a checkpoint, in place: replace each group of experts by its mean.
+    """Remove all experts of a checkpoint except those in `kept`, in place.
 
-    Layers without an entry in `groups` keep their experts. Means are weighted by `loads` [E]; experts of a
-    group without load have equal weights. Returns one line per MoE layer that lists the old experts of each
-    new expert.
+    Layers without an entry in `kept` keep their experts. Returns one line per MoE layer that lists the old
+    IDs of its experts.
 
     Raises:
-        ValueError: the new experts do not fit the layer's gate, expert groups or top_k.
+        ValueError: the remaining experts do not fit the layer's gate, expert groups or top_k.
     """
     weights, counts, lines = dict(saved.weights), [], []
     for layer, config in configs_of(saved).items():
-        unchanged = [[i] for i in range(config.num_experts)]
-        of_layer = groups.get(layer, unchanged)
-        if of_layer != unchanged:
-            _refuse_gates(config, layer, of_layer)
-            _refuse_uneven_groups(config, layer, of_layer)
+        ids = list(kept.get(layer, range(config.num_experts)))
         try:
             chosen = config.top_k if top_k is None else top_k
-            dataclasses.replace(config, num_experts=len(of_layer), top_k=chosen)
+            dataclasses.replace(config, num_experts=len(ids), top_k=chosen)
         except ValueError as error:
             raise ValueError(f"{layer.label}: {error}") from None
-        if of_layer != unchanged:
-            load = (loads or {}).get(layer)
+        if len(ids) < config.num_experts:
+            _refuse_gates(config, layer)
+            _refuse_uneven_groups(config, layer, ids)
             for name in _per_expert(saved, layer, config):
                 stack = weights[name]
-                if isinstance(stack, ShardedTensor) and all(len(group) == 1 for group in of_layer):
-                    weights[name] = stack.select([i for (i,) in of_layer])
-                else:
-                    weights[name] = torch.stack([_mean(stack, group, load) for group in of_layer])
-        counts.append(len(of_layer))
-        ids = "/".join(",".join(map(str, group)) for group in of_layer)
-        lines.append(f"{layer.label}: {config.num_experts} -> {len(of_layer)} experts, {ids}")
+                weights[name] = stack.select(ids) if isinstance(stack, ShardedTensor) else stack[ids]
+        counts.append(len(ids))
+        names = "/".join(map(str, ids))
+        lines.append(f"{layer.label}: {config.num_experts} -> {len(ids)} experts, {names}")
     saved.options["moe_expert_count"] = counts_text(counts)
     if top_k is not None:
         saved.options.update(moe_top_k=top_k, moe_top1_expert=False)
@@ -186,56 +128,31 @@ def _per_expert(saved: SavedModel, layer: Layer, config: MoEConfig) -> list[str]
     return [*names, bias] if bias in saved.weights else names
 
 
-def _mean(stack: Tensor, ids: Sequence[int], load: Sequence[float] | None) -> Tensor:
-    if len(ids) == 1:
-        return stack[ids[0]]
-    weights = torch.tensor([1.0 if load is None else load[i] for i in ids], dtype=torch.float64)
-    if weights.sum() == 0:
-        weights.fill_(1.0)
-    weights /= weights.sum()
-    total = torch.zeros(stack.shape[1:], dtype=torch.promote_types(stack.dtype, torch.float32))
-    for i, weight in zip(ids, weights.tolist(), strict=True):
-        total += weight * stack[i]
-    return total.to(stack.dtype)
-
-
-def _refuse_gates(config: MoEConfig, layer: Layer, groups: Groups) -> None:
+def _refuse_gates(config: MoEConfig, layer: Layer) -> None:
     for kind in config.gate_types:
         if kind not in GATE_TYPES:
             raise ValueError(
                 f"{layer.label} has the custom gate {kind} ({label_of('gate_type')}), whose tensors have "
-                "an unknown layout; merge and prune accept linear, biased, cosine and hash gates."
-            )
-        if kind == "hash" and groups != [[i] for i in range(len(groups))]:
-            raise ValueError(
-                f"{layer.label} has a hash gate ({label_of('gate_type')}), which chooses experts by their "
-                "ID; remove only the last experts."
+                "an unknown layout; convert prune accepts linear, biased and cosine gates."
             )
 
 
-def _refuse_uneven_groups(config: MoEConfig, layer: Layer, groups: Groups) -> None:
-    if config.expert_groups == 1:
-        return
+def _refuse_uneven_groups(config: MoEConfig, layer: Layer, kept: Sequence[int]) -> None:
     size = config.num_experts // config.expert_groups
-    found = [sorted({i // size for i in ids}) for ids in groups]
-    # For each new expert, the gate's group that it must come from if all groups keep the same number.
-    even = [[g // (len(groups) // config.expert_groups or 1)] for g in range(len(groups))]
-    if found != even or len(groups) % config.expert_groups:
+    counts = Counter(i // size for i in kept)
+    if len({counts[group] for group in range(config.expert_groups)}) > 1:
         raise ValueError(
             f"{layer.label} has {config.expert_groups} groups of {size} neighboring experts "
-            f"({label_of('expert_groups')}); keep the same number of experts in each group, and merge only "
-            "experts of the same group."
+            f"({label_of('expert_groups')}); keep the same number of experts in each group."
         )
 
 
-def to_dense(
-    saved: SavedModel, chosen: Mapping[Layer, Sequence[int]], weight: float | None = None
-) -> tuple[dict[str, int], list[str]]:
+def to_dense(saved: SavedModel, chosen: Mapping[Layer, Sequence[int]]) -> tuple[dict[str, int], list[str]]:
     """Replace the experts of every MoE layer by one dense FFN, in place.
 
-    The FFN concatenates the hidden units of the chosen experts. `weight` is the total weight of these
-    experts. By default it is the sum of a token's expert weights if this sum is constant, else 1. Returns
-    the labels of padded layers with their widths, and the labels of layers whose outputs may change.
+    The FFN concatenates the hidden units of the chosen experts. Their total weight is the sum of a token's
+    expert weights if this sum is constant, else 1. Returns the labels of padded layers with their widths,
+    and the labels of layers whose outputs may change.
 
     Raises:
         ValueError: a dense FFN cannot represent the experts.
@@ -243,11 +160,10 @@ def to_dense(
     made: dict[Layer, Tensors] = {}
     changed = []
     for layer, config in configs_of(saved).items():
-        usual = config.routed_scaling_factor if sums_to_1(config) else 1.0
-        usual *= (1 - config.eom) * (1 - config.fom)
-        total = usual if weight is None else weight
-        made[layer] = _dense_ffn(saved, layer, config, chosen[layer], total)
-        if total != usual or not _is_exact(saved, layer, config):
+        weight = config.routed_scaling_factor if sums_to_1(config) else 1.0
+        weight *= (1 - config.eom) * (1 - config.fom)
+        made[layer] = _dense_ffn(saved, layer, config, chosen[layer], weight)
+        if not _is_exact(saved, layer, config):
             changed.append(layer.label)
     made |= {layer: saved.dense_ffn(layer) for layer in saved.layers if not layer.has_experts}
     widths, padded = _pad(made)

@@ -3,7 +3,6 @@
 import argparse
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -219,10 +218,4 @@ def _member(saved: SavedModel, number: int) -> SavedModel:
             made.rename(part, made.name(part).removeprefix("moe_"))
         made.use_plain_options()
     made.drop(keys)
-    dataclass = getattr(model_class, "__dataclass", None)
-    if dataclass is not None and (made.state.get("cfg") or {}).get("model") is not None:
-        # fairseq warns if the options of a model with a dataclass are a Namespace.
-        own = made.options_of("model")
-        known = {item.name for item in fields(dataclass)}
-        made.state["cfg"]["model"] = {**{k: own[k] for k in own.keys() & known}, "_name": arch}
     return made

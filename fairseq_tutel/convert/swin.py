@@ -313,19 +313,12 @@ def _check(model: Mapping[str, Tensor], config: SwinConfig) -> None:
     with torch.device("meta"):
         swin = SwinV2(config, patch.shape[1], 1 if head is None else len(head))
         _install(swin, model)
-    made = swin.state_dict()
-    for name in sorted(made.keys() ^ model.keys()):
-        what = "lacks" if name in made else "has"
-        raise ValueError(
-            f"INPUT {what} the weight {name} (in fairseq_tutel's naming), unlike Swin V2 and SwinV2-MoE; "
-            "give a checkpoint of one of these models."
-        )
-    for name, tensor in made.items():
-        if model[name].shape != tensor.shape:
+    found, needed = ({n: tuple(t.shape) for n, t in m.items()} for m in (model, swin.state_dict()))
+    for name in sorted(found.keys() | needed.keys()):
+        if found.get(name) != needed.get(name):
             raise ValueError(
-                f"INPUT has the weight {name} (in fairseq_tutel's naming) of shape "
-                f"{tuple(model[name].shape)}, but the other weights require {tuple(tensor.shape)}; give a "
-                "complete checkpoint."
+                f"INPUT has the shape {found.get(name)} instead of {needed.get(name)} for {name} (in "
+                "fairseq_tutel's naming); give a complete checkpoint of Swin V2 or SwinV2-MoE."
             )
 
 

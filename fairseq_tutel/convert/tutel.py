@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fairseq_tutel.checkpoint.files import read_file
-from fairseq_tutel.checkpoint.malformed import refuse_weights
+from fairseq_tutel.checkpoint.foreign import refuse_weights
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.configs import Tensors, freq_of, print_notes, use_moe_variants
 from fairseq_tutel.convert.tutel_layer import COUNT, our_layer

@@ -169,7 +169,7 @@ def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
         "num_experts": config.num_experts % parts > 0,
         "top_k": config.top_k % parts > 0,
         "expert_groups": config.num_experts // config.expert_groups % parts > 0,
-        "gate_type": not set(config.gate_types) <= set(GATE_TYPES) - {"hash"},
+        "gate_type": not set(config.gate_types) <= set(GATE_TYPES),
         "residual": config.residual,
         "cmr": config.cmr,
         "choice": config.choice == "experts",
@@ -256,8 +256,6 @@ def differences(config: MoEConfig, how: Variation) -> list[str]:
 
 def sums_to_1(config: MoEConfig) -> bool:
     """Return whether a token's expert weights sum to 1, before --moe-routed-scaling-factor."""
-    if config.gate_types[config.gate_index] == "hash":
-        return True
     if config.top_k > 1 and config.normalize_gate != "none":
         return True
     return config.score_function == "softmax" and config.top_k == config.num_experts

@@ -8,7 +8,7 @@ modification time stay the same.
 import hashlib
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +32,25 @@ class ShardFiles:
         self._sound: set[tuple[Path, str]] = set()
         self._staging: dict[BufferLayout, Buffer] = {}
 
-    def read(self, path: Path, wanted: Sequence[tuple[Piece, memoryview]]) -> None:
-        """Read pieces (the tensors of experts) of a shard file into memory, and check that they are intact.
+    def read(self, path: Path, piece: Piece, into: memoryview) -> None:
+        """Read a piece (a tensor of an expert) of a shard file into memory, and check that it is intact.
 
         Raises:
             ValueError: the file is missing, truncated, changed, unreadable or corrupt.
         """
         try:
             with os.fdopen(open_ordinary(path), "rb", buffering=0) as file:
-                spans = self._spans_of(path, file.fileno())
-                for piece, into in wanted:
-                    begin, end = spans.get(piece.key, (0, -1))
-                    is_sound = end - begin == into.nbytes
-                    if is_sound:
-                        _read_whole(file.fileno(), into, begin)
-                    if is_sound and (path, piece.key) not in self._sound:
-                        is_sound = hashlib.sha256(into).hexdigest() == piece.digest
-                    if not is_sound:
-                        raise unreadable(path, f"its {piece.key} is not what was saved")
-                    self._sound.add((path, piece.key))
+                begin, end = self._spans_of(path, file.fileno()).get(piece.key, (0, -1))
+                is_sound = end - begin == into.nbytes
+                if is_sound:
+                    _read_whole(file.fileno(), into, begin)
         except (OSError, EOFError) as error:
             raise unreadable(path, getattr(error, "strerror", "") or str(error)) from error
+        if is_sound and (path, piece.key) not in self._sound:
+            is_sound = hashlib.sha256(into).hexdigest() == piece.digest
+        if not is_sound:
+            raise unreadable(path, f"its {piece.key} is not what was saved")
+        self._sound.add((path, piece.key))
 
     def staging_of(self, layout: BufferLayout) -> Buffer:
         """Return a buffer in host memory for copies to a GPU; the next read overwrites the buffer."""
@@ -82,12 +80,9 @@ class FromFiles:
     def read(self, expert: int, buffer: Buffer) -> None:
         """Read an expert into a buffer; for a buffer on a GPU, through a buffer in host memory."""
         on_host = self._files.staging_of(self.layout) if buffer.memory.is_cuda else buffer
-        by_file: dict[Path, list[tuple[Piece, memoryview]]] = {}
         for name, tensor in self._tensors.items():
             piece = tensor.pieces[self._first + expert]
-            by_file.setdefault(tensor.path_of(piece), []).append((piece, on_host.bytes[name]))
-        for path, wanted in by_file.items():
-            self._files.read(path, wanted)
+            self._files.read(tensor.path_of(piece), piece, on_host.bytes[name])
         if on_host is not buffer:
             buffer.memory.copy_(on_host.memory, non_blocking=True)
             torch.cuda.current_stream(buffer.memory.device).synchronize()  # the next read reuses `on_host`

@@ -1,7 +1,7 @@
 """Statistics of how a model's gates choose experts, per language pair, and the JSON file that holds them.
 
-`fairseq-tutel tokens --output-statistics` writes the file. `convert prune --statistics` and
---moe-expert-prefetch read it. E is the number of experts of a layer.
+`fairseq-tutel tokens --output-statistics` writes the file, and `convert prune --statistics` reads it. E is
+the number of experts of a layer.
 
     {"expert_statistics": 1, "pairs": {"de-en": {"decoder_1": {
         "tokens": 9000, "activity": [E numbers], "confidence": [E numbers], "load": [E numbers]}}}}
@@ -19,8 +19,6 @@ from fairseq_tutel.files import json_of, shown
 MARK, VERSION = "expert_statistics", 1
 # The name in the file of data without a language pair.
 ALL = "all"
-# Larger numbers would overflow in sums; smaller sums would underflow in quotients.
-_LARGEST, _LEAST = 1e12, 1e-6
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,7 @@ Statistics = Mapping[str, Mapping[str, LayerStatistics]]
 
 def text_of(statistics: Statistics) -> str:
     """Return the JSON text of a file of statistics."""
-    pairs = {
-        pair: {label: asdict(layer) for label, layer in layers.items()}
-        for pair, layers in statistics.items()
-    }
-    return json.dumps({MARK: VERSION, "pairs": pairs}, indent=1) + "\n"
+    return json.dumps({MARK: VERSION, "pairs": statistics}, indent=1, default=asdict) + "\n"
 
 
 def read_statistics(path: Path, flag: str) -> Statistics:
@@ -87,10 +81,10 @@ def _layer(values: Mapping[str, Any]) -> LayerStatistics:
     layer = LayerStatistics(**{each.name: values[each.name] for each in fields(LayerStatistics)})
     lists = layer.activity, layer.confidence, layer.load
     numbers = [layer.tokens, *layer.activity, *layer.confidence, *layer.load]
-    are_numbers = all(type(n) in (int, float) and 0 <= n < _LARGEST for n in numbers)
+    are_numbers = all(type(n) in (int, float) and 0 <= n < math.inf for n in numbers)
     if not are_numbers or len({len(each) for each in lists}) > 1:
         raise ValueError("the lists of a layer have different lengths, or entries that are not numbers")
-    if min(layer.tokens, sum(layer.activity), sum(layer.load)) < _LEAST:
+    if 0 in (layer.tokens, sum(layer.activity), sum(layer.load)):
         raise ValueError("a layer has no assignments")
     return layer
 

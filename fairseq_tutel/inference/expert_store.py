@@ -114,10 +114,8 @@ class ExpertStore:
                 raise ValueError(f"{argument} of an expert store is {value!r}; choose from {choices}.")
         self.policy, self.tier, self.compute = policy, tier, compute
         self.counters = Counters()
-        # The size `auto` is set at the first fetch, when the model is in memory.
         self._sizes_cache = cache == AUTO
         self._cache = ExpertCache(eviction, *((0, None) if self._sizes_cache else cache_limits(cache)))
-        self._to_cache: list[Key] = []  # experts to fetch when the store begins, the most important first
         self._stacks: list[tuple[ExpertStack, Source]] = []
         self._followers: dict[int, int] = {}  # the block that followed each block the last time
         self._last = -1
@@ -144,18 +142,6 @@ class ExpertStore:
         self._stacks.append((stack, source))
         stack.offload_to(_StoredWeights(self, len(self._stacks) - 1))
 
-    def fill_cache(self, experts: Iterable[tuple[ExpertStack, int]]) -> None:
-        """Begin to fetch experts that will be used often, the most used first, until the cache is full.
-
-        An expert is a stack that was added, and the index of the expert in it. On a machine with a GPU, the
-        fetches begin with the first call of a layer, because the device of a model is not known before.
-        """
-        indices = {stack: index for index, (stack, _) in enumerate(self._stacks)}
-        self._to_cache += [(indices[stack], expert) for stack, expert in experts]
-        if not torch.cuda.is_available():
-            with self._closed_on_error():
-                self._begin()
-
     @property
     def is_open(self) -> bool:
         """Whether the store can be used: it is open, had no error, and this process created it."""
@@ -177,7 +163,7 @@ class ExpertStore:
     def prefetch(self, index: int, experts: Iterable[int]) -> None:
         """Begin to fetch experts of the stack with this index, before they are needed."""
         with self._closed_on_error():
-            self._begin()
+            self._size_cache()
             self._release(self._used)
             self._used = set()
             self._prefetch(index, experts)
@@ -185,7 +171,7 @@ class ExpertStore:
     def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
         """Fetch experts of a stack and return their buffers, which are valid until a block is called."""
         with self._closed_on_error():
-            self._begin()
+            self._size_cache()
             wanted = {(index, e) for e in experts}
             self._release((self._used | self._prefetched.pop(index, set())) - wanted)
             self._used = wanted
@@ -210,26 +196,13 @@ class ExpertStore:
             self.close()
             raise
 
-    def _begin(self) -> None:
-        """Set the size of an automatic cache, and begin to fetch the experts given to `fill_cache`."""
+    def _size_cache(self) -> None:
+        """Set the size of an automatic cache at the first fetch, when the model is in memory."""
         if self._sizes_cache:
             self._sizes_cache = False
             size = self._cache.most_bytes = free_bytes(self._stacks[0][0].device) // 2
             if world.is_first():
                 logger.info("--moe-expert-cache auto is %.1f MiB, half of the free memory", size / 2**20)
-        if not self._to_cache:
-            return
-        keys = [key for key in dict.fromkeys(self._to_cache) if key not in self._fetches]
-        self._to_cache = []
-        sizes = [self._stacks[index][1].layout.num_bytes for index, _ in keys]
-        keys = keys[: self._cache.fitting(sizes)]
-        for key in keys:
-            self._hold(key, ahead=True)
-        for key in reversed(keys):  # the most used expert is evicted last
-            self._cache.note_fetch(key)
-            self._cache.note_use(key)
-            evicted = list(self._cache.put(key, self._fetches[key].buffer.layout.num_bytes))
-            assert not evicted, "the experts fit in the cache"
 
     def _prefetch_next(self, index: int) -> None:
         """Begin to fetch all experts of the block that followed block `index` the last time."""
@@ -255,7 +228,6 @@ class ExpertStore:
         if key not in self._fetches:
             stack, source = self._stacks[key[0]]
             self._fetches[key] = Fetch(source, key[1], self._buffer(source.layout, stack.device))
-            self._cache.note_fetch(key)
             num_bytes, counters = source.layout.num_bytes, self.counters
             self._bytes += num_bytes
             counters.add(fetches=1, bytes=num_bytes)
@@ -353,10 +325,4 @@ def free_bytes(device: torch.device) -> int:
     """Return the free memory for this rank: of its GPU, or its share of the host memory of the node."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = host_memory.available()
-    if free is None:
-        raise ValueError(
-            "cache (--moe-expert-cache) is auto, but this system has no MemAvailable in /proc/meminfo; "
-            "give a size, such as 2GiB."
-        )
-    return free // (ranks_per_node() or world.size())
+    return (host_memory.available() or 0) // (ranks_per_node() or world.size())

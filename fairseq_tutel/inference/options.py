@@ -7,7 +7,7 @@ from fairseq_tutel.option import UNITS, bytes_of, memory
 
 STORE_POLICIES = ("on-demand", "pregated", "prefetch-all")
 STORE_TIERS = ("host", "disk")
-EVICTIONS = ("lfu", "lru", "fifo")
+EVICTIONS = ("lfu", "lru")
 STORE_PRODUCTS = ("quantized", "unpacked")
 AUTO = "auto"
 CACHE_SIZES = (
@@ -42,7 +42,7 @@ class StoreConfig:
     moe_expert_cache_policy: str = memory(
         "lfu", choices=EVICTIONS,
         help="which expert a full cache evicts: lfu, the least frequently used; lru, the least recently "
-        "used; fifo, the first fetched",
+        "used",
     )
     moe_expert_compute: str = memory(
         "quantized", choices=STORE_PRODUCTS,
@@ -55,16 +55,6 @@ class StoreConfig:
         help="dtype of a model that is opened for inference (no effect in training): auto, the dtype that "
         "the command sets; bf16, which takes half of the memory of fp32; int8, bf16 with the linear layers "
         "of the decoder in int8, except for experts, which is faster for few sentences on a CPU",
-    )
-    moe_expert_prefetch: str = memory(
-        "",
-        help="JSON file of `tokens --output-statistics`: when the model is opened, the store begins to "
-        "fetch the experts with the most assignments in it, until the cache is full; empty: none",
-    )
-    moe_expert_prefetch_pairs: str = memory(
-        "",
-        help="language pairs in --moe-expert-prefetch whose assignments count, separated by commas, such "
-        "as de-en; empty: the pair of the task if the file has it, otherwise all pairs",
     )
     # fmt: on
 

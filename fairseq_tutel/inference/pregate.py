@@ -40,7 +40,7 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
         refuse_too_far(ahead, {"stack": len(layers)})
     chain = Chain(layers, ahead) if ahead else None
     for layer in layers:
-        layer.route_by(chain)
+        layer.router = chain
 
 
 def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:

@@ -8,7 +8,6 @@ M: members, C: classes.
 """
 
 import argparse
-import logging
 import sys
 from dataclasses import fields
 from functools import partial
@@ -60,10 +59,7 @@ class EnsembleModel(BaseFairseqModel):
         words.add_argument("--ensemble-arch", default="")
         given, _ = words.parse_known_args(sys.argv[1:])
         if given.ensemble_arch or given.arch == NAME:
-            try:
-                member = _class_of(given.ensemble_arch)
-            except ValueError as error:
-                sys.exit(f"error: {error}")
+            member = _class_of(given.ensemble_arch)
             member.add_args(parser)
 
     @classmethod
@@ -72,20 +68,11 @@ class EnsembleModel(BaseFairseqModel):
         config = read(EnsembleConfig, args)
         refuse_bad_values(config)
         seed = int(root_of(task).common.seed) if is_training(task, args) else None
-        members, disabled = [], logging.root.manager.disable
-        try:
-            for m in range(config.ensemble_size):
-                members.append(build_model(_member_options(args, task), task))
-                for layer in moe_layers(members[m]):
-                    layer.become_member(m, seed)
-                logging.disable(max(disabled, logging.WARNING))  # other members would log the same
-        finally:
-            logging.disable(disabled)
-        if getattr(task, "moe_tuner", None) is not None:
-            raise ValueError(
-                "--moe-adaptive measures the layers of a single model, but --arch ensemble_of trains "
-                "several models; set --moe-adaptive to off."
-            )
+        members = []
+        for m in range(config.ensemble_size):
+            members.append(build_model(_member_options(args, task), task))
+            for layer in moe_layers(members[m]):
+                layer.become_member(m, seed)
         if any(isinstance(module, AdaptiveSoftmax) for module in members[0].modules()):
             raise ValueError(
                 "--adaptive-softmax-cutoff is given, but --arch ensemble_of needs the probability of every "
@@ -124,25 +111,12 @@ class EnsembleModel(BaseFairseqModel):
         """The kinds of targets that the members accept from a language modeling task."""
         return self.members[0].supported_targets
 
-    def max_decoder_positions(self) -> int:
-        """Raise an error: generation calls this method first, and ensembles cannot generate text."""
-        raise ValueError(
-            "--arch ensemble_of can score, but not generate; save its members with `python -m "
-            "fairseq_tutel convert members`, and give them to fairseq-generate as --path A.pt:B.pt:…, "
-            "which also averages their probabilities."
-        )
-
     def _refuse_layer(self) -> None:
         name, member = self.config.ensemble_share_after, self.members[0]
         modules = dict(member.named_modules())
-        if name not in modules:
-            raise ValueError(
-                f"--ensemble-share-after is {name}, but the members have no such layer; give one of "
-                f"{', '.join(path for path in list(modules)[1:12])}, …."
-            )
+        member.get_submodule(name)  # raises an error if there is no such layer
         above = [modules[path] for path in modules if name.startswith(f"{path}.")]
-        # fairseq's layers have `precheckpoint_forward`; Swin's stages have `checkpoints`.
-        if any(hasattr(m, "precheckpoint_forward") or getattr(m, "checkpoints", False) for m in above):
+        if any(hasattr(module, "precheckpoint_forward") for module in above):  # of fairseq's layers
             raise ValueError(
                 f"--ensemble-share-after is {name}, which activation checkpointing recomputes for each "
                 "member alone; name a complete layer, or turn off activation checkpointing."
@@ -154,14 +128,10 @@ def _logits_of(output: Any) -> Tensor:
 
 
 def _class_of(arch: str) -> Any:
-    if not arch:
-        raise ValueError(
-            "--arch ensemble_of needs the architecture of its members; give it in --ensemble-arch."
-        )
     if arch not in ARCH_MODEL_REGISTRY or arch == NAME:
         raise ValueError(
-            f"--ensemble-arch is {arch}, which is not an architecture for ensemble members; give another "
-            "architecture that --arch accepts."
+            f"--ensemble-arch is {arch!r}, which is not an architecture for the members of --arch "
+            "ensemble_of; give another architecture that --arch accepts."
         )
     return ARCH_MODEL_REGISTRY[arch]
 

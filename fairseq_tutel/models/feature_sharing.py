@@ -5,13 +5,15 @@ M members.
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+FIX = "give a layer that every forward pass calls once."
 
 
 def shared(features_M: Sequence[Tensor], keep: float, training: bool) -> list[Tensor]:
@@ -43,61 +45,44 @@ def run_and_share(
     order, so random numbers and communication are reproducible. A layer's output is a tensor, or a sequence
     that begins with a tensor.
     """
-    with ThreadPoolExecutor(len(members)) as pool:
-        runs = [_Run(forward, layer) for forward, layer in zip(members, layers, strict=True)]
-        try:
-            mixed = share([run.until_pause(pool) for run in runs])
-            return [run.to_end(h) for run, h in zip(runs, mixed, strict=True)]
-        finally:
-            for run in runs:
-                run.give_up()
-
-
-class _GivenUpError(Exception):
-    """Raised in a paused member to end its thread after another member failed."""
+    runs = [_Run(forward, layer) for forward, layer in zip(members, layers, strict=True)]
+    mixed = share([run.until_pause() for run in runs])
+    return [run.to_end(h) for run, h in zip(runs, mixed, strict=True)]
 
 
 class _Run:
     """A member's forward pass in its own thread, which pauses after one layer."""
 
     def __init__(self, forward: Callable[[], Any], layer: nn.Module) -> None:
-        self._forward, self._layer = forward, layer
-        # First the layer's output, then the finished forward pass.
-        self._events: SimpleQueue[Tensor | Future] = SimpleQueue()
-        self._features: SimpleQueue[Tensor | None] = SimpleQueue()
+        self._forward, self._layer, self._has_paused = forward, layer, False
+        # First the layer's output, then the result of the forward pass; or an error.
+        self._events: SimpleQueue[Any] = SimpleQueue()
+        self._features: SimpleQueue[Tensor] = SimpleQueue()
         # The caller's torch modes, which apply only to the caller's thread; `_work` sets them again.
         self._grad, kinds = torch.is_grad_enabled(), ("cpu", "cuda")
         self._casts = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def until_pause(self, pool: ThreadPoolExecutor) -> Tensor:
+    def until_pause(self) -> Tensor:
         """Start the forward pass; when it pauses after the shared layer, return the layer's output."""
-        pool.submit(self._work).add_done_callback(self._events.put)
-        event = self._events.get()
-        if torch.is_tensor(event):
-            return event
-        event.result()  # raises if the forward failed
-        raise ValueError(
-            "an ensemble member did not call the layer whose output is shared; give "
-            "--ensemble-share-after a layer that every forward pass calls."
-        )
+        threading.Thread(target=self._work, daemon=True).start()
+        feature = self._next_event()
+        if not self._has_paused:
+            raise ValueError(f"--ensemble-share-after names a layer that a member does not call; {FIX}")
+        return feature
 
     def to_end(self, feature: Tensor) -> Any:
         """Continue the forward pass with `feature` as the layer's output; return the result."""
         self._features.put(feature)
+        return self._next_event()
+
+    def _next_event(self) -> Any:
         event = self._events.get()
-        if torch.is_tensor(event):
-            raise ValueError(
-                "an ensemble member calls the layer whose output is shared more than once; give "
-                "--ensemble-share-after another layer."
-            )
-        return event.result()
+        if isinstance(event, Exception):
+            raise event
+        return event
 
-    def give_up(self) -> None:
-        """Abort the forward pass if it is paused at the shared layer."""
-        self._features.put(None)
-
-    def _work(self) -> Any:
+    def _work(self) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(self._layer.register_forward_hook(self._pause).remove)
             stack.enter_context(torch.set_grad_enabled(self._grad))
@@ -105,17 +90,16 @@ class _Run:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             if self._device is not None:
                 stack.enter_context(torch.cuda.device(self._device))
-            return self._forward()
+            try:
+                result = self._forward()
+            except Exception as error:
+                result = error
+        self._events.put(result)
 
     def _pause(self, layer: nn.Module, args: tuple, output: Any) -> Any:
-        feature = output[0] if isinstance(output, tuple | list) else output
-        if not torch.is_tensor(feature):
-            raise ValueError(
-                f"the layer whose output is shared returns {type(feature).__name__}, which is not a "
-                "tensor; give --ensemble-share-after another layer."
-            )
-        self._events.put(feature)
+        if self._has_paused:
+            raise ValueError(f"--ensemble-share-after names a layer that a member calls twice; {FIX}")
+        self._has_paused = True
+        self._events.put(output if torch.is_tensor(output) else output[0])
         mixed = self._features.get()
-        if mixed is None:
-            raise _GivenUpError
         return mixed if torch.is_tensor(output) else (mixed, *output[1:])

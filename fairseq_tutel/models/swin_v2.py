@@ -68,11 +68,6 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
         """Build Swin V2 from its options; the task gives the numbers of channels and classes."""
         config = read(SwinConfig, cfg)
         refuse_bad_values(config)
-        if not hasattr(task, "channels"):
-            raise ValueError(
-                f"--arch is a Swin V2, which needs images, but the task {type(task).__name__} has none; "
-                "give --task image_classification or moe_image_classification."
-            )
         return cls(config, task.channels, task.num_classes)
 
 
@@ -86,11 +81,6 @@ class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
         """Build the dense model, then replace the FFNs of the chosen blocks by experts."""
         own = read(SwinExpertsConfig, cfg)
         refuse_bad_values(own)
-        if cfg.moe_pregate and cfg.swin_checkpoint_activations:
-            raise ValueError(
-                f"--moe-pregate is {cfg.moe_pregate}, so gates read the input of an earlier block, but "
-                "--swin-checkpoint-activations recomputes each block alone; remove one of them."
-            )
         model = super().build_model(cfg, task)
         model.expert_stages = own.expert_stages
         sides = [side for side, _, _ in model.moe_stacks()]

@@ -27,8 +27,8 @@ from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.option import require
-from fairseq_tutel.parallel.call_id import NO_CALL_ID, CallId, compare_later
-from fairseq_tutel.parallel.collectives import all_to_all, start_all_gather, start_reduce_scatter
+from fairseq_tutel.parallel.call_id import CallId, compare_later
+from fairseq_tutel.parallel.collectives import all_gather, start_all_gather, start_reduce_scatter
 from fairseq_tutel.parallel.groups import Topology, slice_of
 from fairseq_tutel.parallel.links import faster_algorithm
 from fairseq_tutel.parallel.machine import Machine, typical
@@ -55,7 +55,7 @@ def weights_of(
     topology: Topology,
     degree: int,
     device: torch.device,
-    call_id: CallId = NO_CALL_ID,
+    call_id: CallId | None = None,
 ) -> Weights:
     """Gather and return the expert weights that this rank needs if adaptive_r is `degree`. Collective.
 
@@ -69,10 +69,10 @@ def weights_of(
     joined = slices if degree == 0 else slices // degree
     group = topology.expert_group if degree == 0 else topology.share_group(slices, degree)
     tensors: dict[str, Any] = dict(named)
-    if degree == 0 and group is not None:
+    if call_id is not None and group is not None:
         nothing_P0 = torch.empty(dist.get_world_size(group), 0, dtype=torch.int64, device=experts.device)
-        received_PX = all_to_all(call_id.prepended_to(nothing_P0), OPERATION, group)
-        compare_later(received_PX[:, 0], OPERATION, group)
+        received_PPX = all_gather(call_id.prepended_to(nothing_P0), OPERATION, group)
+        compare_later(received_PPX[:, 0, 0], OPERATION, group)
     if group is not None:
         for name, stack in zip(named, _Gather.apply(group, *named.values()), strict=True):
             tensors[name] = _merge(stack, joined, slice_of(named[name]).dim)
@@ -140,8 +140,6 @@ def static_strategy(
     algorithm, grid = config.a2a_algorithm, topology.grid
     slices, overlap = topology.slices(config.num_experts), config.a2a_ffn_overlap_degree
     degree = static_degree(config, slices)
-    if degree > 0:
-        topology.share_group(slices, degree)
     if algorithm == "auto":
         algorithm = "linear"
         if grid is not None:

@@ -10,30 +10,17 @@ import torch
 from torch import Tensor, nn
 
 
-def load_class(label: str, name: str | type) -> type:
-    """Return the class, imported if it is a name, package.module.Class; raise ValueError if that fails."""
-    try:
-        found = name if isinstance(name, type) else _imported(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{label} is {name!r}, which cannot be imported ({error}); give package.module.Class, where "
-            "the module is on PYTHONPATH."
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ValueError(
-            f"{label} is {name!r}, which is not a torch module class; give package.module.Class."
-        )
-    return found
-
-
-def _imported(name: str) -> Any:
+def load_class(name: str | type) -> Any:
+    """Return the class, imported if it is a name, package.module.Class."""
+    if isinstance(name, type):
+        return name
     module_name, _, class_name = name.rpartition(".")
     return getattr(importlib.import_module(module_name), class_name)
 
 
-def build_custom(label: str, name: str | type, config: Any) -> nn.Module:
+def build_custom(name: str | type, config: Any) -> nn.Module:
     """Build an object of the class and store its configuration, so that `redraw` can rebuild it."""
-    module: Any = load_class(label, name)(config)
+    module: Any = load_class(name)(config)
     module.moe_config = config
     return module
 

@@ -18,7 +18,6 @@ class Call:
     shape: tuple[int, ...]  # shape of x without D; T is the product of these sizes
     time_first: bool = False  # x is [time, batch, D]; token t is (t // S, t % S)
     padding_T: Tensor | None = None  # bool, True for padding; None if there is no padding
-    token_ids_T: Tensor | None = None  # int64, read by a hash gate
     capacity_factor: float | Capacity | None = None  # a number (0 drops no assignment) or a complete rule
     top_k: int | None = None
     gate_index: int | None = None
@@ -30,7 +29,6 @@ class Call:
         x: Tensor,
         model_dim: int,
         padding_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
         time_first: bool = False,
         **overrides: Any,
     ) -> "Call":
@@ -41,8 +39,7 @@ class Call:
         return cls(
             shape=tuple(x.shape[:-1]),
             time_first=time_first,
-            padding_T=_flat(padding_mask, "padding_mask", torch.bool, x, time_first),
-            token_ids_T=_flat(token_ids, "token_ids", torch.int64, x, time_first),
+            padding_T=_flat(padding_mask, x, time_first),
             **overrides,
         )
 
@@ -81,17 +78,14 @@ class Call:
         return math.prod(outer), time
 
 
-def _flat(
-    values: Tensor | None, name: str, dtype: torch.dtype, x: Tensor, time_first: bool
-) -> Tensor | None:
-    """Flatten a tensor with one value per token to [T], in the order of the tokens."""
-    if values is None:
+def _flat(padding_mask: Tensor | None, x: Tensor, time_first: bool) -> Tensor | None:
+    """Flatten a mask to [T], in the order of the tokens."""
+    if padding_mask is None:
         return None
     expected = (x.shape[1], x.shape[0]) if time_first else tuple(x.shape[:-1])
-    if tuple(values.shape) != expected or values.dtype != dtype:
-        meaning = ", True for padding" if dtype == torch.bool else ""
+    if tuple(padding_mask.shape) != expected or padding_mask.dtype != torch.bool:
         raise ValueError(
-            f"{name} has dtype {values.dtype} and shape {tuple(values.shape)}; give dtype {dtype} and "
-            f"shape {expected}{meaning}."
+            f"padding_mask has dtype {padding_mask.dtype} and shape {tuple(padding_mask.shape)}; give "
+            f"dtype {torch.bool} and shape {expected}, True for padding."
         )
-    return (values.t() if time_first else values).reshape(-1)
+    return (padding_mask.t() if time_first else padding_mask).reshape(-1)

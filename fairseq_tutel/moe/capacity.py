@@ -28,12 +28,11 @@ class Capacity:
     tokens: int = 0  # above 0: replaces T, the number of real tokens, in the rule of token_fraction
     minimum: int = 0  # smallest limit
     multiple: int = 1  # a limit is rounded up to a multiple of this number
-    fixed: int = 0  # above 0: the number of slots; replaces all other fields
 
     @property
     def is_limited(self) -> bool:
         """Whether the number of slots is limited, so that assignments can be dropped."""
-        return self.factor != 0 or self.token_fraction > 0 or self.fixed > 0
+        return self.factor != 0 or self.token_fraction > 0
 
     def slots(self, top_k: int, num_experts: int, num_tokens: Tensor) -> Tensor:
         """Return the number of slots per expert, an int64 scalar on the device of `num_tokens`.
@@ -41,8 +40,6 @@ class Capacity:
         Products are rounded to double precision before they are rounded up: 200 tokens, 4 experts and the
         factor 1.1 give 56 slots, because 1.1 * 200 / 4 is slightly more than 55.
         """
-        if self.fixed > 0:
-            return num_tokens.new_full((), self.fixed)
         tokens = num_tokens.double()
         if self.token_fraction > 0:
             tokens = torch.full_like(tokens, self.tokens) if self.tokens else tokens
@@ -53,8 +50,6 @@ class Capacity:
 
     def most_slots(self, top_k: int, num_experts: int, num_tokens: int) -> int:
         """Return an upper bound of the slots per expert for `num_tokens` tokens, without device reads."""
-        if self.fixed > 0:
-            return self.fixed
         if self.token_fraction > 0:
             num_tokens = self.tokens or num_tokens
         per_token = self.token_fraction or top_k * abs(self.factor) / num_experts
@@ -177,7 +172,7 @@ def place_assignments(
     expert_ids_TK: Tensor,
     scores_TE: Tensor,
     requested_TK: Tensor | None,
-    num_tokens: Tensor,
+    num_tokens: Tensor | None,
     config: MoEConfig,
     batch: MicroBatch,
 ) -> Rows:
@@ -187,7 +182,7 @@ def place_assignments(
         expert_ids_TK: int64, the chosen experts.
         scores_TE: detached, the experts' scores, which order assignments in some drop policies.
         requested_TK: bool, False for assignments to leave out; None for none. Padding is always left out.
-        num_tokens: [] int64, the number of tokens without padding.
+        num_tokens: [] int64, the number of tokens without padding; None without a limit.
         config: the options of the layer.
         batch: the arguments of the micro-batch.
     """
@@ -196,7 +191,7 @@ def place_assignments(
     if batch.real_T is not None:
         real_TK = batch.real_T.unsqueeze(1).expand(-1, top_k)
         asked_TK = real_TK if requested_TK is None else real_TK & requested_TK
-    limit = capacity.slots(top_k, num_experts, num_tokens) if capacity.is_limited else None
+    limit = None if num_tokens is None else capacity.slots(top_k, num_experts, num_tokens)
     order_N, time_first = None, batch.time_first
     if limit is not None and config.drop_policy != "position":
         position_T = sentence_order(length, time_first, scores_TE.device)

@@ -1,7 +1,7 @@
 """Chooses experts for tokens, or tokens for experts, by scores that are computed from gate logits.
 
-A way to choose experts is a line of `ways_of` and a function named after its flag. `sinkhorn_keys`, for
-example, belongs to --moe-sinkhorn, tests/moe/test_choice.py::test_sinkhorn_… and a row of docs/routing.md.
+A way to choose experts is a line of `ways_of` and a function named after its flag. `rsample_keys`, for
+example, belongs to --moe-rsample, tests/moe/test_choice.py::test_rsample_… and a row of docs/routing.md.
 T tokens, E experts, K top_k, G groups of experts. Only scores and weights have a gradient.
 """
 
@@ -18,8 +18,7 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.reference_route import choose_experts, normalized, row_softmax
 from fairseq_tutel.moe.capacity import MicroBatch
-from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.option import is_whole
+from fairseq_tutel.moe.config import MoEConfig, check_top_k
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,6 @@ def ways_of(config: MoEConfig, batch: MicroBatch) -> list[Way]:
         (kept < groups, lambda keys, _: mask_expert_groups(keys, groups, kept, top_k)),
         (training and config.rsample, lambda keys, logits: rsample_keys(keys, logits, function)),
         (training and is_sampled, lambda keys, logits: second_expert_policy_keys(keys, logits, function)),
-        (training and config.sinkhorn, lambda keys, logits: sinkhorn_keys(keys, logits, batch.real_T)),
     )
     return [way for is_used, way in ways if is_used]
 
@@ -59,7 +57,7 @@ def ways_of(config: MoEConfig, batch: MicroBatch) -> list[Way]:
 def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
     """Choose the top-k experts of every token and compute their weights."""
     top_k = batch.top_k
-    check_top_k(top_k, logits_TE.shape[1], config)
+    check_top_k(top_k, config)
     ways = ways_of(config, batch)
     ops = kernels.ops(config.backend, logits_TE.device)
     normalize = config.normalize_gate == "before" and top_k > 1
@@ -77,16 +75,6 @@ def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
     return Chosen(
         scores_TE=scores_TE.detach(), probs_TE=probs_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK
     )
-
-
-def check_top_k(top_k: int, num_experts: int, config: MoEConfig) -> None:
-    """Raise ValueError if top_k exceeds the number of experts that a token can choose from."""
-    most = num_experts // config.expert_groups * config.groups_per_token
-    if not (is_whole(top_k) and 1 <= top_k <= most):
-        groups = f" in {config.groups_per_token} group(s)" if config.expert_groups > 1 else ""
-        raise ValueError(
-            f"top_k is {top_k!r} but there are {most} experts{groups}; choose a value from 1 to {most}."
-        )
 
 
 def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
@@ -156,32 +144,6 @@ def _instead(keys_TE: Tensor, new_TE: Tensor) -> Tensor:
     """Return the new keys, made finite, with -inf for experts that the old keys exclude."""
     new_TE = new_TE.clamp_min(torch.finfo(new_TE.dtype).min)
     return new_TE.masked_fill(keys_TE.isneginf(), -math.inf)
-
-
-# Loads within some percent if logits differ by up to 10; a fixed number needs no device-to-host read.
-SINKHORN_ROUNDS = 16
-
-
-def sinkhorn_keys(keys_TE: Tensor, logits_TE: Tensor, real_T: Tensor | None) -> Tensor:
-    """Return keys that spread the tokens of a micro-batch evenly over the experts.
-
-    The keys are the logits plus one number per expert, such that exp(keys), normalized by token, has the
-    same sum for every expert.
-
-    Source: Sinkhorn 1967; S-BASE routing (Clark et al. 2022), section 3.1.
-    """
-    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    shift_E = logits_TE.new_zeros(logits_TE.shape[1])
-    for _ in range(SINKHORN_ROUNDS):
-        log_probs_TE = torch.log_softmax(logits_TE + shift_E, dim=1)
-        if real_T is not None:
-            log_probs_TE = log_probs_TE.masked_fill(~real_T.unsqueeze(1), -math.inf)
-        log_load_E = torch.logsumexp(log_probs_TE, dim=0)
-        # An expert that no token can choose has no load to balance.
-        is_open_E = log_load_E.isfinite()
-        mean = log_load_E.where(is_open_E, 0.0).sum() / is_open_E.sum().clamp_min(1)
-        shift_E = shift_E - (log_load_E - mean).where(is_open_E, 0.0)
-    return _instead(keys_TE, logits_TE + shift_E)
 
 
 def mask_expert_groups(keys_TE: Tensor, groups: int, kept: int, top_k: int) -> Tensor:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from fairseq_tutel.option import (
     AT_LEAST_0,
@@ -23,6 +23,7 @@ from fairseq_tutel.option import (
     communication,
     documented,
     experts,
+    is_whole,
     memory,
     one_of,
     option,
@@ -35,7 +36,7 @@ from fairseq_tutel.option import (
 )
 from fairseq_tutel.parallel.strategy import ALGORITHMS, degree_of, is_algorithm
 
-GATE_TYPES = ("linear", "biased", "cosine", "hash")
+GATE_TYPES = ("linear", "biased", "cosine")
 EXPERT_TYPES = ("ffn", "glu")
 ACTIVATIONS = ("relu", "relu_squared", "gelu", "gelu_fast", "gelu_accurate", "tanh", "linear", "swish")
 
@@ -55,45 +56,36 @@ PARALLEL_TYPE: Rule = (
 TEMPERATURE: Rule = (lambda v: 0.01 <= v < math.inf, "give a number of at least 0.01")
 
 
-class BalanceLoss(NamedTuple):
-    """The properties of a balance loss."""
-
-    help: str
-    # The loss uses the probability that a token chooses an expert if the gate's noise is drawn again.
-    needs_gate_noise: bool = False
-
-
 # By the name in --moe-balance-loss.
 BALANCE_LOSSES = {
-    "gshard": BalanceLoss("fraction of first choices times mean probability, summed over experts"),
-    "gshard_all": BalanceLoss("gshard with the fraction of all choices"),
-    "gshard_sequence": BalanceLoss("gshard_all per sentence"),
-    "gshard_global": BalanceLoss("gshard_all with the fraction over all ranks"),
-    "switch": BalanceLoss("alias of gshard"),
-    "load_importance": BalanceLoss(
-        "variation of the experts' summed probabilities and of the experts' loads; needs --moe-gate-noise",
-        needs_gate_noise=True,
-    ),
-    "load_importance_tutel": BalanceLoss("Tutel's variant of load_importance", needs_gate_noise=True),
-    "z": BalanceLoss("squared logarithm of the sum of the logits' exponentials"),
+    "gshard": "fraction of first choices times mean probability, summed over experts",
+    "gshard_all": "gshard with the fraction of all choices",
+    "gshard_sequence": "gshard_all per sentence",
+    "gshard_global": "gshard_all with the fraction over all ranks",
+    "switch": "alias of gshard",
+    "load_importance": "variation of the experts' summed probabilities and of the experts' loads; needs "
+    "--moe-gate-noise",
+    "load_importance_tutel": "Tutel's variant of load_importance",
+    "z": "squared logarithm of the sum of the logits' exponentials",
 }
 
 
 # Options that cannot be combined: a value, a test of it, and the options that it excludes.
-EXCLUDED: tuple[tuple[str, Callable[["MoEConfig"], bool], tuple[str, ...]], ...] = (
+EXCLUDED: tuple[tuple[str, Callable[["MoEConfig"], object], tuple[str, ...]], ...] = (
     (
         "--moe-choice experts",
         lambda c: c.choice == "experts",
-        ("drop_policy", "expert_groups", "second_expert_policy", "rsample", "sinkhorn", "balance_bias"),
-    ),
-    (
-        "--moe-gate-type hash: a hash gate chooses experts without scores, with the weight 1 / top_k",
-        lambda c: "hash" in c.gate_types,
-        ("choice", "score_function", "expert_groups", "second_expert_policy", "rsample", "sinkhorn",
-         "gate_noise", "input_jitter", "input_dropout", "balance_bias"),
+        ("drop_policy", "expert_groups", "second_expert_policy", "rsample", "balance_bias"),
     ),
     ("--moe-prescore, because eom masks outputs", lambda c: c.prescore, ("eom",)),
     ("--moe-residual", lambda c: c.residual, ("cmr",)),
+    ("--moe-rsample", lambda c: c.rsample, ("balance_bias",)),
+    (
+        "--moe-second-expert-policy sampling",
+        lambda c: c.second_expert_policy == "sampling",
+        ("rsample", "balance_bias"),
+    ),
+    ("--moe-eval-capacity-factor", lambda c: c.eval_capacity_factor, ("eval_capacity_token_fraction",)),
 )  # fmt: skip
 
 
@@ -123,9 +115,8 @@ class MoEConfig:
     top_k: int = routing(2, "experts per token, from 1 to the number of experts", rule=AT_LEAST_1)
     capacity_factor: float = capacity(
         0.0, rule=CAPACITY,
-        help="expert capacity in training: with f > 0 every expert has top_k * ceil(f * tokens / experts) "
-        "slots; 0 drops no token; f < 0: the limit of |f|, with buffers no larger than the busiest expert "
-        "needs",
+        help="expert capacity in training: top_k * ceil(|f| * tokens / experts) slots; 0 drops no token; "
+        "f < 0 makes buffers no larger than the busiest expert needs",
     )
     eval_capacity_factor: float = capacity(
         0.0, rule=CAPACITY,
@@ -150,10 +141,9 @@ class MoEConfig:
     )
     drop_policy: str = capacity(
         "position", choices=("position", "bpr", "rts", "probability"),
-        help="which assignments a full expert keeps: position, the earliest tokens; bpr (batch-prioritized "
-        "routing), tokens with the largest probability; rts (random token selection), random tokens in "
-        "training and the earliest tokens in evaluation; probability, the assignments with the largest "
-        "probability, regardless of the order of choices",
+        help="which assignments a full expert keeps: position, the earliest tokens; bpr, tokens with the "
+        "largest probability; rts, in training random tokens; probability, assignments with the largest "
+        "probability",
     )
     choice: str = routing(
         "tokens", choices=("tokens", "experts"),
@@ -164,9 +154,9 @@ class MoEConfig:
     gate_type: str | type = routing(  # noqa: RUF009
         "linear", rule=GATES, or_class=True,
         help="how the gate scores tokens: linear, biased (linear with a bias per expert), cosine "
-        "(similarity of a projection and one vector per expert), hash (of the token ID, without "
-        "parameters), or your own package.module.Class (in Python also the class itself); several names "
-        "separated by commas give several gates for the same experts",
+        "(similarity of a projection and one vector per expert), or your own package.module.Class (in "
+        "Python also the class itself); several names separated by commas give several gates for the same "
+        "experts",
     )
     gate_index: int = routing(0, "index of the gate to use if there are several", rule=AT_LEAST_0)
     gate_projection_dim: int = routing(
@@ -206,19 +196,13 @@ class MoEConfig:
     )
     second_expert_policy: str = routing(
         "all", choices=("all", "sampling", "random"),
-        help="how each choice after the first is made: all, by score; sampling, in training sampled from "
-        "the other experts' scores; random, by score, but in training kept with probability top_k times "
-        "its weight",
+        help="how each choice after the first is made: all, by score; sampling, in training sampled by "
+        "score; random, by score, but in training kept with probability top_k times its weight",
     )
     rsample: bool = routing(
         False,
         help="choose experts by sampling in training (Gumbel noise on the choice); the weights have no "
         "noise",
-    )
-    sinkhorn: bool = routing(
-        False,
-        help="choose experts in training by scores that Sinkhorn iterations balance over the micro-batch; "
-        "the weights are the original scores",
     )
     gate_noise: float = routing(
         0.0, rule=NOT_NEGATIVE,
@@ -237,12 +221,12 @@ class MoEConfig:
     balance_loss: str = balance(
         "gshard:1",
         help="balance losses of a layer and their relative weights, as name:weight separated by commas, or "
-        f"none; {', '.join(f'{name} ({loss.help})' for name, loss in BALANCE_LOSSES.items())}",
+        f"none; {', '.join(f'{name} ({text})' for name, text in BALANCE_LOSSES.items())}",
     )
     balance_bias: bool = balance(
         False,
-        help="balance the load by a bias on the scores, used only to choose experts; after every update, "
-        "the bias rises for experts below the mean load and falls for experts above it",
+        help="balance the load by a bias on the scores, used only to choose experts, which rises after "
+        "every update for experts below the mean load and falls for others",
     )
     bias_update_rate: float = balance(
         0.001, rule=NOT_NEGATIVE,
@@ -259,8 +243,7 @@ class MoEConfig:
     )
     residual: bool = experts(
         False,
-        help="residual MoE: a dense FFN of an expert's size in parallel to the experts; a learned softmax "
-        "mixes the two outputs",
+        help="residual MoE: a dense FFN of an expert's size, mixed with the experts by a learned softmax",
     )
     cmr: bool = experts(
         False,
@@ -312,9 +295,8 @@ class MoEConfig:
     )
     a2a_algorithm: str = communication(
         "linear", rule=ALGORITHM,
-        help="all-to-all algorithm: linear, every rank sends to every other; 2dh, 2-D hierarchical, first "
-        "within the node (fewer, larger messages, for experts on several complete nodes); auto, the "
-        "faster of the two by the cost model; plan:NAME, the collective plan of that name in "
+        help="all-to-all algorithm: linear, every rank sends to every other; 2dh, first within the node; "
+        "auto, the faster of the two by the cost model; plan:NAME, a collective plan of "
         "--moe-collective-plans; the result is the same",
     )
     a2a_dtype: str = communication(
@@ -329,9 +311,8 @@ class MoEConfig:
     )
     parallel_type: str = parallelism(
         "adaptive:1", rule=PARALLEL_TYPE,
-        help="parallelism of the experts: adaptive:r with r as in --moe-adaptive-r; data, the same as "
-        "adaptive:1; model, the largest possible r; auto, the r that measures fastest; the result is the "
-        "same",
+        help="adaptive:r with r as in --moe-adaptive-r; data, the same as adaptive:1; model, the largest "
+        "r; auto, the r that measures fastest; the result is the same",
     )
     adaptive_r: int = parallelism(
         -1, rule=whole(-1, MILLION),
@@ -349,11 +330,12 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         refuse_bad_values(self)
-        for item in LAYER.values():
-            value = getattr(self, item.name)
-            if item.type in (int, float) and not isinstance(value, int | float):  # converts NumPy numbers
-                object.__setattr__(self, item.name, item.type(value))
         _refuse_contradictions(self)
+
+    @property
+    def noise_std(self) -> float:
+        """The standard deviation of the noise that training adds to gate logits."""
+        return self.gate_noise / self.num_experts
 
     @property
     def gate_types(self) -> list[str | type]:
@@ -380,20 +362,12 @@ def parse_balance_loss(text: str) -> dict[str, float]:
     weights: dict[str, float] = {}
     for part in text.split(",") if text.strip() not in ("", "none") else ():
         name, _, weight = (word.strip() for word in part.partition(":"))
-        require(
-            name in BALANCE_LOSSES and name not in weights,
-            f"balance_loss (--moe-balance-loss) is {text!r}: {name!r} is unknown or given twice; give "
-            f"none, or a list of {', '.join(BALANCE_LOSSES)}, such as gshard:1.",
-        )
-        try:
-            weights[name] = float(weight or "1")
-        except ValueError:
-            weights[name] = math.nan
-        require(
-            0 <= weights[name] < math.inf,
-            f"balance_loss (--moe-balance-loss) is {text!r}: {weight!r} is not a valid weight; give "
-            "name:number with a number of at least 0.",
-        )
+        if name not in BALANCE_LOSSES or name in weights:
+            raise ValueError(
+                f"balance_loss (--moe-balance-loss) is {text!r}; give none, or each of "
+                f"{', '.join(BALANCE_LOSSES)} at most once, with a weight, such as gshard:1."
+            )
+        weights[name] = float(weight or "1")
     return weights
 
 
@@ -409,39 +383,23 @@ def _refuse_contradictions(config: MoEConfig) -> None:
                 getattr(config, name) == LAYER[name].default,
                 f"{given(name)}, which cannot be combined with {reason}; remove one of the two options.",
             )
-    experts, groups, kept = config.num_experts, config.expert_groups, config.groups_per_token
     require(
-        config.top_k <= experts,
-        f"{given('top_k')} but there are {experts} experts; choose a value from 1 to {experts}.",
+        config.num_experts % config.expert_groups == 0,
+        f"{given('expert_groups')}; give a divisor of {config.num_experts}, the number of experts.",
     )
+    check_top_k(config.top_k, config)
+    noisy = any(name.startswith("load_importance") for name in parse_balance_loss(config.balance_loss))
     require(
-        experts % groups == 0,
-        f"{given('expert_groups')}, which does not divide the {experts} experts; give a divisor.",
+        config.gate_noise > 0 or not noisy,
+        f"{given('balance_loss')}, which needs gate noise; set --moe-gate-noise, such as 1.",
     )
+
+
+def check_top_k(top_k: int, config: MoEConfig) -> None:
+    """Raise ValueError if top_k exceeds the number of experts that a token can choose from."""
+    groups, kept = config.expert_groups, min(config.groups_per_token, config.expert_groups)
+    most = config.num_experts // groups * kept
     require(
-        kept <= groups and kept * (experts // groups) >= config.top_k,
-        f"{given('groups_per_token')}, but the number of groups is {groups}, each of {experts // groups} "
-        f"experts; give at most {groups}, and enough groups for {config.top_k} experts per token.",
+        is_whole(top_k) and 1 <= top_k <= most,
+        f"{label_of('top_k')} is {top_k!r}, but a token can choose from {most} experts; give 1 to {most}.",
     )
-    gates = len(config.gate_types)
-    require(
-        config.gate_index < gates,
-        f"{given('gate_index')}, but the number of gates is {gates}; choose from 0 to {gates - 1}.",
-    )
-    require(
-        config.eval_capacity_token_fraction == 0 or config.eval_capacity_factor == 0,
-        f"{given('eval_capacity_token_fraction')} together with --moe-eval-capacity-factor; remove one of "
-        "the two options.",
-    )
-    ways = [given(name) for name in ("balance_bias", "rsample", "sinkhorn") if getattr(config, name)]
-    if config.second_expert_policy == "sampling":
-        ways.append(given("second_expert_policy"))
-    require(len(ways) < 2, f"{' and '.join(ways[:2])}, but only one can choose experts; remove one.")
-    if any(BALANCE_LOSSES[name].needs_gate_noise for name in parse_balance_loss(config.balance_loss)):
-        loss = f"{label_of('balance_loss')} is {config.balance_loss!r}"
-        require(config.gate_noise > 0, f"{loss}, which needs gate noise; set --moe-gate-noise, such as 1.")
-        require(
-            config.choice == "tokens",
-            f"{loss}, but with --moe-choice experts all experts get the same number of tokens; give z or "
-            "none.",
-        )

@@ -54,10 +54,10 @@ class DecodeRouting(Routing):
     counts_E = _later("counts_E")
     assigned_KE = _later("assigned_KE")
     dropped_K = _later("dropped_K")
-    num_tokens = _later("num_tokens")
     row_of_TK = _later("row_of_TK")
     source_of_R = _later("source_of_R")
     token_of_R = _later("token_of_R")
+    tiles = None
 
     @cached_property
     def sources(self) -> list[list[int]]:

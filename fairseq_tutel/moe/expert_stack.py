@@ -95,7 +95,6 @@ class ExpertStack(nn.Module):
         self._compute_device: torch.device | None = None
         self._loads_later = self._is_offloaded = False
         self._sources: dict[str, Tensor | StoredStack] | None = None
-        self._saved_by_rank = False
         self._in_state_dict: Mapping[str, Any] | None = None
 
     def compute_with(self, weights: Weights) -> None:
@@ -128,10 +127,6 @@ class ExpertStack(nn.Module):
         """Put these tensors into state dicts instead of this rank's experts; None restores the default."""
         self._in_state_dict = tensors
 
-    def save_by_rank(self, by_rank: bool = True) -> None:
-        """Allow `load_state_dict` to also load files that contain only this rank's experts, or not."""
-        self._saved_by_rank = by_rank
-
     def forward(self, rows_RD: Tensor, groups: Groups, weights: Weights = OWN) -> Tensor:
         """Run each expert on its group of rows; rows after the last group are not used.
 
@@ -139,7 +134,7 @@ class ExpertStack(nn.Module):
         if `weights` has all. The result is [R, D], or shorter if the rows after the last group are omitted.
         """
         tensors, groups = weights.of_groups(self, groups)
-        if self.checkpoints and torch.is_grad_enabled():
+        if self.config.recompute_experts and not self.is_one_node and torch.is_grad_enabled():
             return checkpoint(self.run, rows_RD, groups, tensors, use_reentrant=False)
         return self.run(rows_RD, groups, tensors)
 
@@ -155,14 +150,14 @@ class ExpertStack(nn.Module):
         return has_hooks or "forward" in vars(self) or _has_any_global_hook()
 
     @property
-    def call(self) -> Callable[..., Tensor]:
-        """The function that runs the experts: the module itself if hooks must run, otherwise `forward`."""
-        return self if self.is_hooked else self.forward
+    def is_one_node(self) -> bool:
+        """Whether the experts are one autograd node, which recomputes its own hidden rows."""
+        return False
 
     @property
     def can_fuse(self) -> bool:
         """Whether `run_fused` can replace dispatch, `forward` and combine as separate steps."""
-        return False
+        return self.is_one_node and not self.is_hooked
 
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
         """Dispatch tokens, run their experts and combine; return each token's weighted sum of outputs."""
@@ -186,12 +181,7 @@ class ExpertStack(nn.Module):
             weights: as in `forward`.
         """
         sorted_RD = permute(rows_RD, to_expert_R, to_row_R)
-        return permute(self.call(sorted_RD, groups, weights), to_row_R, to_expert_R)
-
-    @property
-    def checkpoints(self) -> bool:
-        """Whether backward recomputes the experts instead of using saved activations."""
-        return self.config.recompute_experts
+        return permute(self(sorted_RD, groups, weights), to_row_R, to_expert_R)
 
     def reset_parameters(self, seed: int, name: str) -> None:
         """Initialize each expert from a generator seeded by (seed, name, global expert ID, tensor name)."""
@@ -291,19 +281,27 @@ class ExpertStack(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, tensor in (self._in_state_dict or {}).items():
             destination[prefix + name] = tensor
-        if self._saved_by_rank and not self._in_state_dict and hasattr(destination, "_metadata"):
+        if self._held() != self._whole() and not self._in_state_dict and hasattr(destination, "_metadata"):
             destination._metadata[prefix[:-1]]["part"] = self._held()
 
     def _held(self) -> tuple[int, ...]:
         return (self.config.num_experts, *dataclasses.astuple(self.part))
 
+    def _whole(self) -> tuple[int, ...]:
+        return (self.config.num_experts, *dataclasses.astuple(Part(self.config.num_experts)))
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         self._refuse_offloaded(prefix)
-        if self._saved_by_rank:
-            self._check_part(prefix, local_metadata.get("part"))
+        held = local_metadata.get("part", self._whole())
+        is_own = held == self._held() != self._whole()  # the file holds only this rank's experts
+        require(
+            is_own or held == self._whole(),
+            f"the state dict's {prefix}* hold the experts of another rank, {held}; load the file that this "
+            "rank saved, or one with all experts.",
+        )
         for name, parameter in self.expert_parameters().items():
             key, tensor = prefix + name, state_dict.get(prefix + name)
-            if tensor is None:
+            if tensor is None or is_own:
                 continue
             if self._sources is not None:
                 self._check_shape(key, tensor)
@@ -318,19 +316,6 @@ class ExpertStack(nn.Module):
             self._loads_later, self._compute_device = False, None
         self.mark()
 
-    def _check_part(self, prefix: str, held: tuple[int, ...] | None) -> None:
-        """Raise ValueError if a state dict records that it has another rank's experts."""
-        if held is not None and held not in (self._held(), (held[0], held[0], 0, 1, 0)):
-            raise ValueError(
-                f"the state dict's {prefix}* hold {Part(*held[1:]).of(held[0])}, but this rank has "
-                f"{self.part.of(self.config.num_experts)}; load the file that this rank saved, or one "
-                "with all experts."
-            )
-
-    def _is_own_part(self, name: str, tensor: Tensor | StoredStack) -> bool:
-        own = tuple(self.expert_parameters()[name].shape)
-        return own == tuple(tensor.shape) != (self.config.num_experts, *self.whole_shape(name))
-
     def _take(self, name: str, tensor: Tensor) -> nn.Parameter:
         """Register a tensor loaded from a state dict as a parameter and return the parameter."""
         old: nn.Parameter = getattr(self, name)
@@ -342,8 +327,6 @@ class ExpertStack(nn.Module):
 
     def _local_part(self, key: str, tensor: Tensor | StoredStack) -> Tensor:
         name = key.rpartition(".")[2]
-        if isinstance(tensor, Tensor) and self._saved_by_rank and self._is_own_part(name, tensor):
-            return tensor
         self._check_shape(key, tensor)
         if not isinstance(tensor, Tensor):
             return tensor.read(self.first, self.num_local, self.slice_of(name), self.part.index)
@@ -351,14 +334,8 @@ class ExpertStack(nn.Module):
 
     def _check_shape(self, key: str, tensor: Tensor | StoredStack) -> None:
         expected = (self.config.num_experts, *self.whole_shape(key.rpartition(".")[2]))
-        fix = "give the --moe-expert-count and --moe-expert-ffn-dim of the saved model"
-        if self._saved_by_rank:
-            fix = (
-                f"or {self.num_local} experts in a file of one rank; build the layer with the arguments "
-                "and the number of ranks of the run that saved it"
-            )
         require(
             tuple(tensor.shape) == expected,
             f"the checkpoint's {key} has shape {tuple(tensor.shape)} but this model needs {expected}; "
-            f"{fix}.",
+            "give the --moe-expert-count and --moe-expert-ffn-dim of the saved model.",
         )

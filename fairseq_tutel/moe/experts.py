@@ -83,11 +83,6 @@ class Experts(ExpertStack):
             return self._by_parts(rows_RD, groups, tensors)
         return ffn(rows_RD, tensors, self._call(groups, rows_RD.device, rows_RD.dtype))
 
-    @property
-    def can_fuse(self) -> bool:
-        """Whether `run_fused` can be used: no hooks, and only an activation between fc1 and fc2."""
-        return self.is_one_node and not self.is_hooked
-
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
         """Dispatch, run the experts and combine, as one autograd node; return each token's weighted sum."""
         maps = RowMaps(routing.weights_TK, routing.row_of_TK, routing.source_of_R, routing.token_of_R)
@@ -112,11 +107,6 @@ class Experts(ExpertStack):
         tensors = self.prepared(tensors, x_TD.device)
         dtype = tensors["fc1_weight"].dtype
         return ffn(x_TD.to(dtype), tensors, self._call(groups, x_TD.device, dtype), maps)
-
-    @property
-    def checkpoints(self) -> bool:
-        """Whether backward recomputes complete experts; fused experts recompute only the hidden rows."""
-        return super().checkpoints and not self.is_one_node
 
     @property
     def is_one_node(self) -> bool:
@@ -256,7 +246,7 @@ def _part_of(width: int, slices: int, name: str) -> int:
 def build_experts(config: MoEConfig, part: Part, device: str | None = None) -> ExpertStack:
     """Build this rank's experts of type `config.expert_type`, built-in or custom."""
     if is_custom(config.expert_type):
-        kind = load_class(label_of("expert_type"), config.expert_type)
+        kind = load_class(config.expert_type)
         return CustomExperts(config, kind, part, device)
     return Experts(config, part, device)
 
@@ -272,12 +262,9 @@ def grouped_linear(
     """Apply each expert's linear map to its rows: rows[r] @ weight[i].T + bias[i] for r in group i.
 
     Rows after the last group give 0. Shapes: rows [R, I], weight [e, O, I], bias [e, O]. The result
-    [R, O] has the dtype of rows, or autocast's.
+    [R, O] has the dtype of weight.
     """
-    if torch.is_autocast_enabled(rows.device.type):
-        dtype = torch.get_autocast_dtype(rows.device.type)
-        rows, weight = rows.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    rows = rows.to(weight.dtype)
     ops = kernels.ops(backend, rows.device, rows.dtype, fp32_products)
     if not torch.is_grad_enabled():  # without gradients the weights may be an expert tensor list
         return ops.grouped_linear(rows, weight, bias, groups)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from fairseq_tutel.kernels import gate_product
 from fairseq_tutel.moe.build import build_custom, hashed_seed, redraw, seeded_generator
-from fairseq_tutel.moe.call import Call
-from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.option import is_custom
 
 
@@ -110,61 +109,19 @@ class CosineGate(nn.Module):
         return F.linear(projected_TP, directions_EP) * scale
 
 
-class HashGate(nn.Module):
-    """A gate that chooses experts by a hash of the token ID; a baseline without parameters.
-
-    The K experts of a token have the weight 1 / K. Their logits are 0, and all other logits are -inf.
-
-    Source: Roller et al. 2021 (Hash Layers), section 3.2, random hash. This gate uses K different hashes.
-    """
-
-    salt: Tensor
-
-    def __init__(self, config: MoEConfig) -> None:
-        super().__init__()
-        self.num_experts = config.num_experts
-        # Saved in checkpoints, so that routing does not depend on the seed at load time.
-        self.register_buffer("salt", torch.zeros((), dtype=torch.int64))
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw a random number that makes the hashes of different layers differ."""
-        # The salt is small, so that averaging checkpoints can sum it without overflow.
-        self.salt.copy_(torch.randint(2**31, (), generator=generator))
-
-    def forward(self, token_ids_T: Tensor, top_k: int) -> Tensor:
-        """Return the logits [T, E] in fp32, computed from the token IDs [T] int64."""
-        experts_E = torch.arange(self.num_experts, device=token_ids_T.device)
-        hashes_TE = _mix(_mix(token_ids_T + self.salt).unsqueeze(1) + experts_E)
-        chosen_TK = hashes_TE.topk(min(top_k, self.num_experts), dim=1).indices
-        logits_TE = torch.full_like(hashes_TE, -math.inf, dtype=torch.float32)
-        return logits_TE.scatter_(1, chosen_TK, 0.0)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Hash int64 numbers one to one with splitmix64's finalizer, in arithmetic that wraps around."""
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        x = (x ^ _shifted(x, shift)) * factor
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift the bits of an int64 tensor to the right and fill with zeros instead of the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-GATES = {"linear": LinearGate, "biased": BiasedGate, "cosine": CosineGate, "hash": HashGate}
+GATES = {"linear": LinearGate, "biased": BiasedGate, "cosine": CosineGate}
 
 
 def build_gate(config: MoEConfig, kind: str | type) -> nn.Module:
     """Build the configured gate: a built-in type, or a user's class that takes the configuration."""
     if is_custom(kind):
-        return build_custom(label_of("gate_type"), kind, config)
+        return build_custom(kind, config)
     return GATES[str(kind)](config)
 
 
 def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
     """Initialize a gate's parameters from (seed, name, tensor name), equally on every rank."""
-    if isinstance(gate, LinearGate | CosineGate | HashGate):
+    if isinstance(gate, LinearGate | CosineGate):
         gate.reset_parameters(seeded_generator(seed, name, -1, tensor))
     elif hasattr(gate, "moe_config"):
         redraw(gate, hashed_seed(seed, name, -1, tensor))
@@ -182,33 +139,20 @@ def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
     return F.dropout(x_TD, config.input_dropout, training) if config.input_dropout else x_TD
 
 
-def gate_logits(gate: nn.Module, x_TD: Tensor, call: Call, config: MoEConfig) -> Tensor:
-    """Run a gate and return its logits [T, E]; raise ValueError if shapes or token IDs are wrong."""
-    if not isinstance(gate, HashGate):
-        logits_TE = gate(x_TD)
-        expected = x_TD.shape[0], config.num_experts
-        if logits_TE.shape != expected:
-            raise ValueError(
-                f"gate {type(gate).__name__} gave logits of shape {tuple(logits_TE.shape)} for "
-                f"{expected[0]} tokens and {expected[1]} experts; return one row per token and one "
-                "column per expert."
-            )
-        return logits_TE
-    if call.token_ids_T is None:
+def gate_logits(gate: nn.Module, x_TD: Tensor, config: MoEConfig) -> Tensor:
+    """Run a gate and return its logits [T, E]; raise ValueError if their shape is wrong."""
+    logits_TE = gate(x_TD)
+    expected = x_TD.shape[0], config.num_experts
+    if logits_TE.shape != expected:
         raise ValueError(
-            "gate_type (--moe-gate-type) is 'hash' but the layer was called without token_ids; pass "
-            "token_ids, or choose linear or cosine."
+            f"gate {type(gate).__name__} gave logits of shape {tuple(logits_TE.shape)} for {expected[0]} "
+            f"tokens and {expected[1]} experts; return one row per token and one column per expert."
         )
-    return gate(call.token_ids_T, call.top_k_of(config))
-
-
-def noise_std(config: MoEConfig) -> float:
-    """Return the standard deviation of the noise that training adds to gate logits: gate_noise / E."""
-    return config.gate_noise / config.num_experts
+    return logits_TE
 
 
 def noisy_logits(logits_TE: Tensor, config: MoEConfig, training: bool) -> Tensor:
     """Add Gaussian noise to the logits in training; routing and balance losses use the noisy logits."""
     if not training or config.gate_noise == 0:
         return logits_TE
-    return logits_TE + torch.randn_like(logits_TE) * noise_std(config)
+    return logits_TE + torch.randn_like(logits_TE) * config.noise_std

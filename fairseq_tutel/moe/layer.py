@@ -15,19 +15,18 @@ from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.config import MoEConfig, parse_balance_loss
 from fairseq_tutel.moe.decode import are_few, can_defer, decide_few
-from fairseq_tutel.moe.dispatchers import Dispatcher, OwnExperts, choose_dispatcher
+from fairseq_tutel.moe.dispatch import Dispatcher, OwnExperts, choose_dispatcher
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.gates import (
     build_gate,
     gate_input,
     gate_logits,
-    noise_std,
     noisy_logits,
     reset_gate,
 )
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs
-from fairseq_tutel.moe.shared_experts import SharedResidualExperts, sum_of_gate
+from fairseq_tutel.moe.shared_experts import SharedResidualExperts
 from fairseq_tutel.option import is_whole, require
 from fairseq_tutel.parallel.call_id import CallCounter
 from fairseq_tutel.parallel.groups import Topology
@@ -76,7 +75,9 @@ class MoEOutput:
         gate = self.routing.gate
         if gate is None or gate.cmr_T1 is None:
             return None
-        return sum_of_gate(gate.cmr_T1, self.routing.real_T)
+        cmr_T, real_T = gate.cmr_T1.squeeze(1), self.routing.real_T
+        cmr_T = cmr_T.to(torch.promote_types(cmr_T.dtype, torch.float32))
+        return (cmr_T if real_T is None else cmr_T.masked_fill(~real_T, 0.0)).sum()
 
 
 class MoELayer(nn.Module):
@@ -108,7 +109,7 @@ class MoELayer(nn.Module):
         torch.Size([4, 10, 64])
     """
 
-    router: Any = None  # routes several layers with `routing_of`, as in inference/pregate.py
+    router: Any = None  # if set, routes several layers with `routing_of`, as in inference/pregate.py
 
     def __init__(
         self,
@@ -142,8 +143,6 @@ class MoELayer(nn.Module):
         group = self.topology.expert_group
         self.calls = None if group is None else CallCounter(group, name, self.experts.num_local)
         self.timer: ExchangeTimer | None = None
-        self._watches_load = False
-        self.busiest: Tensor | None = None
         self.reset_parameters(int(torch.randint(2**62, ())) if seed is None else seed, name)
 
     def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
@@ -173,7 +172,6 @@ class MoELayer(nn.Module):
         capacity_factor: float | Capacity | None = None,
         top_k: int | None = None,
         gate_index: int | None = None,
-        token_ids: Tensor | None = None,
     ) -> tuple[Tensor, MoEOutput]:
         """Send every token of x through its experts; return the outputs, balance losses and routing.
 
@@ -187,7 +185,6 @@ class MoELayer(nn.Module):
             capacity_factor: replaces the configured value: a number, where 0 drops nothing, or a Capacity.
             top_k: replaces the configured value.
             gate_index: replaces the configured value.
-            token_ids: int64 of padding_mask's shape, for a hash gate.
 
         Returns:
             The pair (y, output). y has the shape of x, except if experts return another last dimension.
@@ -195,13 +192,12 @@ class MoELayer(nn.Module):
             the balance losses and the routing.
 
         Raises:
-            ValueError: x, a mask, token IDs or an override are invalid.
+            ValueError: x, a mask or an override are invalid.
         """
         call = Call.of(
             x,
             self.config.model_dim,
             padding_mask,
-            token_ids,
             time_first,
             capacity_factor=capacity_factor,
             top_k=top_k,
@@ -213,26 +209,22 @@ class MoELayer(nn.Module):
         return y_TD.view(*call.shape, y_TD.shape[1]), self.balance(routing)
 
     def routing_of(self, x_TD: Tensor, call: Call) -> Routing:
-        """Return the routing of a forward pass, from the router set by `route_by`, or else from `route`."""
+        """Return the routing of a forward pass, from the router in `router`, or else from `route`."""
         if self.router is None:
             return self.route(x_TD, call)
         return self.router.routing_of(self, x_TD, call)
-
-    def route_by(self, router: Any) -> None:
-        """Use this router in later forward passes; None restores the layer's own `route`."""
-        self.router = router
 
     def route(self, x_TD: Tensor, call: Call) -> Routing:
         """Choose experts for every token with the gate; this needs neither experts nor other ranks."""
         index = self.config.gate_index if call.gate_index is None else call.gate_index
         gate, config = self.gate_at(index)
         seen_TD = gate_input(x_TD, config, self.training)
-        clean_TE = gate_logits(gate, seen_TD, call, config)
+        clean_TE = gate_logits(gate, seen_TD, config)
         logits_TE = noisy_logits(clean_TE, config, self.training)
         cmr_T1 = None if self.beside is None else self.beside.cmr_gate_of(x_TD)
         topology = self.topology if self.training else None
         gate_output = GateOutput(
-            logits_TE=logits_TE, clean_TE=clean_TE, noise=noise_std(config),
+            logits_TE=logits_TE, clean_TE=clean_TE, noise=config.noise_std,
             score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
             cmr_T1=cmr_T1, topology=topology, backend=config.backend,
         )  # fmt: skip
@@ -241,11 +233,8 @@ class MoELayer(nn.Module):
         if self.topology.expert_group is None and are_few(logits_TE, config, batch):
             return decide_few(logits_TE, config, batch, gate_output)
         routing = decide(logits_TE, config, batch, gate_output)
-        if self.training and call.is_new:
-            if self.balance_bias is not None:
-                self.balance_bias.count(routing.assigned_KE)
-            if self._watches_load:
-                self.busiest = routing.assigned_KE.sum(0).max()
+        if self.training and call.is_new and self.balance_bias is not None:
+            self.balance_bias.count(routing.assigned_KE)
         return routing
 
     def apply_routing(self, x_TD: Tensor, routing: Routing, local: bool = False) -> Tensor:
@@ -267,8 +256,10 @@ class MoELayer(nn.Module):
     def balance(self, routing: Routing) -> MoEOutput:
         """Return the balance losses of a routing from `route`. Some losses make this a collective call."""
         output = MoEOutput(routing, self.balance_weights)
-        if not can_defer(self.training):
-            output.balance_loss, output.cmr_sum  # noqa: B018  computes them with gradients
+        if not can_defer(self.training):  # compute them with gradients
+            output.cmr_sum  # noqa: B018
+            if self.balance_weights:  # otherwise the loss is a constant, which nobody may read
+                output.balance_loss  # noqa: B018
         return output
 
     def follow(self, strategy: Strategy) -> None:
@@ -285,18 +276,6 @@ class MoELayer(nn.Module):
     def time_exchanges(self) -> None:
         """Measure the time of all later all-to-all exchanges with `timer`."""
         self.timer = ExchangeTimer()
-
-    def watch_load(self) -> None:
-        """Record each micro-batch's largest number of assignments of an expert in `busiest`."""
-        self._watches_load = True
-
-    def extra_repr(self) -> str:
-        """Return top_k and every option that differs from its default, for `repr`."""
-        return ", ".join(
-            f"{item.name}={getattr(self.config, item.name)!r}"
-            for item in dataclasses.fields(self.config)
-            if item.name == "top_k" or getattr(self.config, item.name) != item.default
-        )
 
     @torch.no_grad()
     def run_without_tokens(self) -> None:

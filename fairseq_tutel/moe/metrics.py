@@ -17,17 +17,28 @@ from torch import Tensor
 from fairseq_tutel.moe.routing import Routing
 
 
-class Counts(NamedTuple):
-    """Counts of assignments and tokens of L layers with the same K and E."""
+class RoutingCounts(NamedTuple):
+    """Routing counts and token sums of one layer in one micro-batch, on the device, without gradients.
 
-    tokens_L1: Tensor
-    assigned_LKE: Tensor  # assignments, dropped or not
-    load_LE: Tensor  # the same of all choices
-    kept_LE: Tensor
-    dropped_LK: Tensor
-    # Divisors, at least 1: of sums over tokens, and over assignments.
-    per_token_L1: Tensor
-    per_assignment_L: Tensor
+    For `Metric.of_counts`, every field has a first dimension for L layers with the same K and E, and counts
+    are in fp32.
+    """
+
+    num_tokens: Tensor  # [] int64, real tokens
+    assigned_KE: Tensor  # int64, assignments of each choice to each expert, dropped or not
+    kept_E: Tensor  # int64, assignments that got a slot
+    dropped_K: Tensor  # int64, assignments of each choice that got none
+    sums_S: Tensor  # the sums over tokens of `METRICS`, in their order
+
+    @property
+    def load(self) -> Tensor:
+        """The assignments of all choices to each expert of L layers, [L, E]."""
+        return self.assigned_KE.sum(dim=1)
+
+    @property
+    def per_token(self) -> Tensor:
+        """The divisor of sums over tokens, at least 1, [L, 1]."""
+        return self.num_tokens.unsqueeze(1).clamp_min(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +50,7 @@ class Metric:
     # Returns the sum over real tokens, [] or [K] (K = 1: [] or [1]). Arguments: probs_TE and weights_TK, in
     # at least fp32 with zeros for padding, and real_T. The metric is its mean over real tokens.
     token_sum: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-    of_counts: Callable[[Counts], Tensor] | None = None  # returns it for each layer, [L] or [L, K]
+    of_counts: Callable[[RoutingCounts], Tensor] | None = None  # returns it for each layer, [L] or [L, K]
     layers: str = ""  # name of its list over layers in the JSON log; empty: none is logged
 
     def names(self, top_k: int, name: str | None = None) -> list[str]:
@@ -59,17 +70,21 @@ def _entropies(probs_TE: Tensor, weights_TK: Tensor, real_T: Tensor | None) -> T
     return -torch.dot(probs_TE.flatten(), logs_TE.flatten())
 
 
-def _fifth(counts: Counts, largest: bool) -> Tensor:
-    fifth = max(math.ceil(0.2 * counts.assigned_LKE.shape[2]), 1)
-    extreme_LKF = counts.assigned_LKE.topk(fifth, largest=largest).values
-    return 100 * extreme_LKF.sum(dim=2) / counts.per_token_L1
+def _fifth(counts: RoutingCounts, largest: bool) -> Tensor:
+    fifth = max(math.ceil(0.2 * counts.assigned_KE.shape[2]), 1)
+    extreme_LKF = counts.assigned_KE.topk(fifth, largest=largest).values
+    return 100 * extreme_LKF.sum(dim=2) / counts.per_token
 
 
-def _overflow(counts: Counts) -> Tensor:
+def _overflow(counts: RoutingCounts) -> Tensor:
     # Every token has a first choice; with expert choice, its dropped ones are tokens that no expert chose.
-    later_LK = counts.assigned_LKE[:, 1:].sum(dim=2)
-    asked_LK = torch.cat([counts.tokens_L1, later_LK], dim=1)
-    return 100 * counts.dropped_LK / asked_LK.clamp_min(1)
+    later_LK = counts.assigned_KE[:, 1:].sum(dim=2)
+    asked_LK = torch.cat([counts.num_tokens.unsqueeze(1), later_LK], dim=1)
+    return 100 * counts.dropped_K / asked_LK.clamp_min(1)
+
+
+def _share(counts: RoutingCounts, values_L: Tensor) -> Tensor:
+    return values_L / counts.load.sum(dim=1).clamp_min(1)
 
 
 # Sources: Meta's fairseq-moe for entropy, balance, unused and overflow; Wang et al. 2024 (Loss-Free
@@ -98,36 +113,25 @@ METRICS = (
         "percent of tokens that no expert chose",
     ),
     Metric(
-        name="unused_expert{}_count", of_counts=lambda counts: counts.assigned_LKE.eq(0).sum(dim=2),
+        name="unused_expert{}_count", of_counts=lambda counts: counts.assigned_KE.eq(0).sum(dim=2),
         help="experts that no token chose as choice J",
     ),
     Metric(
         name="moe_dead_experts", layers="dead_experts",
-        of_counts=lambda counts: counts.load_LE.eq(0).sum(dim=1),
+        of_counts=lambda counts: counts.load.eq(0).sum(dim=1),
         help="experts that no token chose",
     ),
     Metric(
         name="moe_dropped", layers="dropped", help="percent of dropped assignments",
-        of_counts=lambda it: 100 * (it.load_LE - it.kept_LE).sum(dim=1) / it.per_assignment_L,
+        of_counts=lambda it: _share(it, 100 * (it.load - it.kept_E).sum(dim=1)),
     ),
     Metric(
         name="moe_max_violation", layers="max_violation",
-        of_counts=lambda it: it.load_LE.shape[1] * it.load_LE.amax(dim=1) / it.per_assignment_L,
+        of_counts=lambda it: _share(it, it.load.shape[1] * it.load.amax(dim=1)),
         help="load of the busiest expert over the mean load, before dropping; 1 is even, and Wang et al.'s "
         "MaxVio is this minus 1",
     ),
 )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutingCounts:
-    """Routing counts and token sums of one layer in one micro-batch, on the device, without gradients."""
-
-    num_tokens: Tensor  # [] int64, real tokens
-    assigned_KE: Tensor  # int64, assignments of each choice to each expert, dropped or not
-    kept_E: Tensor  # int64, assignments that got a slot
-    dropped_K: Tensor  # int64, assignments of each choice that got none
-    sums_S: Tensor  # the sums over tokens of `METRICS`, in their order
 
 
 @torch.no_grad()
@@ -168,27 +172,16 @@ def metric_rows(counted: Sequence[RoutingCounts]) -> tuple[Tensor, Tensor]:
 
 
 def _rows(counted: list[RoutingCounts]) -> tuple[Tensor, Tensor]:
-    tokens_L1 = torch.stack([counts.num_tokens for counts in counted]).float().unsqueeze(1)
-    assigned_LKE = torch.stack([counts.assigned_KE for counts in counted]).float()
-    load_LE = assigned_LKE.sum(dim=1)
-    counts = Counts(
-        tokens_L1=tokens_L1,
-        assigned_LKE=assigned_LKE,
-        load_LE=load_LE,
-        kept_LE=torch.stack([counts.kept_E for counts in counted]),
-        dropped_LK=torch.stack([counts.dropped_K for counts in counted]),
-        per_token_L1=tokens_L1.clamp_min(1),
-        per_assignment_L=load_LE.sum(dim=1).clamp_min(1),
-    )
-    sums_LS = torch.stack([counts.sums_S for counts in counted])
+    *counts_of, sums_LS = (torch.stack(tensors) for tensors in zip(*counted, strict=True))
+    counts = RoutingCounts._make([*(tensor.float() for tensor in counts_of), sums_LS])
     summed = [metric for metric in METRICS if metric.of_counts is None]
-    widths = [len(metric.names(assigned_LKE.shape[1])) for metric in summed]
-    means = iter((sums_LS / counts.per_token_L1).split(widths, dim=1))
+    widths = [len(metric.names(counts.assigned_KE.shape[1])) for metric in summed]
+    means = iter((sums_LS / counts.per_token).split(widths, dim=1))
     columns = [
         next(means) if metric.of_counts is None else metric.of_counts(counts).view(len(counted), -1)
         for metric in METRICS
     ]
-    return torch.cat(columns, dim=1).float(), tokens_L1
+    return torch.cat(columns, dim=1).float(), counts.num_tokens.unsqueeze(1)
 
 
 def routing_metrics(routing: Routing) -> dict[str, Tensor]:

@@ -16,13 +16,12 @@ from fairseq_tutel.kernels.reference_route import normalized, row_maps, token_of
 from fairseq_tutel.moe.capacity import Capacity, MicroBatch, place_assignments, sentence_order
 from fairseq_tutel.moe.choice import (
     Chosen,
-    check_top_k,
     choose,
     experts_choose,
     sampled_choices,
     scores_of,
 )
-from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.config import MoEConfig, check_top_k
 from fairseq_tutel.parallel.groups import Topology
 
 
@@ -63,12 +62,12 @@ class Routing:
         counts_E: int64, number of rows of each expert.
         assigned_KE: int64, assignments of each choice, before dropping.
         dropped_K: int64, dropped assignments of each choice.
-        num_tokens: [] int64, number of tokens without padding.
         probs_TE: every expert's score, with sum 1 per token, differentiable.
         real_T: bool, False for padding; None if there is no padding.
         row_of_TK: int64, row of each assignment; -1: no row.
         source_of_R: int64, assignment of each row; -1: empty row.
         token_of_R: int64, token of each row; -1: empty row.
+        tiles: the tables of row tiles, if a kernel wrote them; see `Groups.tiles`.
         capacity: rows per expert in the padded layout (row = e * C + slot); None in the compact layout
             (row = offset of e + slot).
         gate: values for balance losses; None if there was no gate.
@@ -85,19 +84,24 @@ class Routing:
     counts_E: Tensor
     assigned_KE: Tensor
     dropped_K: Tensor
-    num_tokens: Tensor
     probs_TE: Tensor
     real_T: Tensor | None
     row_of_TK: Tensor
     source_of_R: Tensor
     token_of_R: Tensor
+    tiles: Tensor | None = None
     capacity: int | None
     gate: GateOutput | None
 
     @cached_property
+    def num_tokens(self) -> Tensor:
+        """The number of tokens without padding, [] int64."""
+        return _count_tokens(self.expert_ids_TK, self.real_T)
+
+    @cached_property
     def groups(self) -> Groups:
         """The number of rows of each expert, read on the host at most once."""
-        return Groups.of_tensor(self.counts_E)
+        return Groups.of_tensor(self.counts_E, self.tiles, self.source_of_R.shape[0])
 
 
 def decide(
@@ -121,13 +125,13 @@ def placed(chosen: Chosen, config: MoEConfig, batch: MicroBatch, gate: GateOutpu
     requested_TK = None
     if config.second_expert_policy == "random" and batch.training and top_k > 1:
         requested_TK = sampled_choices(weights_TK)
-    num_tokens = _count_tokens(expert_ids_TK, batch.real_T)
+    num_tokens = _count_tokens(expert_ids_TK, batch.real_T) if batch.capacity.is_limited else None
     rows = place_assignments(expert_ids_TK, chosen.scores_TE, requested_TK, num_tokens, config, batch)
     if config.normalize_gate == "after" and top_k > 1:
         weights_TK = normalized(weights_TK.masked_fill(rows.row_of_TK < 0, 0.0))
     return Routing(
         expert_ids_TK=expert_ids_TK, weights_TK=scaled(weights_TK, config, batch.training),
-        num_tokens=num_tokens, probs_TE=chosen.probs_TE, real_T=batch.real_T, capacity=None, gate=gate,
+        probs_TE=chosen.probs_TE, real_T=batch.real_T, capacity=None, gate=gate,
         **rows._asdict(),
     )  # fmt: skip
 
@@ -144,7 +148,7 @@ def _decide_by_experts(
     """
     length, num_experts = logits_TE.shape
     top_k, capacity, real_T = batch.top_k, batch.capacity, batch.real_T
-    check_top_k(top_k, num_experts, config)
+    check_top_k(top_k, config)
     scores_TE, probs_TE = scores_of(logits_TE, config.score_function)
     if not capacity.is_limited:
         capacity = replace(capacity, factor=1.0)
@@ -173,7 +177,7 @@ def _decide_by_experts(
     row_of_TK, source_of_R = row_maps(expert_ids_TK, slots_TK, kept_TK, counts_E, None, most * num_experts)
     return Routing(
         expert_ids_TK=expert_ids_TK, weights_TK=weights_TK, slots_TK=slots_TK, counts_E=counts_E,
-        assigned_KE=assigned_KE, dropped_K=dropped_K, num_tokens=num_tokens, probs_TE=probs_TE,
+        assigned_KE=assigned_KE, dropped_K=dropped_K, probs_TE=probs_TE,
         real_T=real_T, row_of_TK=row_of_TK, source_of_R=source_of_R,
         token_of_R=token_of(source_of_R, columns), capacity=None, gate=gate,
     )  # fmt: skip
@@ -194,8 +198,9 @@ def padded(routing: Routing, capacity: int) -> Routing:
     )
     token_of_R = token_of(source_of_R, row_of_TK.shape[1])
     return replace(
-        routing, row_of_TK=row_of_TK, source_of_R=source_of_R, token_of_R=token_of_R, capacity=capacity
-    )
+        routing, row_of_TK=row_of_TK, source_of_R=source_of_R, token_of_R=token_of_R, tiles=None,
+        capacity=capacity,
+    )  # fmt: skip
 
 
 def scaled(weights_TK: Tensor, config: MoEConfig, training: bool) -> Tensor:

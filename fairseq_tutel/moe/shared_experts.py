@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_tutel.moe.build import build_custom, draw_linear, hashed_seed, redraw, seeded_generator
-from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.experts import activation_of, feed_forward
 from fairseq_tutel.option import is_custom
 
@@ -51,8 +51,7 @@ class CustomSum(nn.Module):
 
     def __init__(self, config: MoEConfig, count: int) -> None:
         super().__init__()
-        label, kind = label_of("expert_type"), config.expert_type
-        self.parts = nn.ModuleList(build_custom(label, kind, config) for _ in range(count))
+        self.parts = nn.ModuleList(build_custom(config.expert_type, config) for _ in range(count))
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return the summed output of the n experts for every token."""
@@ -130,12 +129,6 @@ class SharedResidualExperts(nn.Module):
         if y_TD is not routed_TD and real_T is not None:
             y_TD = y_TD.masked_fill(~real_T.unsqueeze(1), 0.0)
         return y_TD
-
-
-def sum_of_gate(cmr_T1: Tensor, real_T: Tensor | None) -> Tensor:
-    """Return the sum of the CMR gate over all tokens except padding, in at least fp32."""
-    cmr_T = cmr_T1.squeeze(1).to(torch.promote_types(cmr_T1.dtype, torch.float32))
-    return (cmr_T if real_T is None else cmr_T.masked_fill(~real_T, 0.0)).sum()
 
 
 def _experts_for_all(config: MoEConfig, count: int) -> nn.Module:

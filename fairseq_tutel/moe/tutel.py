@@ -112,7 +112,6 @@ class TutelMoELayer(nn.Module):
         self.moe = MoELayer(
             configs[0], topology, seed=seed, gate_configs=configs, gates=gates, experts=built
         )
-        built.save_by_rank()
         self.moe.follow(Strategy(algorithm="2dh" if use_2dh else "linear"))
         degree = degree_of(parallel_type, self.sharded_count)
         require(

@@ -30,10 +30,8 @@ def agree(facts: Mapping[str, Any]) -> None:
             values = [f"{text[:SHOWN_CHARACTERS]} on {name_ranks(on)}" for text, on in ranks_of.items()]
             differing.append(f"{name} is {' and '.join(values)}")
     if differing:
-        more = len(differing) - SHOWN_FACTS
-        others = f" ({more} more differ)" if more > 0 else ""
         raise ValueError(
-            f"{', '.join(differing[:SHOWN_FACTS])}{others}; start all ranks with the same command, "
+            f"{', '.join(differing[:SHOWN_FACTS])}; start all ranks with the same command, "
             "packages and data."
         )
 

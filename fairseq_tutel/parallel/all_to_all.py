@@ -14,7 +14,7 @@ Source: Tutel (Hwang et al. 2023), section 3.4.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,98 +22,79 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.parallel import background
-from fairseq_tutel.parallel.call_id import NO_CALL_ID, CallId
+from fairseq_tutel.parallel.call_id import CallId, compare
 from fairseq_tutel.parallel.collectives import all_gather, all_to_all, all_to_all_by
 from fairseq_tutel.parallel.groups import Grid
 from fairseq_tutel.parallel.regroup import chunk_of, regroup_maps
 from fairseq_tutel.parallel.transfer import ExchangeTimer, pack, unpack
 
-COUNTS_OPERATION = "the exchange of row counts"
-Splits = tuple[int, ...]
 Move = Callable[[Tensor], Tensor]
+Splits = tuple[int, ...]
 
 
 class Counts(NamedTuple):
-    """The numbers of rows that an all-to-all sends and receives, by rank and expert, as int64 tensors."""
+    """The numbers of rows of an exchange, int64 [P, P, e]: from each rank to each expert of each rank."""
 
-    leaving_PE: Tensor  # rows from this rank to each expert of each rank
-    arriving_PE: Tensor  # rows from each rank to each local expert
-    # Only for the hierarchical all-to-all: rows from each rank of this node to this local index of each
-    # node.
-    passing_LNE: Tensor | None = None
-    # Only for a collective plan: rows from each rank to each expert of each rank.
-    crossing_PPE: Tensor | None = None
-    call_ids_P: Tensor | None = None
+    crossing_PPE: Tensor
+    rank: int  # this rank
+
+    @property
+    def leaving(self) -> Tensor:
+        """The numbers of rows from this rank to each expert of each rank [P, e]."""
+        return self.crossing_PPE[self.rank]
+
+    @property
+    def arriving(self) -> Tensor:
+        """The numbers of rows from each rank to each local expert [P, e]."""
+        return self.crossing_PPE[:, self.rank]
+
+    def passing(self, grid: Grid) -> Tensor:
+        """Return the numbers of rows from each rank of this node to my local index of each node [L, N]."""
+        counts_NLNL = self.crossing_PPE.sum(2).view(grid.nodes, grid.local, grid.nodes, grid.local)
+        node, local = divmod(self.rank, grid.local)
+        return counts_NLNL[node, :, :, local]
 
     def chunk(self, index: int, number: int) -> "Counts":
         """Split every block of rows into `number` chunks, and return the row counts of chunk `index`.
 
         All ranks split blocks in the same way.
         """
-        if number == 1:
-            return self
-        blocks = (self.leaving_PE, self.arriving_PE, self.passing_LNE, self.crossing_PPE)
-        chunks = (None if counts is None else chunk_of(counts, index, number) for counts in blocks)
-        return Counts(*chunks)  # type: ignore[arg-type]
-
-    def to_host(self) -> "Counts":
-        """Return the counts in host memory; counts on a GPU are copied in one transfer."""
-        if not self.leaving_PE.is_cuda:
-            return self
-        given = {key: c for key, c in self._asdict().items() if c is not None}
-        host = torch.cat([c.reshape(-1) for c in given.values()]).cpu()
-        parts = host.split([c.numel() for c in given.values()])
-        return Counts(**{k: p.view(given[k].shape) for k, p in zip(given, parts, strict=True)})
+        return self if number == 1 else Counts(chunk_of(self.crossing_PPE, index, number), self.rank)
 
 
-def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup, call_id: CallId = NO_CALL_ID) -> Counts:
-    """Send each rank the number of rows that it will receive for each of its experts. Collective."""
-    received = all_to_all(call_id.prepended_to(counts_PE), COUNTS_OPERATION, group)
-    return Counts(counts_PE, received[:, 1 : 1 + counts_PE.shape[1]], call_ids_P=received[:, 0])
+def exchange_counts(
+    counts_PE: Tensor, group: dist.ProcessGroup, operation: str, call_id: CallId
+) -> tuple[Counts, Counts]:
+    """Gather the row counts of all ranks, and compare call IDs. Collective.
 
-
-def exchange_counts_in_two_hops(counts_PE: Tensor, grid: Grid, call_id: CallId = NO_CALL_ID) -> Counts:
-    """Exchange row counts in two hops: within each node, then between nodes. Collective."""
-    own = slice(1, 1 + counts_PE.shape[1])
-    leaving_NLX = call_id.prepended_to(counts_PE).view(grid.nodes, grid.local, -1)
-    passing_LNX = all_to_all(leaving_NLX.transpose(0, 1).contiguous(), COUNTS_OPERATION, grid.node_group)
-    received_NLX = all_to_all(passing_LNX.transpose(0, 1).contiguous(), COUNTS_OPERATION, grid.rail_group)
-    received_PX = received_NLX.flatten(0, 1)
-    return Counts(counts_PE, received_PX[:, own], passing_LNX[..., own], call_ids_P=received_PX[:, 0])
-
-
-def exchange_all_counts(
-    counts_PE: Tensor, group: dist.ProcessGroup, call_id: CallId = NO_CALL_ID
-) -> Counts:
-    """Gather the row counts of all pairs of ranks, which a collective plan needs. Collective."""
-    received_PPX = all_gather(call_id.prepended_to(counts_PE), COUNTS_OPERATION, group)
-    crossing_PPE = received_PPX[..., 1 : 1 + counts_PE.shape[1]]
-    arriving_PE = crossing_PPE[:, dist.get_rank(group)]
-    return Counts(counts_PE, arriving_PE, crossing_PPE=crossing_PPE, call_ids_P=received_PPX[:, 0, 0])
+    Returns the counts on the device and on the host.
+    """
+    rank, own = dist.get_rank(group), slice(1, 1 + counts_PE.shape[1])
+    received_PPX = all_gather(call_id.prepended_to(counts_PE), "the exchange of row counts", group)
+    host_PPX = received_PPX.cpu()
+    compare(host_PPX[:, 0, 0], operation, group)
+    return Counts(received_PPX[..., own], rank), Counts(host_PPX[..., own], rank)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAll:
     """An all-to-all exchange of rows with known row counts, with methods for dispatch and combine.
 
-    Error messages contain `name`.
+    `forth` sends rows in the transfer dtype, without autograd, and returns the received rows. `back` sends
+    them back.
     """
 
+    forth: Move
+    back: Move
     transfer_dtype: str = "same"
-    name: str = "the exchange of rows"
     timer: ExchangeTimer | None = None
-
-    def move(self, sent_RX: Tensor, combine: bool) -> Tensor:
-        """Send and receive rows in the transfer dtype, without autograd."""
-        raise NotImplementedError
 
     def exchange(self, rows_RD: Tensor, combine: bool) -> Tensor:
         """Convert rows to the transfer dtype, exchange them, and convert them back, without autograd."""
         packed = pack(rows_RD, self.transfer_dtype).contiguous()
-        if self.timer is None:
-            received = self.move(packed, combine)
-        else:
-            received = self.timer.measure(packed, lambda: self.move(packed, combine))
+        move = self.back if combine else self.forth
+        timer = self.timer
+        received = move(packed) if timer is None else timer.measure(packed, lambda: move(packed))
         return unpack(received, self.transfer_dtype, rows_RD.dtype)
 
     def dispatch(self, rows_RD: Tensor) -> Tensor:
@@ -129,37 +110,29 @@ class AllToAll:
 
     def start(self, rows_RD: Tensor, combine: bool) -> "Started":
         """Start `dispatch` or `combine` in the background; `Started.finish` returns the rows."""
-        transfer = _Transfer(self, combine)
-        return Started(_Start.apply(rows_RD, transfer), transfer)
+        return Started(self, combine, rows_RD)
 
 
-class _Transfer:
-    """Runs a dispatch or combine in the background, and later its backward pass."""
+class Started:
+    """A dispatch or combine that runs in the background, and later its backward pass."""
 
-    def __init__(self, owner: AllToAll, combine: bool) -> None:
+    def __init__(self, owner: AllToAll, combine: bool, rows_RD: Tensor) -> None:
         self.owner, self.combine = owner, combine
         self.pending: list[background.Wait] = []
+        # A tensor without elements, which connects `finish` to the autograd graph.
+        self.tokens = [_Start.apply(rows_RD, self)]
 
     def begin(self, rows: Tensor, combine: bool) -> None:
-        owner = self.owner
-        self.pending.append(background.start(lambda r: owner.exchange(r, combine), rows))
+        """Start the exchange of rows, or of their gradients."""
+        self.pending.append(background.start(lambda r: self.owner.exchange(r, combine), rows))
 
     def wait(self) -> Tensor:
+        """Wait for the rows that `begin` sent, and return the received rows."""
         return self.pending.pop()()
-
-
-class Started(NamedTuple):
-    """An all-to-all that has started; `finish` waits for it and returns the received rows.
-
-    The token has no elements: it connects `finish` to the autograd graph.
-    """
-
-    token: Tensor
-    transfer: _Transfer
 
     def finish(self) -> Tensor:
         """Wait for the rows and return them."""
-        return _Finish.apply(self.token, self.transfer)
+        return _Finish.apply(self.tokens.pop(), self)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -181,7 +154,7 @@ class _Start(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, transfer: Started) -> Tensor:
         ctx.transfer = transfer
         transfer.begin(rows, transfer.combine)
         return rows.new_empty(0)
@@ -194,7 +167,7 @@ class _Start(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, transfer: _Transfer) -> Tensor:
+    def forward(ctx: Any, token: Tensor, transfer: Started) -> Tensor:
         ctx.transfer = transfer
         return transfer.wait()
 
@@ -205,75 +178,48 @@ class _Finish(torch.autograd.Function):
         return drows.new_empty(0), None
 
 
-class Hop(NamedTuple):
-    """One exchange of rows within a group, with functions that reorder rows before and after it."""
-
-    group: dist.ProcessGroup
-    send: Splits
-    receive: Splits
-    forth: Move = lambda rows: rows
-    back: Move = lambda rows: rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class HopAllToAll(AllToAll):
-    """An all-to-all in one hop (linear), or in two hops: within nodes, then between nodes (2DH)."""
-
-    hops: tuple[Hop, ...]
-
-    def move(self, sent_RX: Tensor, combine: bool) -> Tensor:
-        """Send and receive rows in the transfer dtype."""
-        rows = sent_RX
-        if combine:
-            for group, send, receive, _, back in reversed(self.hops):
-                rows = back(all_to_all(rows, self.name, group, receive=send, send=receive))
-        else:
-            for group, send, receive, forth, _ in self.hops:
-                rows = all_to_all(forth(rows), self.name, group, receive, send)
-        return rows
+def linear(host: Counts, group: dist.ProcessGroup, operation: str) -> tuple[Move, Move]:
+    """Return the functions `forth` and `back` of an all-to-all in one hop."""
+    send, receive = _splits(host.leaving), _splits(host.arriving)
+    return (
+        lambda rows: all_to_all(rows, operation, group, receive, send),
+        lambda rows: all_to_all(rows, operation, group, send, receive),
+    )
 
 
-def linear_all_to_all(host: Counts, group: dist.ProcessGroup, **options: Any) -> HopAllToAll:
-    """Return an all-to-all in one hop for given row counts; `options` are the fields of `AllToAll`."""
-    return HopAllToAll(hops=(Hop(group, _splits(host.leaving_PE), _splits(host.arriving_PE)),), **options)
+def hierarchical(device: Counts, host: Counts, grid: Grid, operation: str) -> tuple[Move, Move]:
+    """Return the functions `forth` and `back` of an all-to-all within nodes, then between nodes."""
+    shape = grid.nodes, grid.local
+    leaving_NL = host.leaving.sum(1).view(shape)
+    passing_LN = host.passing(grid)
+    by_local, by_node_rank = _regrouping(device.leaving.sum(1).view(shape), leaving_NL)
+    by_node, by_local_rank = _regrouping(device.passing(grid), passing_LN)
+    send_within, receive_within = _splits(leaving_NL.t()), _splits(passing_LN)
+    send_across, receive_across = _splits(passing_LN.t()), _splits(host.arriving.sum(1).view(shape))
+
+    def forth(rows: Tensor) -> Tensor:
+        rows = all_to_all(by_local(rows), operation, grid.node_group, receive_within, send_within)
+        return all_to_all(by_node(rows), operation, grid.rail_group, receive_across, send_across)
+
+    def back(rows: Tensor) -> Tensor:
+        rows = all_to_all(rows, operation, grid.rail_group, send_across, receive_across)
+        rows = all_to_all(by_local_rank(rows), operation, grid.node_group, send_within, receive_within)
+        return by_node_rank(rows)
+
+    return forth, back
 
 
-def hierarchical_all_to_all(device: Counts, host: Counts, grid: Grid, **options: Any) -> HopAllToAll:
-    """Return an all-to-all within nodes, then between nodes; `options` are the fields of `AllToAll`."""
-    assert device.passing_LNE is not None and host.passing_LNE is not None
-    nodes, local = grid.nodes, grid.local
-    leaving_NL = host.leaving_PE.sum(1).view(nodes, local)
-    arriving_NL = host.arriving_PE.sum(1).view(nodes, local)
-    passing_LN = host.passing_LNE.sum(2)
-    by_local = _regrouping(device.leaving_PE.sum(1).view(nodes, local), leaving_NL)
-    by_node = _regrouping(device.passing_LNE.sum(2), passing_LN)
-    within = Hop(grid.node_group, _splits(leaving_NL.t()), _splits(passing_LN), *by_local)
-    across = Hop(grid.rail_group, _splits(passing_LN.t()), _splits(arriving_NL), *by_node)
-    return HopAllToAll(hops=(within, across), **options)
+def planned(host: Counts, group: dist.ProcessGroup, plan: str, operation: str) -> tuple[Move, Move]:
+    """Return the functions `forth` and `back` of an all-to-all by the collective plan of this name.
 
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedAllToAll(AllToAll):
-    """An all-to-all that runs a collective plan, which is a program of puts, waits and copies.
-
-    The plan's chunks are blocks of rows.
+    The plan's chunks are blocks of rows. It may forward rows through any rank.
     """
-
-    group: dist.ProcessGroup
-    plan: str
-    crossing_PP: tuple[Splits, ...]  # of all ranks: a plan may forward rows through any rank
-
-    @classmethod
-    def of(cls, host: Counts, group: dist.ProcessGroup, plan: str, **options: Any) -> Self:
-        """Return an all-to-all that uses collective plan `plan`; `options` are the fields of `AllToAll`."""
-        assert host.crossing_PPE is not None
-        rows = host.crossing_PPE.sum(2).tolist()
-        return cls(group=group, plan=plan, crossing_PP=tuple(map(tuple, rows)), **options)
-
-    def move(self, sent_RX: Tensor, combine: bool) -> Tensor:
-        """Send and receive rows in the transfer dtype."""
-        sizes = tuple(zip(*self.crossing_PP, strict=True)) if combine else self.crossing_PP
-        return all_to_all_by(self.plan, sent_RX, self.name, self.group, sizes)
+    sizes_PP = tuple(map(tuple, host.crossing_PPE.sum(2).tolist()))
+    reverse_PP = tuple(zip(*sizes_PP, strict=True))
+    return (
+        lambda rows: all_to_all_by(plan, rows, operation, group, sizes_PP),
+        lambda rows: all_to_all_by(plan, rows, operation, group, reverse_PP),
+    )
 
 
 def _splits(counts_AX: Tensor) -> Splits:
@@ -282,14 +228,5 @@ def _splits(counts_AX: Tensor) -> Splits:
 
 def _regrouping(counts_AB: Tensor, host_AB: Tensor) -> tuple[Move, Move]:
     """Return two functions that transpose a matrix of blocks of rows, from (a, b) to (b, a), and back."""
-    # Blocks of equal size, such as padded buffers, need no row maps.
-    if bool((host_AB == host_AB[0, 0]).all()):
-        outer, inner = host_AB.shape
-
-        def copy(rows: Tensor, outer: int, inner: int) -> Tensor:
-            blocks = rows.reshape(outer, inner, len(rows) // (outer * inner), *rows.shape[1:])
-            return blocks.transpose(0, 1).reshape(rows.shape)
-
-        return lambda rows: copy(rows, outer, inner), lambda rows: copy(rows, inner, outer)
     forth, back = regroup_maps(counts_AB, int(host_AB.sum()))
     return lambda rows: rows.index_select(0, forth), lambda rows: rows.index_select(0, back)

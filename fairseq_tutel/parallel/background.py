@@ -26,25 +26,16 @@ def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
     """Start `function(rows)` in the background, without autograd; return a function that waits for it.
 
     That function returns the result. On a CPU it blocks the thread, on a GPU the stream. After a failure,
-    queued jobs fail without sending: a peer would take their rows for rows of the failed job. Jobs that
-    start after the error was raised run normally.
+    all later jobs fail without sending: a peer would take their rows for rows of the failed job.
     """
     if rows.is_cuda:
         return _start_on_stream(function, rows)
     global _worker
-    if _worker is None or _worker.has_raised or not _worker.is_alive():  # a forked process has no thread
+    if _worker is None or not _worker.is_alive():  # a forked process has no thread
         _worker = _Worker()
-    worker, future = _worker, Future[Tensor]()
-    worker.jobs.put((function, rows, future))
-
-    def wait() -> Tensor:
-        try:
-            return future.result()
-        except BaseException:
-            worker.has_raised = True
-            raise
-
-    return wait
+    future = Future[Tensor]()
+    _worker.jobs.put((function, rows, future))
+    return future.result
 
 
 class _Worker(threading.Thread):
@@ -53,7 +44,6 @@ class _Worker(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="communication", daemon=True)
         self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.has_raised = False
         self.start()
 
     def run(self) -> None:

@@ -42,12 +42,9 @@ class CallCounter:
 
 @dataclass(frozen=True)
 class CallId:
-    """Identifies a layer's next call and mode, so that ranks can check that they make the same call.
+    """Identifies a layer's next call and mode, so that ranks can check that they make the same call."""
 
-    Without a counter, it is the ID of an exchange outside of layers.
-    """
-
-    counter: CallCounter | None = None
+    counter: CallCounter
     training: bool = False
 
     @_untraced
@@ -58,16 +55,11 @@ class CallId:
         sizes, which ends with an unclear error, or never.
         """
         counter = self.counter
-        if counter is None:
-            return torch.constant_pad_nd(counts_PX, (1, 0), 0)
         mode_and_count = self.training << _TRAINING_BIT | counter.count
         counter.count += 1
         widest = max(layer.num_local for layer in counter.layers)
         missing = max(0, widest - counts_PX.shape[1])
         return torch.constant_pad_nd(counts_PX, (1, missing), counter.index << _LAYER_BIT | mode_and_count)
-
-
-NO_CALL_ID = CallId()
 
 
 @_untraced

@@ -15,6 +15,7 @@ from fairseq_tutel.parallel.machine import Machine
 from fairseq_tutel.parallel.strategy import ALGORITHMS, Strategy
 
 OVERLAPS = (1, 2, 4, 8)
+HOST = "optimizer state, in host memory"
 _COUNT_BYTES = 8
 
 
@@ -52,23 +53,11 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The nodes, ranks and EP groups of a cluster.
-
-    Raises:
-        ValueError: P does not divide L, and is not a multiple of L that divides W.
-    """
+    """The nodes, ranks and EP groups of a cluster; P divides L, or is a multiple of L that divides W."""
 
     nodes: int
     local: int  # L, the ranks of a node
     expert_parallel_size: int  # P consecutive ranks: a part of a node, or several nodes
-
-    def __post_init__(self) -> None:
-        size, part = self.expert_parallel_size, min(self.expert_parallel_size, self.local)
-        if size < 1 or self.world % size or self.local % part or size % part:
-            raise ValueError(
-                f"expert_parallel_size is {size}, which is neither a divisor of {self.local} (ranks of a "
-                f"node) nor a multiple that divides {self.world} (all ranks); give such a number."
-            )
 
     @property
     def world(self) -> int:
@@ -119,20 +108,6 @@ def held_bytes(
     return Held(weights, gradients, on_device, on_host)
 
 
-def held(work: Work, cluster: Cluster) -> Held:
-    """Return the bytes of parameters, gradients and optimizer state on a rank of a cluster."""
-    stored = work.experts * work.expert_parameters / cluster.expert_parallel_size
-    return held_bytes(
-        [work.dense_parameters],
-        [math.ceil(work.layers * stored)],
-        cluster.world,
-        cluster.expert_parallel_size,
-        work.zero_stage if cluster.world > 1 else 0,
-        work.offload,
-        work.bytes_per_element,
-    )
-
-
 @dataclass(frozen=True)
 class _Layer:
     """The numbers of row copies, stored weights and gathered weights of one MoE layer on a rank."""
@@ -168,12 +143,14 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
         shape = cluster.group_nodes, cluster.group_local
         return exchange_seconds(num_bytes, machine, *shape, strategy.algorithm)
 
-    # The forward pass exchanges the row counts and reads them on the host. The backward pass reuses them.
+    # The forward pass gathers all ranks' row counts and reads them on the host. The backward pass reuses
+    # them.
     counts_bytes = _COUNT_BYTES * max(work.experts, cluster.expert_parallel_size)
+    counts_s = all_gather_seconds(counts_bytes, machine, cluster.group_nodes, cluster.group_local)
     parts = {
         "gate": 6 * work.tokens * work.model_dim * work.experts / machine.gate_flops_per_s,
         "dispatch and combine": _local_seconds(work, machine, layer),
-        "counts": exchange(counts_bytes) + (machine.launch_s if layer.sends_rows else 0.0),
+        "counts": counts_s + machine.launch_s if layer.sends_rows else 0.0,
         "exchange": 0.0,
         "experts": 0.0,
         "gather weights": _gather_seconds(work, machine, cluster, layer),
@@ -193,9 +170,7 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
     # All EP groups of a node sum gradients over their replicas at the same time.
     replicas = cluster.world // cluster.expert_parallel_size
     local = cluster.local // cluster.group_local
-    expert_s = _gradients_seconds(
-        layer.stored, work, machine, replicas // local, local, on_link=cluster.local
-    )
+    expert_s = _gradients_seconds(layer.stored, work, machine, replicas // local, local)
     dense_s = _gradients_seconds(dense, work, machine, cluster.nodes, cluster.local) if dense else 0.0
     return parts | {
         "dense layers": 6 * dense * work.tokens / machine.flops_per_s,
@@ -210,11 +185,20 @@ def step_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strat
 
 
 def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
-    """Return the predicted bytes of each kind of data in a rank's device memory, for training with Adam.
+    """Return the predicted bytes of each kind of data on a rank, for training with Adam.
 
-    Only activations of MoE layers are counted.
+    All kinds but HOST are in device memory. Only activations of MoE layers are counted.
     """
-    layer, bytes_held = _layer_of(work, cluster, strategy), held(work, cluster)
+    layer = _layer_of(work, cluster, strategy)
+    bytes_held = held_bytes(
+        [work.dense_parameters],
+        [math.ceil(work.layers * layer.stored)],
+        cluster.world,
+        cluster.expert_parallel_size,
+        work.zero_stage if cluster.world > 1 else 0,
+        work.offload,
+        work.bytes_per_element,
+    )
     size, dim, rows = work.bytes_per_element, work.model_dim, work.rows
     saved = work.tokens * dim + rows * (
         (layer.copies + 1) * dim + 2 * (work.matrices - 1) * work.hidden_dim
@@ -224,6 +208,7 @@ def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, 
         "parameters": bytes_held.weights,
         "gradients": bytes_held.gradients,
         "optimizer state": bytes_held.state,
+        HOST: bytes_held.host,
         "activations": work.layers * saved * size,
         "row buffers": buffers * layer.copies * rows * dim * size,
         # Gathered weights of all layers are kept for the backward pass, and the gradients of one layer.
@@ -253,7 +238,7 @@ def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, St
                     yield cluster, Strategy(adaptive_r=copies, overlap=overlap, algorithm=algorithm)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Candidate:
     """A configuration of a run, with its predicted time and memory."""
 
@@ -261,9 +246,8 @@ class Candidate:
     strategy: Strategy
     parts: dict[str, float]  # seconds by part of a step
     seconds: float
-    memory: dict[str, float]  # bytes on a rank's device by kind
-    bytes: float
-    host: int  # bytes of optimizer state in host memory
+    memory: dict[str, float]  # bytes on a rank by kind
+    bytes: float  # in device memory
     fits: bool  # whether it fits in device memory
 
 
@@ -273,19 +257,9 @@ def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate
     for cluster, strategy in candidates(work, nodes, local):
         parts = step_parts(work, machine, cluster, strategy)
         memory = memory_bytes(work, cluster, strategy)
-        num_bytes = sum(memory.values())
-        found.append(
-            Candidate(
-                cluster=cluster,
-                strategy=strategy,
-                parts=parts,
-                seconds=sum(parts.values()),
-                memory=memory,
-                bytes=num_bytes,
-                host=held(work, cluster).host,
-                fits=num_bytes <= machine.memory_bytes,
-            )
-        )
+        num_bytes = sum(memory.values()) - memory[HOST]
+        fits = num_bytes <= machine.memory_bytes
+        found.append(Candidate(cluster, strategy, parts, sum(parts.values()), memory, num_bytes, fits))
     return sorted(found, key=lambda candidate: (not candidate.fits, candidate.seconds))
 
 
@@ -317,23 +291,15 @@ def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, layer: _Laye
     size = layer.stored * work.bytes_per_element / tensors
     local = min(layer.gathering, cluster.local)
     gather = all_gather_seconds(size, machine, math.ceil(layer.gathering / local), local)
-    return _gathers_of_both(machine) * tensors * gather
+    return 2 * tensors * gather
 
 
-def _gradients_seconds(
-    parameters: float, work: Work, machine: Machine, nodes: int, local: int, on_link: int | None = None
-) -> float:
-    """Return the seconds to sum gradients over ranks and, with ZeRO, to gather updated weights."""
+def _gradients_seconds(parameters: float, work: Work, machine: Machine, nodes: int, local: int) -> float:
     num_bytes = parameters * work.bytes_per_element
     if work.zero_stage == 0:
-        return all_reduce_seconds(num_bytes, machine, nodes, local, on_link)
-    share = num_bytes / (nodes * local)
-    return _gathers_of_both(machine) * all_gather_seconds(share, machine, nodes, local, on_link)
-
-
-def _gathers_of_both(machine: Machine) -> int:
-    """Return the cost of an all-gather plus a reduce-scatter, as a multiple of one all-gather's cost."""
-    return 3 if machine.reduce_scatter_as_all_reduce else 2
+        return all_reduce_seconds(num_bytes, machine, nodes, local)
+    # A ring's reduce-scatter takes as long as its all-gather.
+    return 2 * all_gather_seconds(num_bytes / (nodes * local), machine, nodes, local)
 
 
 def _divisors(number: int) -> list[int]:

@@ -23,15 +23,12 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.parallel.all_to_all import (
     AllToAll,
     Counts,
-    PlannedAllToAll,
-    exchange_all_counts,
     exchange_counts,
-    exchange_counts_in_two_hops,
-    hierarchical_all_to_all,
-    linear_all_to_all,
+    hierarchical,
+    linear,
+    planned,
 )
-from fairseq_tutel.parallel.call_id import NO_CALL_ID, CallId, compare
-from fairseq_tutel.parallel.collectives import all_to_all
+from fairseq_tutel.parallel.call_id import CallId
 from fairseq_tutel.parallel.groups import Grid
 from fairseq_tutel.parallel.regroup import (
     destinations,
@@ -69,12 +66,7 @@ class ExchangeOptions:
     @property
     def operation(self) -> str:
         """The name of this exchange in error messages."""
-        return f"{AllToAll.name} of {self.name}" if self.name else AllToAll.name
-
-    @property
-    def hops(self) -> Grid | None:
-        """The node grid for a hierarchical all-to-all; None for other algorithms."""
-        return self.grid if self.strategy.algorithm == "2dh" else None
+        return f"the exchange of rows of {self.name}" if self.name else "the exchange of rows"
 
 
 @dataclass(frozen=True)
@@ -87,9 +79,9 @@ class Chunk:
 
     def regrouping(self) -> tuple[Groups, Tensor, Tensor]:
         """Return the row counts, an index map that sorts received rows by expert, and its inverse."""
-        per_expert = self.host.arriving_PE.sum(0).tolist()
-        to_expert, to_source = regroup_maps(self.device.arriving_PE, sum(per_expert))
-        return Groups(self.device.arriving_PE.sum(0), per_expert), to_expert, to_source
+        per_expert = self.host.arriving.sum(0).tolist()
+        to_expert, to_source = regroup_maps(self.device.arriving, sum(per_expert))
+        return Groups(self.device.arriving.sum(0), per_expert), to_expert, to_source
 
 
 def exchange_rows(
@@ -97,12 +89,12 @@ def exchange_rows(
     counts_E: Tensor,
     options: ExchangeOptions,
     expert_fn: ExpertFn,
-    call_id: CallId = NO_CALL_ID,
+    call_id: CallId,
 ) -> Tensor:
     """Dispatch rows to the ranks of their experts, run `expert_fn` on them, and combine. Collective.
 
-    The rows [R, D] are sorted by expert. Rows are compact, with an unused tail
-    that the result lacks, or padded to E * C. `counts_E` int64 is the number of kept rows of each expert.
+    The rows [R, D] are sorted by expert. They are compact, with an unused tail that the result lacks, or
+    padded to E * C. `counts_E` int64 is the number of kept rows of each expert.
     Without padding, ranks first exchange row counts and compare call IDs.
     """
     capacity = len(rows_RD) // len(counts_E)
@@ -110,25 +102,24 @@ def exchange_rows(
         counts_E = torch.full_like(counts_E, capacity)
     device, host = _counts(counts_E, capacity, options, call_id)
     number, degree = options.strategy.overlap, options.strategy.adaptive_r
-    num_rows = int(host.leaving_PE.sum()) // degree
+    num_rows = int(host.leaving.sum()) // degree
     rows_RD = rows_RD[:num_rows]
     repeats = repeat_blocks(counts_E, num_rows, degree) if degree > 1 else None
     if repeats is not None:
         rows_RD = gather(rows_RD, *repeats)
-    hosts = [host.chunk(i, number) for i in range(number)]
-    devices = hosts if device is host else [device.chunk(i, number) for i in range(number)]
-    chunks = [Chunk(_all_to_all(d, h, options), d, h) for d, h in zip(devices, hosts, strict=True)]
+    parts = [(device.chunk(i, number), host.chunk(i, number)) for i in range(number)]
+    chunks = [Chunk(_all_to_all(*part, options), *part) for part in parts]
     if number == 1:
         (chunk,) = chunks
         received_RD = chunk.all_to_all.dispatch(rows_RD)
         out_RD = expert_fn(received_RD, *chunk.regrouping())
         rows_RD = chunk.all_to_all.combine(out_RD)
     else:  # in parallel to the experts
-        blocks_BC = torch.stack([chunk.device.leaving_PE.reshape(-1) for chunk in chunks], 1)
+        blocks_BC = torch.stack([chunk.device.leaving.reshape(-1) for chunk in chunks], 1)
         to_chunk, to_block = regroup_maps(blocks_BC, len(rows_RD))
-        sizes = [int(chunk.host.leaving_PE.sum()) for chunk in chunks]
-        parts = zip(chunks, permute(rows_RD, to_chunk, to_block).split(sizes), strict=True)
-        leaving = [chunk.all_to_all.start(part, combine=False) for chunk, part in parts]
+        sizes = [int(chunk.host.leaving.sum()) for chunk in chunks]
+        pieces = zip(chunks, permute(rows_RD, to_chunk, to_block).split(sizes), strict=True)
+        leaving = [chunk.all_to_all.start(rows, combine=False) for chunk, rows in pieces]
         returning = []
         for chunk, started in zip(chunks, leaving, strict=True):
             received_RD = started.finish()
@@ -139,37 +130,29 @@ def exchange_rows(
     return rows_RD if repeats is None else sum_copies(rows_RD, *repeats)
 
 
-def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId = NO_CALL_ID) -> int:
+def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId) -> int:
     """Return the largest row count of any expert on any rank, at least 1. Collective.
 
     This is where the padded forward pass synchronizes with the host.
     """
     need_P1 = counts_E.max().clamp_min(1).expand(dist.get_world_size(options.group), 1)
-    own_PX = call_id.prepended_to(need_P1)
-    received_PX = all_to_all(own_PX, "the agreement on the size of buffers", options.group).cpu()
-    compare(received_PX[:, 0], options.operation, options.group)
-    return int(received_PX[:, 1].max())
+    _, host = exchange_counts(need_P1, options.group, options.operation, call_id)
+    return int(host.crossing_PPE.max())
 
 
 def _counts(
     counts_E: Tensor, capacity: int, options: ExchangeOptions, call_id: CallId
 ) -> tuple[Counts, Counts]:
     """Return an exchange's row counts, on the device and on the host. Collective unless rows are padded."""
-    if options.padded:
-        # All ranks have the same counts. Building them on device and host is cheaper than a copy.
-        host = _even_counts(torch.full(counts_E.shape, capacity), options)
-        return (_even_counts(counts_E, options) if counts_E.is_cuda else host), host
-    leaving_PE = _leaving(counts_E, options)
-    if options.strategy.plan:
-        device = exchange_all_counts(leaving_PE, options.group, call_id)
-    elif options.hops is None:
-        device = exchange_counts(leaving_PE, options.group, call_id)
-    else:
-        device = exchange_counts_in_two_hops(leaving_PE, options.hops, call_id)
-    host = device.to_host()
-    assert host.call_ids_P is not None
-    compare(host.call_ids_P, options.operation, options.group)
-    return device, host
+    if not options.padded:
+        return exchange_counts(_leaving(counts_E, options), options.group, options.operation, call_id)
+
+    def even(counts_E: Tensor) -> Counts:
+        leaving_PE = _leaving(counts_E, options)
+        return Counts(leaving_PE.expand(len(leaving_PE), -1, -1), dist.get_rank(options.group))
+
+    # All ranks have the same counts. Building them on device and host is cheaper than a copy.
+    return even(counts_E), even(torch.full(counts_E.shape, capacity))
 
 
 def _leaving(counts_E: Tensor, options: ExchangeOptions) -> Tensor:
@@ -177,28 +160,12 @@ def _leaving(counts_E: Tensor, options: ExchangeOptions) -> Tensor:
     return counts.view(dist.get_world_size(options.group), -1)
 
 
-def _even_counts(counts_E: Tensor, options: ExchangeOptions) -> Counts:
-    """Return the row counts of an exchange in which all ranks send equal counts.
-
-    Each rank then receives from every rank as many rows as it sends to itself.
-    """
-    leaving_PE = _leaving(counts_E, options)
-    rank = dist.get_rank(options.group)
-    arriving_PE = leaving_PE[rank].expand_as(leaving_PE)
-    if options.strategy.plan:
-        crossing_PPE = leaving_PE.expand(len(leaving_PE), -1, -1)
-        return Counts(leaving_PE, arriving_PE, crossing_PPE=crossing_PPE)
-    if options.hops is None:
-        return Counts(leaving_PE, arriving_PE)
-    nodes, local = options.hops.nodes, options.hops.local
-    for_my_rail = leaving_PE.view(nodes, local, -1)[:, rank % local]
-    return Counts(leaving_PE, arriving_PE, for_my_rail.expand(local, -1, -1))
-
-
 def _all_to_all(device: Counts, host: Counts, options: ExchangeOptions) -> AllToAll:
-    fields = {"transfer_dtype": options.transfer_dtype, "timer": options.timer, "name": options.operation}
-    if options.strategy.plan:
-        return PlannedAllToAll.of(host, options.group, options.strategy.plan, **fields)
-    if options.hops is None:
-        return linear_all_to_all(host, options.group, **fields)
-    return hierarchical_all_to_all(device, host, options.hops, **fields)
+    strategy, operation = options.strategy, options.operation
+    if strategy.plan:
+        forth, back = planned(host, options.group, strategy.plan, operation)
+    elif strategy.algorithm == "2dh" and options.grid is not None:
+        forth, back = hierarchical(device, host, options.grid, operation)
+    else:
+        forth, back = linear(host, options.group, operation)
+    return AllToAll(forth=forth, back=back, transfer_dtype=options.transfer_dtype, timer=options.timer)

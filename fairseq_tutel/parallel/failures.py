@@ -21,9 +21,8 @@ from fairseq_tutel.files import error_line
 FAILED = "fairseq_tutel/failed"
 PROCESSES = "fairseq_tutel/processes"
 POLL_SECONDS = 1.0
-# How long the main thread may take to end this process by its own error; after a signal, less.
+# How long the main thread may take to end this process by its own error.
 GRACE_SECONDS = 2.0
-AFTER_SIGNAL_SECONDS = 0.5
 # The longest time of a look, because requests to a store whose process is stopped never return.
 LOOK_SECONDS = 2.0
 # The longest time from an error of this rank to the end of its process.
@@ -81,24 +80,16 @@ def end_process(sentence: str, code: int = 1, publishes: str = "") -> NoReturn:
         os._exit(code)
 
 
-def look(after_signal: bool = False) -> str:
-    """Return the job's first failure, or "" if there is none or this process has no watch.
-
-    `after_signal`: this process received a signal, so the watch gives the main thread less time to end.
-    """
-    return "" if _watch is None else _watch.look(after_signal)
-
-
-def can_watch(store: Any) -> bool:
-    """Return whether a FailureWatch can use this store; a file has no such operations."""
-    return bool(store.has_extended_api())
+def look() -> str:
+    """Return the job's first failure, or "" if there is none or this process has no watch."""
+    return "" if _watch is None else _watch.look()
 
 
 class FailureWatch:
     """A thread that ends this process if a rank of the job has failed.
 
     Args:
-        store: the rendezvous store, see `can_watch`; the thread uses its own connection.
+        store: the rendezvous store, with the extended API; the thread uses its own connection.
         rank: this rank.
     """
 
@@ -106,23 +97,20 @@ class FailureWatch:
         global _watch
         self._store, self._rank = store.clone(), rank
         self._failure, self._own_error = "", ""
-        self._is_after_signal = self._is_closing = False
+        self._is_closing = False
         self._due = NEVER  # when the thread ends this process
         self._lock = threading.Lock()  # held by the thread from its last line on
         self._wakes = threading.Event()
         self._has_looked = threading.Event()
         # Every process of a machine appends "rank:PID" to one key, and "rank:0" before an ordinary end.
         self._key = f"{PROCESSES}/{_machine()}"
-        self._entries = [f"{rank}:{os.getpid()} "]  # not yet in the store
-        self._handles: dict[int, int | None] = {}
-        self._wakes.set()  # others must find this process in the store, even if it ends soon
+        self._store.append(self._key, f"{rank}:{os.getpid()} ")
         self._thread = threading.Thread(target=self._run, name="failures", daemon=True)
         self._thread.start()
         _watch = self
 
-    def look(self, after_signal: bool = False) -> str:
+    def look(self) -> str:
         """Let the thread look for a failure at once; see the function `look`."""
-        self._is_after_signal |= after_signal
         # A look that has already begun may end before the request: two looks end after it.
         for _ in range(2):
             self._has_looked.clear()
@@ -143,21 +131,13 @@ class FailureWatch:
             self._own_error = own_error
             self._due = time.monotonic() + END_SECONDS
         self.look()
-        if self._rank == 0 and not keeps_the_store():  # the others read from this process
-            until = time.monotonic() + POLL_SECONDS + AFTER_SIGNAL_SECONDS
-            while time.monotonic() < until and not self._others_have_ended():
-                time.sleep(0.02)
-
-    def _others_have_ended(self) -> bool:
-        handles = dict(self._handles)  # of this machine's ranks
-        handles.pop(self._rank, None)
-        return len(handles) == dist.get_world_size() - 1 and all(map(_has_ended, handles.values()))
+        if self._rank == 0 and dist.get_world_size() > 1 and not keeps_the_store():
+            time.sleep(POLL_SECONDS + LOOK_SECONDS / 4)  # the others read from this process
 
     def close(self) -> None:
         """Announce the ordinary end of this process, unless the store has ended, and end the thread."""
         global _watch
         _watch = None
-        self._entries.append(f"{self._rank}:0 ")
         self._is_closing = True
         self._wakes.set()
         self._thread.join(LOOK_SECONDS)
@@ -168,10 +148,7 @@ class FailureWatch:
             self._wakes.clear()
             if self._is_closing:
                 with contextlib.suppress(Exception):  # rank 0, which runs the store, may have ended
-                    self._send()
-                for handle in self._handles.values():
-                    if handle is not None and handle >= 0:
-                        os.close(handle)
+                    self._store.append(self._key, f"{self._rank}:0 ")
                 return
             try:
                 self._failure = self._failure or self._find()
@@ -180,39 +157,24 @@ class FailureWatch:
             except Exception:  # such as that of a slow store: look again
                 pass
             if self._failure and not self._own_error:
-                grace = AFTER_SIGNAL_SECONDS if self._is_after_signal else GRACE_SECONDS
-                self._due = min(self._due, time.monotonic() + grace)
+                self._due = min(self._due, time.monotonic() + GRACE_SECONDS)
             self._has_looked.set()
             if time.monotonic() >= self._due and not self._is_closing:
                 self._end()
 
-    def _send(self) -> None:
-        while self._entries:
-            self._store.append(self._key, self._entries[0])
-            del self._entries[0]
+    def _find(self) -> str:
         if self._own_error:
             publish(self._store, f"rank {self._rank} {self._own_error.rstrip('.')}")
-
-    def _find(self) -> str:
-        self._send()
-        for rank in self._killed():
+        ended = [rank for rank, process in self._processes().items() if process and _has_ended(process)]
+        # A rank may have announced its end after the first reading.
+        processes = self._processes() if ended else {}
+        for rank in filter(processes.get, ended):
             publish(
                 self._store,
                 f"rank {rank} ended without an error message, as after SIGKILL or a crash; look at its log "
                 "and at the kernel's log",
             )
         return published(self._store)
-
-    def _killed(self) -> list[int]:
-        """Return the ranks of this machine whose processes have ended other than ordinarily."""
-        processes = self._processes()
-        for rank, process in processes.items():
-            if process and rank not in self._handles:
-                self._handles[rank] = _handle_of(process)
-        ended = [rank for rank, handle in self._handles.items() if _has_ended(handle)]
-        # A rank may have announced its end after the first reading.
-        processes = self._processes() if ended else {}
-        return [rank for rank in ended if processes[rank]]
 
     def _processes(self) -> dict[int, int]:
         """Return the process IDs of this machine's ranks; 0 for a rank that is about to end ordinarily."""
@@ -240,19 +202,15 @@ def _machine() -> str:
         return f"process {os.getpid()}"
 
 
-def _handle_of(process: int) -> int | None:
-    """Return a descriptor that is readable after a process has ended; -1 if it has, None if unsupported."""
+def _has_ended(process: int) -> bool:
+    """Return whether a process of this machine has ended; False if the system cannot tell."""
     try:
-        return os.pidfd_open(process)
+        handle = os.pidfd_open(process)
     except ProcessLookupError:
-        return -1
+        return True
     except (AttributeError, OSError):
-        return None
-
-
-def _has_ended(handle: int | None) -> bool:
-    if handle is None or handle < 0:
-        return handle is not None
-    poll = select.poll()
-    poll.register(handle, select.POLLIN)
-    return bool(poll.poll(0))
+        return False
+    try:
+        return bool(select.select([handle], [], [], 0)[0])  # also if its parent has not waited for it
+    finally:
+        os.close(handle)

@@ -14,7 +14,6 @@ tensor. NCCL and collective plans reduce buckets. Nothing is reduced during the 
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel.parallel.collectives import Group, Started, all_reduce, is_replaced, start_all_reduce
@@ -129,22 +128,6 @@ def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Par
         if sum(p.numel() * p.element_size() for p in bucket) >= limit:
             full.append(filling.pop(key))
     return [*full, *filling.values()]
-
-
-def spread_overflow(parameters: Iterable[nn.Parameter]) -> None:
-    """Set an expert gradient to infinity on all ranks if any expert gradient overflowed. Collective.
-
-    All ranks must skip the same updates, but torch's GradScaler checks only the gradients of one rank.
-    A gradient has overflowed if it has an infinity or NaN.
-    """
-    grads = [p.grad for p in parameters if is_expert(p) and p.grad is not None]
-    if not grads:  # such as a criterion's parameters; all ranks return here
-        return
-    finite = torch.stack([g.isfinite().all() for g in grads]).all()
-    overflow = (~finite).to(torch.float32)
-    all_reduce(overflow, "the all-reduce of the gradients' overflow", op=dist.ReduceOp.MAX)
-    first = grads[0][(0,) * grads[0].dim()]
-    first.copy_(torch.where(overflow > 0, torch.inf, first))
 
 
 def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor:

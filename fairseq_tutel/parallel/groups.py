@@ -6,8 +6,9 @@ each of s = P / E consecutive ranks holds one shard of an expert.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,12 +40,6 @@ class Part:
     first: int = 0
     slices: int = 1
     index: int = 0
-
-    def of(self, num_experts: int) -> str:
-        """Return a description such as "experts 0 to 3 of 8", for messages."""
-        last = self.first + self.num_local - 1
-        which = f"expert {last}" if self.num_local == 1 else f"experts {self.first} to {last}"
-        return f"{which} of {num_experts}" + (f", shard {self.index} of {self.slices}" * (self.slices > 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,14 +120,7 @@ class Topology:
         It has `slices` / `degree` ranks.
         """
         joined = slices // degree
-        if joined > 1 and joined not in self.share_groups:
-            raise ValueError(
-                f"adaptive_r (--moe-adaptive-r) is {degree}, which needs groups of {joined} ranks that "
-                "gather the shards of an expert, but the layer's topology has no such groups; call "
-                "make_topology with the numbers of experts of all layers, and without degree_of or with "
-                "one that returns this r."
-            )
-        return self.share_groups.get(joined)
+        return self.share_groups[joined] if joined > 1 else None
 
     def slices(self, num_experts: int) -> int:
         """Return s, the number of ranks over which one expert is sharded."""
@@ -161,19 +149,13 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
     return requested
 
 
-def share_sizes(
-    size: int, expert_counts: Sequence[int], degree_of: Callable[[int], int] | None = None
-) -> tuple[int, ...]:
+def share_sizes(size: int, expert_counts: Sequence[int]) -> tuple[int, ...]:
     """Return the sizes of the groups of ranks that gather the shards of an expert, without size 1.
 
-    An expert with s shards is gathered by groups of s / r ranks. degree_of(s) is the r of a layer with s
-    shards; with None, r may be any divisor of s.
+    An expert with s shards is gathered by groups of s / r ranks, for every divisor r of s.
     """
-    sizes: set[int] = set()
-    for slices in {size // n for n in expert_counts if size > n}:
-        degrees = range(1, slices + 1) if degree_of is None else [degree_of(slices)]
-        sizes |= {slices // r for r in degrees if r > 0 and slices % r == 0}
-    return tuple(sorted(sizes - {1}))
+    shards = {size // n for n in expert_counts if size > n}
+    return tuple(n for n in range(2, size + 1) if any(s % n == 0 for s in shards))
 
 
 # All layers and models share groups, because creating a group is collective. A group lives as long as the
@@ -181,12 +163,7 @@ def share_sizes(
 _topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
 
 
-def make_topology(
-    expert_counts: Sequence[int],
-    requested: int = 0,
-    ranks_per_node: int = 0,
-    degree_of: Callable[[int], int] | None = None,
-) -> Topology:
+def make_topology(expert_counts: Sequence[int], requested: int = 0, ranks_per_node: int = 0) -> Topology:
     """Create or reuse this rank's process groups for layers with these numbers of experts. Collective.
 
     Every rank must give the same arguments; ranks compare them.
@@ -196,7 +173,6 @@ def make_topology(
         requested: P; 0 for the greatest P that fits.
         ranks_per_node: L of the grid; 0 for no grid. There is a grid if an EP group has several complete
             nodes of more than one rank.
-        degree_of: returns the only r of a layer with s shards; None allows any r and needs more groups.
 
     Raises:
         ValueError: P does not fit the numbers of ranks and experts, or ranks gave different arguments.
@@ -219,8 +195,7 @@ def make_topology(
     size = expert_parallel_size(count, expert_counts, requested)
     if whole is None:
         return Topology()
-    shares = share_sizes(size, expert_counts, degree_of)
-    return _made(None, size, ranks_per_node, shares)
+    return _made(None, size, ranks_per_node, share_sizes(size, expert_counts))
 
 
 def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
@@ -235,7 +210,6 @@ def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = F
 
 
 def _made(group: dist.ProcessGroup | None, size: int, local: int, shares: tuple[int, ...]) -> Topology:
-    """Create the topology of a group, None for all ranks, or reuse it."""
     whole = group or dist.group.WORLD
     assert whole is not None
     made = _topologies.setdefault(whole, {})
@@ -248,21 +222,18 @@ def _made(group: dist.ProcessGroup | None, size: int, local: int, shares: tuple[
 def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tuple[int, ...]) -> Topology:
     count = dist.get_world_size(group)
 
-    def consecutive(number: int) -> dist.ProcessGroup:
-        return strided(number, 1)
-
-    def strided(number: int, step: int) -> dist.ProcessGroup:
+    def strided(number: int, step: int = 1) -> dist.ProcessGroup:
         """Create groups of ranks at distance `step` within each `number` consecutive ranks."""
         parts = range(0, count, number)
         return _new(group, [range(part + i, part + number, step) for part in parts for i in range(step)])
 
     # P = W also gets a new communicator: its collectives need no common order with data parallelism.
-    expert_group = consecutive(size) if size > 1 else None
+    expert_group = strided(size) if size > 1 else None
     replica_group = strided(count, size) if 1 < size < count else None
     grid = None
     if 1 < local < size and size % local == 0:
-        node_group, rail_group = consecutive(local), strided(size, local)
-        grid = Grid(nodes=size // local, local=local, node_group=node_group, rail_group=rail_group)
+        groups = {"node_group": strided(local), "rail_group": strided(size, local)}
+        grid = Grid(nodes=size // local, local=local, **groups)
     return Topology(
         world_size=count,
         rank=dist.get_rank(group),
@@ -272,7 +243,7 @@ def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tupl
         replica_group=replica_group,
         grid=grid,
         share_groups={
-            number: expert_group if number == size and expert_group is not None else consecutive(number)
+            number: expert_group if number == size and expert_group is not None else strided(number)
             for number in shares
         },
     )
@@ -287,19 +258,19 @@ def _new(callers: dist.ProcessGroup | None, groups: Sequence[range]) -> dist.Pro
     rank = dist.get_rank(callers)
     own = next(ranks for ranks in groups if rank in ranks)
     if callers is None:
-        return {ranks: _new_group(ranks, None) for ranks in groups}[own]
+        with guarded("the creation of process groups"):
+            return {ranks: dist.new_group(ranks, timeout=timeout_of_groups()) for ranks in groups}[own]
     if len(own) == dist.get_world_size(callers):
         return callers
     everywhere = [dist.get_global_rank(callers, each) for each in own]
-    options = {"backend": dist.get_backend(callers), "use_local_synchronization": True}
-    return _new_group(everywhere, callers, **options)
+    backend, timeout = dist.get_backend(callers), timeout_of_groups()
+    with guarded(f"the creation of the group of {name_ranks(everywhere)}", callers):
+        return dist.new_group(everywhere, timeout, backend, use_local_synchronization=True)
 
 
-def _new_group(
-    ranks: Sequence[int], callers: dist.ProcessGroup | None, **options: Any
-) -> dist.ProcessGroup:
-    with guarded(f"the creation of the group of {name_ranks(ranks)}", callers):
-        return dist.new_group(ranks, timeout=timeout_of_groups(), **options)
+def group_of_threads() -> dist.ProcessGroup:
+    """Create a group of all ranks in which threads wait up to a day for each other. Collective."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 def mark_slice(parameter: nn.Parameter, slicing: Slice) -> None:

@@ -21,7 +21,6 @@ from fairseq_tutel.parallel import failures
 LONGEST_CHECK = 3.0
 # Seconds to wait longer for a store that hangs. Rank 0 may run the store, so it exits this much later.
 GRACE_SECONDS = 1.0
-LONGEST_SECONDS = 365 * 24 * 3600
 WAIT_LONGER = "raise --moe-comm-timeout"
 PRESENT = "fairseq_tutel/health_check"
 # Texts in gloo's errors, which are plain RuntimeErrors. The last text is from a file store.
@@ -37,11 +36,6 @@ _timeout: timedelta | None = None
 
 def set_timeout(seconds: int) -> None:
     """Set the time-out of collectives for groups created from now on; 0 keeps torch's default."""
-    if not 0 <= seconds <= LONGEST_SECONDS:
-        raise ValueError(
-            f"--moe-comm-timeout is {seconds!r}; give whole seconds from 1 to {LONGEST_SECONDS} (a "
-            "year), or 0 for torch's default."
-        )
     global _timeout
     _timeout = timedelta(seconds=seconds) if seconds else None
 
@@ -113,37 +107,32 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _check_health(group: dist.ProcessGroup | None) -> str:
-    """Run a health check of a group's ranks; return a clause that names the missing ranks."""
+    """Run a health check of a group's ranks; return a clause that names the missing ranks.
+
+    Each rank marks itself as present in the store and waits for the others' marks. A failed job does not
+    continue, so one set of keys suffices.
+    """
     ranks = range(dist.get_world_size()) if group is None else sorted(dist.get_process_group_ranks(group))
     seconds = min(_timeout.total_seconds() if _timeout else LONGEST_CHECK, LONGEST_CHECK)
-    found: list[str] = []
+    missing: list[int] | None = None
 
-    def call() -> None:
+    def check() -> None:
+        nonlocal missing
+        store = distributed_c10d._get_default_store()
         with contextlib.suppress(RuntimeError):
-            found.append(_checked(distributed_c10d._get_default_store(), dist.get_rank(), ranks, seconds))
+            store.set(f"{PRESENT}/{dist.get_rank()}", "here")
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait([f"{PRESENT}/{other}" for other in ranks], timedelta(seconds=seconds))
+            missing = absent(store, PRESENT, ranks)
 
     # Calls to a store whose process is stopped never return.
-    thread = threading.Thread(target=call, daemon=True)
+    thread = threading.Thread(target=check, daemon=True)
     thread.start()
     thread.join(seconds + GRACE_SECONDS)
     if dist.get_rank() == 0:
         time.sleep(GRACE_SECONDS)  # others may still read from this process
-    return found[0] if found else failures.no_store()
-
-
-def _checked(store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> str:
-    """Mark this rank as present in the store, wait for the marks of the others, and name missing ranks.
-
-    A failed job does not continue, so one set of keys suffices.
-    """
-    store.set(f"{PRESENT}/{rank}", "here")
-    missing: list[int] = []
-    try:
-        store.wait([f"{PRESENT}/{other}" for other in ranks], timedelta(seconds=seconds))
-    except dist.DistStoreError:
-        missing = absent(store, PRESENT, ranks)
-    if failure := failures.published(store):
-        return failure
+    if missing is None:
+        return failures.no_store()
     if missing:
         name = name_ranks(missing)
         return (

@@ -1,14 +1,8 @@
 """Reads how much host memory is available on this machine, or in this container."""
 
 import contextlib
-import socket
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-
-from fairseq_tutel.parallel import world
-
-GIB = 2**30
 
 
 def available(root: Path = Path("/")) -> int | None:
@@ -49,26 +43,3 @@ def _value_of(path: Path, key: str) -> int | None:
             if words and words[0] == key:
                 return int(words[1])
     return None
-
-
-def refuse_too_little(num_bytes: int, flag: str, instead: str = "") -> int:
-    """Raise ValueError on all ranks if the ranks of any machine need more memory than it has. Collective.
-
-    `num_bytes` is what this rank needs for the option `flag`. `instead` is an option that needs less; by
-    default, the message says to remove `flag`. Returns the bytes that all ranks need.
-    """
-    mine = socket.gethostname(), num_bytes, available()
-    needed: dict[str, int] = defaultdict(int)
-    left: dict[str, int] = {}
-    for host, size, free in world.all_gather_object(mine, "the check of host memory"):
-        needed[host] += size
-        if free is not None:
-            left[host] = min(free, left.get(host, free))
-    for host, size in needed.items():
-        if host in left and size > left[host]:
-            raise ValueError(
-                f"{flag} is set, which needs {size / GIB:.2f} GiB of host memory on {host} for copies of "
-                f"experts and other state, but {left[host] / GIB:.2f} GiB are available; "
-                f"{f'give {instead}' if instead else f'remove {flag}'}, or use more nodes."
-            )
-    return sum(needed.values())

@@ -1,8 +1,7 @@
 """Hardware profiles: the speed of links, memory and arithmetic, from a file or for a known type of GPU."""
 
-import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fairseq_tutel.files import json_of
@@ -26,24 +25,22 @@ class Machine:
 
     name: str
     intra: Link  # from a rank to other ranks of its node
-    inter: Link  # from a rank to other nodes, or from a node if `inter_shared`
+    inter: Link  # from a rank to other nodes, while all ranks of the node send
     memory_bytes_per_s: float  # reads and writes together
     flops_per_s: float  # achieved by the experts
     gate_flops_per_s: float  # achieved by the gate, in fp32
     memory_bytes: float
     launch_s: float = 0.0  # time of a collective before its first message
-    inter_shared: bool = False  # whether the ranks of a node share one link to other nodes
-    reduce_scatter_as_all_reduce: bool = False  # whether both cost the same, as in gloo
-
-    def to_json(self, path: Path) -> None:
-        """Write the hardware profile to a JSON file for `plan --machine` and --moe-machine-file."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def from_json(cls, path: Path) -> "Machine":
-        """Read a hardware profile from a JSON file; raise ValueError if the file has no valid profile."""
+        """Read a hardware profile from a JSON file; raise ValueError if the file has no valid profile.
+
+        The file has a profile, or is the output of the tool `plan`, which has a profile as `machine`.
+        """
         try:
             values = json_of(path)
+            values = values.get("machine", values)
             links = [Link(**values[name]) for name in ("intra", "inter")]
             machine = cls(**values | dict(zip(("intra", "inter"), links, strict=True)))
             speeds = [link.bytes_per_s for link in links]
@@ -51,10 +48,10 @@ class Machine:
             latencies = [machine.launch_s, *(link.alpha_s for link in links)]
             if min(*speeds, machine.memory_bytes) <= 0 or min(latencies) < 0:
                 raise ValueError("a speed is not above 0, or a latency is negative")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path} cannot be read as a hardware profile ({error!r}); give a file that "
-                "`tune --output` wrote."
+                "`plan --output` wrote."
             ) from error
         return machine
 
@@ -98,17 +95,15 @@ PRESETS = {
     "mi250": _preset("MI250 (one die)", 15 * 75 / 16, 16, 3276.8 / 2, 362.1 / 2, 45.3 / 2, 64),
 }
 
-# Rough numbers for a rank on a CPU: loopback, 10 Gb/s Ethernet for each node, FLOP/s of a core.
+# Rough numbers for a rank on a CPU: loopback, 10 Gb/s Ethernet for four ranks, FLOP/s of a core.
 CPU = Machine(
     name="CPU",
     intra=Link(20e-6, 2e9),
-    inter=Link(50e-6, 1.25e9),
+    inter=Link(50e-6, 1.25e9 / 4),
     memory_bytes_per_s=4e9,
     flops_per_s=8e10,
     gate_flops_per_s=8e10,
     memory_bytes=8e9,
-    inter_shared=True,
-    reduce_scatter_as_all_reduce=True,
 )
 
 

@@ -36,7 +36,7 @@ def gather(rows_RD: Tensor, index_X: Tensor, copies_MR: Tensor) -> Tensor:
 
     The copies of row r are at positions copies[:, r].
     """
-    return _Gather.apply(rows_RD, index_X, copies_MR)
+    return _Copies.apply(rows_RD, index_X, copies_MR, False)
 
 
 def sum_of_copies(rows_XD: Tensor, copies_MR: Tensor) -> Tensor:
@@ -60,17 +60,21 @@ def _spread(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
     return torch.repeat_interleave(values.reshape(-1), counts.reshape(-1), output_size=num_rows)
 
 
-class _Gather(torch.autograd.Function):
+class _Copies(torch.autograd.Function):
+    """Gathers the copies of rows, or sums them; each is the backward pass of the other."""
+
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, index_X: Tensor, copies_MR: Tensor) -> Tensor:
-        ctx.save_for_backward(copies_MR)
-        return rows_RD.index_select(0, index_X)
+    def forward(ctx: Any, rows: Tensor, index_X: Tensor, copies_MR: Tensor, sums: bool) -> Tensor:
+        ctx.sums = sums
+        ctx.save_for_backward(index_X if sums else copies_MR)
+        return sum_of_copies(rows, copies_MR) if sums else rows.index_select(0, index_X)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, drows_XD: Tensor) -> tuple[Tensor | None, ...]:
-        (copies_MR,) = ctx.saved_tensors
-        return sum_of_copies(drows_XD, copies_MR), None, None
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
+        (saved,) = ctx.saved_tensors
+        drows = drows.index_select(0, saved) if ctx.sums else sum_of_copies(drows, saved)
+        return drows, None, None, None
 
 
 def chunk_of(count: Tensor, index: int, number: int) -> Tensor:
@@ -106,17 +110,4 @@ def repeat_blocks(counts_E: Tensor, num_rows: int, degree: int) -> tuple[Tensor,
 
 def sum_copies(rows_XD: Tensor, source_X: Tensor, copies_MR: Tensor) -> Tensor:
     """Return the sum of each row's copies [R, D]; the backward pass repeats each row's gradient."""
-    return _Sum.apply(rows_XD, source_X, copies_MR)
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, source_X: Tensor, copies_MR: Tensor) -> Tensor:
-        ctx.save_for_backward(source_X)
-        return sum_of_copies(rows, copies_MR)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
-        (source_X,) = ctx.saved_tensors
-        return drows.index_select(0, source_X), None, None
+    return _Copies.apply(rows_XD, source_X, copies_MR, True)

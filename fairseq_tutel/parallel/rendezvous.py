@@ -2,7 +2,7 @@
 
 torchrun keeps one store for all restarts. Restarted ranks find the addresses of dead ranks in it and fail
 at once (pytorch/pytorch issue 167288). With `METHOD`, rank 0 draws a random name for each start, and the
-name prefixes all keys. Each rank confirms the name: a request from an earlier start is never confirmed.
+name prefixes all keys. A start is complete when every rank has confirmed its name.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ SCHEME = "restarted"
 # The URL for init_process_group, instead of env://.
 METHOD = f"{SCHEME}://"
 PREFIX = "fairseq_tutel/start"
+NAME, NO_NAME = f"{PREFIX}/name", "none"
 # Keys that NCCL errors leave in the store under no prefix. torch's monitor would take them for errors of
 # the next start, and would end that start after about 8 minutes.
 LEFT_BY_NCCL = ("exception_dump", "remote_error")
 # Seconds beyond the time-out until a rank ends, so that torch's own error comes first.
 WATCH_SECONDS = 16.0
-# Seconds that rank 0 waits for confirmations before it checks for new requests.
-SHORTEST_SECONDS, LONGEST_SECONDS = 0.05, 1.0
-
+# How long a rank waits for the other ranks before it reads the name of the start again.
+PAUSE_SECONDS = 0.2
 
 _spawned_ranks = 0
 
@@ -109,41 +109,28 @@ def _end(rank: int, seconds: float) -> None:
 def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return a view of the store without keys of earlier starts of the job. Every rank must call it."""
     deadline = time.monotonic() + timeout.total_seconds()
-    for key in LEFT_BY_NCCL if rank == 0 else ():
-        store.delete_key(key)
-    name = _publish_name(store, world_size, deadline) if rank == 0 else _request_name(store, rank, deadline)
-    return PrefixStore(f"{PREFIX}/{name}", store)
-
-
-def _publish_name(store: Store, world_size: int, deadline: float) -> str:
-    """Send every rank the random name of this start until all ranks have confirmed it."""
-    name, ranks, pause = uuid.uuid4().hex, range(1, world_size), SHORTEST_SECONDS
-    askers = [f"{PREFIX}/asker/{rank}" for rank in ranks]
-    confirmed = f"{PREFIX}/taken/{name}"
-    found = _wait(store, askers, deadline)
-    # A request of an earlier start is never confirmed; the rank of this start overwrites it.
-    while found:
-        for asker in askers:
-            store.set(f"{PREFIX}/answer/{store.get(asker).decode()}", name)
-        taken = [f"{confirmed}/{rank}" for rank in ranks]
-        if _wait(store, taken, min(deadline, time.monotonic() + pause)):
-            for asker in askers:  # the next start finds no old requests
-                store.delete_key(asker)
-            return name
-        pause, found = min(2 * pause, LONGEST_SECONDS), time.monotonic() < deadline
-    missing = guard.absent(store, confirmed, ranks)
-    raise DistStoreError(f"{guard.name_ranks(missing)} did not arrive")
-
-
-def _request_name(store: Store, rank: int, deadline: float) -> str:
-    """Request the random name of this start from rank 0, confirm it, and return it."""
-    me = uuid.uuid4().hex
-    store.set(f"{PREFIX}/asker/{rank}", me)
-    if not _wait(store, [f"{PREFIX}/answer/{me}"], deadline):
-        raise DistStoreError("rank 0 did not answer, or waits for another rank")
-    name = store.get(f"{PREFIX}/answer/{me}").decode()
-    store.set(f"{PREFIX}/taken/{name}/{rank}", "taken")
-    return name
+    if rank == 0:
+        for key in LEFT_BY_NCCL:
+            store.delete_key(key)
+        name = uuid.uuid4().hex
+        store.set(NAME, name)
+        if not _wait(store, [f"{PREFIX}/{name}/{other}" for other in range(1, world_size)], deadline):
+            missing = guard.absent(store, f"{PREFIX}/{name}", range(1, world_size))
+            raise DistStoreError(f"{guard.name_ranks(missing)} did not arrive")
+        store.delete_key(NAME)
+        store.set(f"{PREFIX}/{name}/complete", "yes")
+        return PrefixStore(f"{PREFIX}/{name}", store)
+    name = NO_NAME
+    while True:
+        # Returns the value of the key, or `NO_NAME` without a wait.
+        found = store.compare_set(NAME, NO_NAME, NO_NAME).decode()
+        if found != NO_NAME:  # perhaps the name of an earlier start, which never becomes complete
+            name = found
+            store.set(f"{PREFIX}/{name}/{rank}", "here")
+        if _wait(store, [f"{PREFIX}/{name}/complete"], min(deadline, time.monotonic() + PAUSE_SECONDS)):
+            return PrefixStore(f"{PREFIX}/{name}", store)
+        if time.monotonic() >= deadline:
+            raise DistStoreError("rank 0 did not answer, or waits for another rank")
 
 
 def _wait(store: Store, keys: list[str], deadline: float) -> bool:

@@ -7,18 +7,15 @@ drop out. The choice depends only on recorded costs, so ranks with the same cost
 Source: Tutel (Hwang et al. 2023), section 3.3, for the dictionary of buckets. The search is new here.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from itertools import product
 from statistics import median_low
-from typing import Any
 
 from fairseq_tutel.parallel.strategy import Strategy
 
 MOST_CANDIDATES = 12
 MOST_PREDICTED = 3.0  # a candidate's largest predicted time, relative to the best candidate's
-HOPELESS = 2.0  # collective plans slower than this, relative to the best all-to-all, are not tried
 ROUNDS = 7
 # After each round, candidates that cost more than this factor times the best drop out. The last factor
 # applies to all later rounds.
@@ -45,7 +42,7 @@ class StrategySearch:
         self.algorithms, self.given = tuple(algorithms), given
         self.best: dict[str, Strategy] = {}
         self.costs: dict[str, Costs] = {}
-        self._candidates: dict[str, list[Strategy]] = {}
+        self.candidates: dict[str, list[Strategy]] = {}
         self._next: dict[str, Strategy] = {}
         self._warm: set[tuple[str, Strategy]] = set()
 
@@ -55,7 +52,7 @@ class StrategySearch:
         `predict` returns the predicted seconds of a strategy.
         """
         if key not in self.best and key not in self._next:
-            self._candidates[key] = self._pruned(predict)
+            self.candidates[key] = self._pruned(predict)
             self._advance(key)
         return self.best[key] if key in self.best else self._next[key]
 
@@ -74,48 +71,6 @@ class StrategySearch:
         """Return whether the search for the best strategy for a range of capacities (`key`) has ended."""
         return key in self.best
 
-    def state(self) -> dict[str, Any]:
-        """Return the costs and the best strategy for each capacity range, as JSON values for `load`."""
-        return {
-            key: {
-                "best": dataclasses.asdict(self.best[key]) if key in self.best else None,
-                "costs": [{**dataclasses.asdict(strategy), "costs": c} for strategy, c in costs.items()],
-            }
-            for key, costs in self.costs.items()
-        }
-
-    def load(self, state: dict[str, Any]) -> int:
-        """Load costs and best strategies that `state` returned; return how many entries were skipped.
-
-        The entry of a bucket is skipped if its best strategy is not available in this run.
-
-        Raises:
-            ValueError: the state is malformed.
-        """
-        skipped = 0
-        try:
-            for key, entry in state.items():
-                rows = [dict(row) for row in entry["costs"]]
-                seconds = [[float(cost) for cost in row.pop("costs")] for row in rows]
-                costs = dict(zip((Strategy(**row) for row in rows), seconds, strict=True))
-                best = entry["best"] and Strategy(**entry["best"])
-                if best and not self._is_available(best):
-                    skipped += 1
-                    continue
-                self.costs[key] = {s: c for s, c in costs.items() if c and self._is_available(s)}
-                if best:
-                    self.best[key] = best
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the measurements are malformed: {error!r}") from error
-        return skipped
-
-    def _is_available(self, strategy: Strategy) -> bool:
-        return (
-            strategy.adaptive_r in self.rs
-            and strategy.overlap in self.overlaps
-            and strategy.algorithm in self.algorithms
-        )
-
     def _pruned(self, predict: Predict | None) -> list[Strategy]:
         """Return the strategies to measure, in the order of their predicted seconds."""
         every = [
@@ -130,13 +85,13 @@ class StrategySearch:
         limit = MOST_PREDICTED * min(seconds.values())
         ranked = sorted(every, key=seconds.__getitem__)[:MOST_CANDIDATES]
         kept = [strategy for strategy in ranked if seconds[strategy] <= limit]
-        if self.given is not None and self.given not in kept and self._is_available(self.given):
+        if self.given in every and self.given not in kept:
             kept.append(self.given)
         return kept
 
     def _advance(self, key: str) -> None:
         """Choose the next candidate to measure for `key` or, after the last round, the best strategy."""
-        costs, active = self.costs.setdefault(key, {}), self._candidates[key]
+        costs, active = self.costs.setdefault(key, {}), self.candidates[key]
         for n in range(1, ROUNDS + 1):
             waiting = [strategy for strategy in active if len(costs.get(strategy, ())) < n]
             if waiting:

@@ -6,7 +6,6 @@ Python calls a signal's handler only in the main thread, which may wait in a col
 reads the numbers of received signals from a socket, and ends the process if it does not end in time.
 """
 
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from fairseq_tutel.parallel import failures
@@ -29,27 +28,13 @@ EXIT_CODE = 75
 MERGE_SECONDS = 1.0
 # What a process reads from its socket to end the thread; no signal has this number.
 CLOSE = 0
-# The longest wait for a signal, because select refuses much longer times.
-LONGEST_WAIT = 3600.0
+SAVES, HAS_NOTHING = "all ranks will save", "there is nothing to save before the first update"
 # Handlers that may be replaced; those of other libraries are kept.
 OF_PYTHON = (signal.SIG_DFL, signal.default_int_handler)
 
 
-@contextlib.contextmanager
-def watched(names: Iterable[str], seconds: float, forwards: bool = False) -> Iterator["SignalWatch"]:
-    """Context manager that receives signals in its block; see `SignalWatch`."""
-    watch, is_ending = SignalWatch(names, seconds, forwards), False
-    try:
-        yield watch
-    except SystemExit as error:
-        is_ending = error.code == EXIT_CODE
-        raise
-    finally:
-        watch.close(is_ending)
-
-
 class SignalWatch:
-    """Records the first of some signals, and ends the process if it does not end within `seconds`.
+    """Context manager that records the first of some signals, and ends a process that is too slow to end.
 
     A second signal, more than MERGE_SECONDS after the first, ends the process at once. Child processes,
     such as those that load data, ignore the signals unless this process sends them. A signal with a handler
@@ -88,11 +73,13 @@ class SignalWatch:
         """Record that from now on the process has work that it can save."""
         self._has_work = True
 
-    def close(self, is_ending: bool = False) -> None:
-        """Restore the handlers. After a signal, further signals are ignored while the process ends.
+    def __enter__(self) -> "SignalWatch":
+        return self
 
-        `is_ending`: a signal ends this process, although perhaps only another rank has received one yet.
-        """
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Restore the handlers. After a signal, further signals are ignored while the process ends."""
+        # A signal ends this process, although perhaps only another rank has received one yet.
+        is_ending = isinstance(error, SystemExit) and error.code == EXIT_CODE
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_IGN if is_ending or self.received else before)
         signal.set_wakeup_fd(self._descriptor)
@@ -107,7 +94,7 @@ class SignalWatch:
             left = None if self.received is None or self._forwards else self.seconds - self.elapsed
             if left is not None and left <= 0:
                 self._end(f"could not end within {self.seconds:g} s (--moe-preemption-seconds)")
-            ready = select.select([self._reader], [], [], left and min(left, LONGEST_WAIT))[0]
+            ready = select.select([self._reader], [], [], left)[0]
             for number in self._reader.recv(64) if ready else b"":
                 if number == CLOSE:
                     return
@@ -125,21 +112,16 @@ class SignalWatch:
                     os.kill(child.pid, number)
             logger.warning("received %s, and sent it to the ranks that this process started", name)
         elif is_first:
-            if failures.look(after_signal=True):
+            if failures.look():
                 return
-            if self._has_work:
-                text = "all ranks will save after the current update and end"
-            else:
-                text = "there is nothing to save before the first update; all ranks will end"
             logger.warning(
-                "received %s: %s within %g s; another signal ends this process at once",
-                *(name, text, self.seconds),
+                "received %s: %s; this process ends within %g s, or at once after another signal",
+                *(name, SAVES if self._has_work else HAS_NOTHING, self.seconds),
             )
         elif self.elapsed > MERGE_SECONDS:
             self._end(f"then received {name}")
 
     def _end(self, reason: str) -> None:
-        """End this process at once, from any thread."""
         assert self.received is not None
         lost = "the newest saved checkpoint is complete" if self._has_work else "there was nothing to save"
         failures.end_process(

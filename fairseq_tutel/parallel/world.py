@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fairseq_tutel.parallel.failures import FailureWatch, can_watch
+from fairseq_tutel.parallel.failures import FailureWatch
 from fairseq_tutel.parallel.guard import guarded
 from fairseq_tutel.parallel.signals import EXIT_CODE
 
@@ -49,8 +49,9 @@ def ending_together(operation: str) -> Iterator[None]:
     if not dist.is_initialized():
         yield
         return
-    store, end = distributed_c10d._get_default_store(), None
-    watch = FailureWatch(store, rank()) if can_watch(store) else None
+    store: Any = distributed_c10d._get_default_store()
+    # A file as a store has no extended API.
+    watch, end = FailureWatch(store, rank()) if store.has_extended_api() else None, None
     try:
         with guarded(operation):
             try:

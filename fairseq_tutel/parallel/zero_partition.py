@@ -18,9 +18,6 @@ from fairseq_tutel.parallel.gradients import gradient_divisor, is_expert
 from fairseq_tutel.parallel.groups import Topology
 
 BUCKET_BYTES = 25 * 2**20
-# Groups of at most BUCKET_RANKS have buckets of BUCKET_BYTES. A ring collective takes one step per rank,
-# even for small messages. So larger groups have larger buckets, up to MOST_TIMES as large.
-BUCKET_RANKS, MOST_TIMES = 64, 8
 
 
 @dataclass(frozen=True)
@@ -46,14 +43,9 @@ def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
     return Share(world, topology.rank, None, divisor)
 
 
-def partition_length(numel: int, size: int) -> int:
-    """Return the number of elements per rank, including padding, if a tensor is split over `size` ranks."""
-    return -(-numel // size)
-
-
 def own_elements(tensor: Tensor, share: Share) -> Tensor:
     """Return this rank's elements of a contiguous tensor as a view [m], without padding."""
-    length = partition_length(tensor.numel(), share.size)
+    length = -(-tensor.numel() // share.size)  # with padding
     return tensor.view(-1)[share.index * length :][:length]
 
 
@@ -66,7 +58,7 @@ class Partition:
 
     def __init__(self, parameter: nn.Parameter, share: Share, offload: bool) -> None:
         self.parameter, self.share = parameter, share
-        self.length = partition_length(parameter.numel(), share.size)
+        self.length = -(-parameter.numel() // share.size)  # elements per rank, with padding
         self.num_bytes = parameter.numel() * parameter.element_size()  # of the complete parameter
         self.start = 0
         # A view needs contiguous memory. Few parameters are not contiguous.
@@ -155,11 +147,12 @@ class Bucket:
         grads = [partition.parameter.grad for partition in self.partitions]
         return [None if grad is None else grad.reshape(-1) for grad in grads]
 
-    def convert_gradient(self, convert: Callable[[Tensor], Tensor]) -> bool:
-        """Apply `convert` to the reduced gradient; return False if there is no reduced gradient."""
+    def converted_gradients(self, convert: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        """Return `gradients` after `convert`, which is applied once to a reduced bucket."""
         if self.gradient is not None:
             self.gradient = convert(self.gradient)
-        return self.gradient is not None
+            return self.gradients()
+        return [None if grad is None else convert(grad) for grad in self.gradients()]
 
     def free_gradients(self) -> None:
         """Free the gradients of all parameters and partitions in this communication bucket."""
@@ -217,19 +210,17 @@ def partitions_of(
     """Return one partition for each parameter, and the communication buckets that contain them.
 
     Buckets are in the likely order of a backward pass. Without `cut` no parameter is sharded, such as for
-    offload without ZeRO. A bucket has about `bucket_bytes` in a group of at most BUCKET_RANKS. A larger
-    parameter has a bucket of its own.
+    offload without ZeRO. A bucket has about `bucket_bytes`. A larger parameter has a bucket of its own.
     """
     partitions = [Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters]
     buckets: list[Bucket] = []
     filling: dict[Any, list[Partition]] = {}
     for partition in reversed(partitions):
         key = (partition.share, partition.parameter.dtype, partition.parameter.device)
-        enough = bucket_bytes * min(max(1, partition.share.size // BUCKET_RANKS), MOST_TIMES)
-        if partition.num_bytes >= enough:
+        if partition.num_bytes >= bucket_bytes:
             buckets.append(Bucket([partition]))
             continue
         filling.setdefault(key, []).append(partition)
-        if sum(each.num_bytes for each in filling[key]) >= enough:
+        if sum(each.num_bytes for each in filling[key]) >= bucket_bytes:
             buckets.append(Bucket(filling.pop(key)))
     return partitions, buckets + [Bucket(rest) for rest in filling.values()]

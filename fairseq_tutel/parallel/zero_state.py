@@ -153,17 +153,6 @@ class ZeroState:
         self.reducer.reset()
         self.factor = 1.0
 
-    def finish_backward(self) -> None:
-        """Finish a backward pass; stage 2 reduces the remaining gradients. Collective under stage 2."""
-        self.reducer.finish_backward()
-
-    def reduce(self) -> None:
-        """Finish the gradient reduction of stages 1 and 2 after the last backward pass. Collective.
-
-        A second call in an update has no effect.
-        """
-        self.reducer.reduce()
-
     def multiply(self, factor: float | Tensor) -> None:
         """Multiply gradients by `factor` when they become fp32, so half-precision ones do not underflow."""
         self.factor = self.factor * factor
@@ -233,7 +222,7 @@ class ZeroState:
     @torch.no_grad()
     def own_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a parameter's complete optimizer state, as read from a checkpoint."""
-        partition, own = self.partitions[index], _without_fp16_stats(state)
+        partition, own = self.partitions[index], dict(state)
         shape = partition.parameter.shape
         for key, value in own.items():
             # The number of steps may be a tensor; a parameter may have no dimensions.
@@ -265,22 +254,9 @@ def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Paramete
             grad = torch.empty_like(grad, device="cpu", pin_memory=True).copy_(grad)
         return grad.to(dtype).mul_(factor)
 
-    if bucket.convert_gradient(widened):
-        grads = bucket.gradients()
-    else:
-        grads = [None if grad is None else widened(grad) for grad in bucket.gradients()]
-    for partition, grad in zip(bucket.partitions, grads, strict=True):
+    for partition, grad in zip(bucket.partitions, bucket.converted_gradients(widened), strict=True):
         if grad is None and partition.is_master:
             # Master copies get zeros, as in fairseq; unused fp32 parameters are skipped.
             grad = torch.zeros_like(partition.own)
         partition.own.grad = grad
     return owned
-
-
-def _without_fp16_stats(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer state with fp32 moments, converted if the run used --fp16-adam-stats."""
-    scales = {key: state[key + "_scale"] for key in state if key + "_scale" in state}
-    wide = {key: state[key].float() * scale for key, scale in scales.items()}
-    return {
-        k: wide.get(k, v) for k, v in state.items() if k.removesuffix("_scale") not in scales or k in wide
-    }

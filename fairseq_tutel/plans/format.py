@@ -39,8 +39,9 @@ Source: the channels and plans of MSCCL++ (Shah et al. 2025), reduced to what a 
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ FORMAT = 1
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 REDUCING = ("reduce_scatter", "all_reduce")
 BUFFERS = ("in", "out", "tmp")
+# The amounts that are sent, by (source, target).
+Load = Mapping[tuple[int, int], Fraction | int]
 # The fields of each operation.
 OPERATIONS = {
     "put": ("channel", "src", "dst", "n"),
@@ -253,7 +256,7 @@ def from_json(data: Any) -> Plan:
             chunks=_number(data["chunks"], 1),
             temporary=_number(data.get("temporary", 0)),
             channels=tuple(
-                Channel(_number(source), _number(target)) for source, target, *_ in data["channels"]
+                Channel(_number(source), _number(target)) for source, target in data["channels"]
             ),
             programs=tuple(
                 tuple(tuple(_step_of(**step) for step in lane) for lane in lanes)

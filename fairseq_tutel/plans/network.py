@@ -1,8 +1,8 @@
 """Networks: GPUs, switches and the links between them, from a file or from a name such as `dgx_a100:2`.
 
 The N ranks are vertices 0 to N - 1, in the order of (host, local rank). Switches follow them. A link has
-one direction and an integer bandwidth, in the unit of its network. Each vertex must receive as much
-bandwidth as it sends. Real machines do, and `plans.forestcoll.optimum` needs this for switches.
+one direction and an integer bandwidth, in the unit of its network. There is a link back of the same
+bandwidth, as in real machines.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fairseq_tutel.files import json_of
-from fairseq_tutel.parallel.links import Load
+from fairseq_tutel.plans.format import Load
 
 FORMAT = 1
 MOST_VERTICES = 4096  # the matrix has the square of this many numbers
@@ -64,14 +64,6 @@ class Network:
         """The vertices that are not ranks."""
         return range(self.ranks, len(self.vertices))
 
-    @property
-    def hosts(self) -> dict[int, list[int]]:
-        """The list of ranks on each host, by the number of the host."""
-        found: dict[int, list[int]] = {}
-        for rank, (host, _) in enumerate(self.places):
-            found.setdefault(host, []).append(rank)
-        return found
-
     @cached_property
     def matrix(self) -> list[list[int]]:
         """The read-only matrix of bandwidths by [source][target], with 0 where there is no link."""
@@ -85,12 +77,6 @@ class Network:
         """A hash of the network, written as 16 hexadecimal digits; it does not depend on names."""
         text = json.dumps([self.places, len(self.vertices), sorted(self.links)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @property
-    def reversed(self) -> "Network":
-        """The network with all links in the opposite direction."""
-        links = (link._replace(source=link.target, target=link.source) for link in self.links)
-        return replace(self, links=tuple(links))
 
 
 def routed(network: Network, messages: Load) -> Load:
@@ -199,13 +185,9 @@ def checked(network: Network) -> Network:
         _demand(source != target, f"{where} has the same vertex at both ends")
         is_width = type(width) is int and 0 < width <= WIDEST
         _demand(is_width, f"{where} has bandwidth {width!r:.40}; give a whole number from 1 to {WIDEST}")
-    for vertex, name in enumerate(names):
-        received = sum(row[vertex] for row in network.matrix)
-        sent = sum(network.matrix[vertex])
-        text = f"{name} receives {received} {network.unit} and sends {sent}; give equal bandwidths"
-        _demand(received == sent, text)
+        back = network.matrix[target][source]
+        _demand(back == width, f"{where} has bandwidth {width}, but the link back {back}; give the same")
     _demand(network.ranks > 1, "it has fewer than two GPUs")
-    # In a balanced network, a vertex that can be reached from one vertex can be reached from all.
     reached = ways(network, 0)
     for rank in range(network.ranks):
         _demand(rank in reached, f"there is no route from {names[0]} to {names[rank]}; add links")
@@ -262,11 +244,9 @@ def _mi250(number: int) -> Network:
     inside = [(8 * half + a, 8 * half + b, n) for half in (0, 1) for a, b, n in _MI250_HALF]
     inside += [(a, b, 1) for a, b in _MI250_ACROSS]
     links = [(16 * box + a, 16 * box + b, 50 * n) for box in range(number) for a, b, n in inside]
-    ranks = 16 * number
-    if number == 1:
-        return _made(1, 16, (), links, "GB/s")
-    links += [(rank, ranks, 16) for rank in range(ranks)]
-    return _made(number, 16, ["network"], links, "GB/s")
+    if number > 1:
+        links += [(rank, 16 * number, 16) for rank in range(16 * number)]
+    return _made(number, 16, ["network"] if number > 1 else [], links, "GB/s")
 
 
 def _torus(rows: int, columns: int) -> Network:

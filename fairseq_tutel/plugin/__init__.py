@@ -39,9 +39,9 @@ def register() -> None:
     keep_freed_memory()
     for module in ("plugin.registration.wrapped", "plugin.optim", "plugin.criterions", "tasks", "models"):
         importlib.import_module(f"fairseq_tutel.{module}")
-    from fairseq_tutel.plugin.registration.flags import check_command_line
+    from fairseq_tutel.plugin.registration.flags import drop_is_moe
 
-    check_command_line(sys.argv)
+    drop_is_moe(sys.argv)
 
 
 def _check_fairseq() -> None:

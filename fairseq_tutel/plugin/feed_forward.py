@@ -63,9 +63,7 @@ class Context:
         self.trains, self.gather, self.wait_for_turn = trains, gather, wait_for_turn
         # Whether the micro-batch only keeps ranks in step: its tokens are neither routed nor counted.
         self.is_dummy = False
-        # [batch, time]: the last input of the embedding, for hash gates.
-        self.token_ids: Tensor | None = None
-        # [batch, time] bool: the padding of that input, for decoders that pass no mask to their layers.
+        # [batch, time] bool: the padding of the embedding's last input, for decoders that pass no mask.
         self.padding_mask: Tensor | None = None
         self.local_drop, self.seed, self._update = local_drop, seed, 0
         # Factors of the layers' losses in the current backward pass, by layer and name of the loss.
@@ -85,10 +83,6 @@ class Context:
             return False
         generator = seeded_generator(self.seed, layer.name, self._update, "local_drop")
         return bool(torch.rand((), generator=generator) < self.local_drop)
-
-    def see_tokens(self, embedding: Any, args: tuple) -> None:
-        """Forward pre-hook of an embedding that stores the token ids."""
-        self.token_ids = args[0]
 
     def see_padding(self, embedding: Any, args: tuple) -> None:
         """Forward pre-hook of an embedding that stores the padding mask of the token ids."""
@@ -149,7 +143,6 @@ class MoEFeedForward(MoELayer):
         self.context = context or Context()
         # Arguments of the stock layer's call, kept for recomputation.
         self._padding_mask: Tensor | None = None
-        self._token_ids: Tensor | None = None
         self._generates = False
 
     def become_member(self, number: int, seed: int | None) -> None:
@@ -165,13 +158,12 @@ class MoEFeedForward(MoELayer):
     def begin_call(self, padding_mask: Tensor | None = None, generates: bool = False) -> None:
         """Store the arguments of the stock layer's call, which a later recomputation needs."""
         self._padding_mask, self._generates = padding_mask, generates
-        self._token_ids = self.context.token_ids
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return the experts' output for x [time, batch, D] or [batch, time, D]; 0 for padding tokens."""
         self._prepare_ranks()
         mask, time_first, is_new = self._mask_of(x), not self.batch_first, not self.seen
-        call = Call.of(x, self.config.model_dim, mask, self._token_ids, time_first, is_new=is_new)
+        call = Call.of(x, self.config.model_dim, mask, time_first, is_new=is_new)
         x_TD = call.tokens(x)
         routing = self.routing_of(x_TD, call)
         y = self.apply_routing(x_TD, routing, self.context.keeps_rows(self)).view(x.shape)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fairseq_tutel.checkpoint.files import checkpoint_in, read_file
-from fairseq_tutel.checkpoint.options import RETIRED
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.plugin import register
 
@@ -42,14 +41,14 @@ def from_checkpoint(
             found next to the checkpoint.
 
     Returns:
-        An interface of plugin/hub_interfaces.py, which is a torch module in eval mode. Translation models
-        have `translate`, language models `sample` and `score`, masked language models `fill_mask`, text
-        classifiers `predict`, and image classifiers `classify`. All have the methods of fairseq's
-        interfaces.
+        fairseq's hub interface of the model, in eval mode: translation models have `translate`, language
+        models `sample` and `score`, RoBERTa and BART `fill_mask` and `predict`. Image classifiers have
+        `classify`.
 
     Raises:
-        ValueError: a file is missing, corrupt or not a checkpoint; dictionaries are missing; an option is
-            unknown; the dtype is not one of `DTYPES`; or the model has no interface.
+        ValueError: a file is missing, corrupt or not a checkpoint; a MoE option is unknown; the dtype is
+            not one of `DTYPES`; or the model has no interface.
+        FileNotFoundError: a dictionary is missing.
         ImportError: fairseq is not installed.
 
     Example:
@@ -65,15 +64,15 @@ def from_checkpoint(
     # Restore the logging setup: fairseq's setup would print Pillow's debug messages about images.
     logging.root.setLevel(level)
     logging.root.handlers[:] = handlers
-    from fairseq_tutel.plugin.hub_opening import open_interface
+    from fairseq_tutel.plugin.hub_interfaces import open_interface
 
     files = files_of(path)
     state = read_file(files[0], "path", verify=False)  # the wrapped load function verifies it later
     if not isinstance(state, dict) or not (state.get("cfg") or state.get("args")):
         raise ValueError(f"path names {files[0]}, which contains no model; give a checkpoint.")
-    saved = SavedModel(state)
-    folder = _data_folder(data, str(saved.options_of("task").get("data") or ""), files[0].parent)
-    return open_interface(files, folder, place, dtype, options, saved.all_keys - RETIRED.keys())
+    trained = str(SavedModel(state).options_of("task").get("data") or "")
+    folder = _data_folder(data, trained, files[0].parent)
+    return open_interface(files, folder, place, dtype, options)
 
 
 def files_of(path: str | Path, name: str = "path") -> list[Path]:

@@ -1,7 +1,8 @@
-"""Python interfaces for trained models, one for each kind of model, based on fairseq's hub interfaces."""
+"""Opens checkpoints with fairseq's hub, and extends its interfaces for several languages and for images."""
 
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,40 +10,115 @@ from typing import Any
 import numpy as np
 import torch
 from fairseq import hub_utils
-from fairseq.dataclass.configs import GenerationConfig
 from fairseq.models import FairseqEncoderDecoderModel, FairseqLanguageModel
 from fairseq.models.bart import BARTHubInterface
 from fairseq.models.roberta import RobertaHubInterface, RobertaModel
+from fairseq.registry import REGISTRIES
 from fairseq.tasks.sentence_prediction import SentencePredictionTask
 from fairseq.tasks.translation_from_pretrained_bart import TranslationFromPretrainedBARTTask
 from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleEpochTask
 from fairseq_cli.generate import get_symbols_to_strip_from_output
+from omegaconf import OmegaConf, open_dict
 from torch import nn
 
-from fairseq_tutel.vision.images import decoded, fitted, normalisation, tensor_of
+from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.plugin.opening.offload import STORES
+from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
+from fairseq_tutel.vision.images import decoded, fitted, normalized, tensor_of
 
-# Options of fairseq-generate that have no effect in Python, or fail.
-OF_COMMANDS = {"constraints", "lm_path", "lm_weight", "nbest", "prefix_size", "replace_unk", "sacrebleu"}
-GENERATION = {
-    *{field.name for field in fields(GenerationConfig)} - OF_COMMANDS,
-    *("skip_invalid_size_inputs", "inference_step_args", "prefix_allowed_tokens_fn"),
-}
+# The dtype argument of each value of --moe-inference-dtype.
+INFERENCE_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
+# Minimum of max_tokens, as in fairseq-generate, because training's value may be shorter than a sentence.
+MAX_TOKENS = 12000
+# Option of GPT-2's BPE -> its file next to a checkpoint. fairseq finds the files of other kinds of BPE.
+GPT2_FILES = {"gpt2_encoder_json": "encoder.json", "gpt2_vocab_bpe": "vocab.bpe"}
 # Tasks that can change their languages after they are set up.
 MULTILINGUAL = (TranslationMultiSimpleEpochTask, TranslationFromPretrainedBARTTask)
 
 
-class Interface:
-    """Base class of all model interfaces; a lock allows one call at a time, as layers keep state.
+def open_interface(
+    files: Sequence[Path], data: Path, device: torch.device, dtype: torch.dtype, options: Mapping[str, Any]
+) -> nn.Module:
+    """Open one checkpoint, or several as an ensemble, and return the interface for this kind of model.
 
-    A subclass sets `kind`, its kind of model, and `offers`, its methods.
+    `options` replace saved options.
     """
+    folder = files[0].parent
+    options = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
+    # A MoE model is built in this dtype, because a copy in fp32 might not fit into memory. A value that
+    # the training run saved has no effect.
+    name = str(options.get("moe_inference_dtype", "auto"))
+    dtype = INFERENCE_DTYPES.get(name, dtype)
+    names = {each: name for name, each in INFERENCE_DTYPES.items()}
+    built = {"moe_inference_dtype": names.get(dtype, "auto") if name == "auto" else name}
+    # Models of an ensemble share an expert store. A model of an earlier call would leave its experts in the
+    # cache of a shared store.
+    STORES.clear()
+    beside = {key: str(folder / name) for key, name in GPT2_FILES.items() if (folder / name).is_file()}
+    # Load the heads of RoBERTa and BART; treat each text of a denoising model as one sentence.
+    own = {"load_checkpoint_heads": True, "sample_break_mode": "eos"}
+    given = {**own, **beside, **options, **built}
+    paths = os.pathsep.join(map(str, files))
+    opened = hub_utils.from_pretrained(str(folder), paths, str(data), cpu=device.type == "cpu", **given)
+    cfg, task, models = opened["args"], opened["task"], opened["models"]
+    _settle(cfg, options)
+    if not isinstance(task, InferenceMixin):  # a dense model
+        give_mixin(task)
+    if dtype == torch.int8 and not all(map(moe_layers, models)):
+        raise ValueError("dtype is torch.int8, but a model has no experts; give torch.bfloat16.")
+    for model in models:
+        model.to(device=device, dtype=torch.bfloat16 if dtype == torch.int8 else dtype)
+    return _interface(cfg, task, models).to(device).eval()
 
-    kind = ""
-    offers: tuple[str, ...] = ()
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.lock = threading.RLock()
+def _settle(cfg: Any, options: Mapping[str, Any]) -> None:
+    """Apply the user's options of bpe and tokenizer, which fairseq would ignore.
+
+    fairseq uses the saved kind of bpe, and prefers files next to the checkpoint. This function also raises
+    a small max_tokens.
+    """
+    with open_dict(cfg):
+        for key in ("bpe", "tokenizer"):
+            saved = (cfg[key] or {}).get("_name") if not isinstance(cfg[key], str) else cfg[key]
+            name = options.get(key, saved)
+            dataclass = REGISTRIES[key]["dataclass_registry"].get(name)
+            if dataclass is None:
+                cfg[key] = name
+                continue
+            now = cfg[key] if name == saved else OmegaConf.structured(dataclass)
+            given = {f.name: options[f.name] for f in fields(dataclass) if f.name in options}
+            cfg[key] = OmegaConf.merge(now, given, {"_name": name})
+        if "max_tokens" not in options and cfg.dataset.max_tokens:
+            cfg.dataset.max_tokens = max(cfg.dataset.max_tokens, MAX_TOKENS)
+
+
+def _interface(cfg: Any, task: Any, models: Sequence[Any]) -> nn.Module:
+    """Return the interface for a kind of model.
+
+    Raises:
+        ValueError: there is no interface for the model, or fairseq's interface accepts no ensemble.
+    """
+    if hasattr(type(task), "class_names"):  # only of image_classification, which this folder cannot import
+        return ImageClassification(cfg, task, models)
+    first, is_bart = models[0], hasattr(task, "mask_idx") or isinstance(task, SentencePredictionTask)
+    kinds = {
+        RobertaModel: RobertaHubInterface,
+        FairseqLanguageModel: Generation,
+        FairseqEncoderDecoderModel: BARTHubInterface if is_bart else Translation,
+    }
+    interface = next((kinds[kind] for kind in kinds if isinstance(first, kind)), None)
+    if interface is None:
+        raise ValueError(
+            f"path names a {type(first).__name__} of the task {type(task).__name__}, for which there is no "
+            "interface; open it with fairseq's checkpoint_utils.load_model_ensemble_and_task."
+        )
+    if issubclass(interface, Generation):
+        return interface(cfg, task, models)
+    if len(models) > 1:
+        raise ValueError(f"path names {len(models)} checkpoints of a {type(first).__name__}; give one.")
+    opened = interface(cfg, task, first)
+    opened.bpe = opened.bpe or Words()
+    return opened
 
 
 class Words:
@@ -55,55 +131,30 @@ class Words:
     decode = encode
 
 
-class Single(Interface):
-    """Base class of interfaces that accept one model; fairseq would silently ignore other models."""
+class Generation(hub_utils.GeneratorHubInterface):
+    """Interface of a language model: `sample` continues a text, `score` returns log-probabilities.
 
-    bpe: Any
+    A lock allows one call at a time, because MoE layers store the arguments of a call.
+    """
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
-        if len(models) > 1:
-            raise ValueError(
-                f"path names {len(models)} checkpoints, but {self.kind} cannot be an ensemble; give one "
-                "checkpoint."
-            )
-        super().__init__(cfg, task, models[0])
-        self.bpe = self.bpe or Words()
+        super().__init__(cfg, task, models)
+        self.lock = threading.RLock()
 
-
-class Generating(Interface):
-    """Base class of interfaces that generate text: checks the options and sets the beam size."""
-
-    models: Any
-
-    def generate(
-        self, tokens: Any, beam: int = 5, verbose: bool = False, *args: Any, **options: Any
-    ) -> Any:
-        """Generate with beam search; return fairseq's hypotheses for each sentence.
-
-        Raises:
-            ValueError: an option is unknown.
-        """
-        unknown = sorted(options.keys() - GENERATION)
-        if unknown:
-            raise ValueError(
-                f"{unknown[0]} is not an option of generation in Python; remove it, or find the right name "
-                "in fairseq-generate's help, where options have dashes."
-            )
-        if not len(tokens):
-            return []
+    def generate(self, tokens: Any, beam: int = 5, *args: Any, **options: Any) -> Any:
+        """Generate with beam search; return fairseq's hypotheses for each sentence."""
         with self.lock:
             for model in self.models:
-                # BART's attention keeps the largest beam size so far.
+                # The attention of BART and mBART keeps the largest beam size so far.
                 if hasattr(model, "set_beam_size"):
                     model.set_beam_size(beam)
-            return super().generate(tokens, beam, verbose, *args, **options)  # type: ignore[misc]
+            return super().generate(tokens, beam, *args, **options)
 
 
-class Translation(Generating, hub_utils.GeneratorHubInterface):
+class Translation(Generation):
     """Interface of a translation model: `translate` for texts, and fairseq's `generate` for token ids."""
 
-    kind = "a translation model"
-    offers = ("translate",)
+    score = None  # fairseq's method would ignore the source
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, models)
@@ -131,13 +182,7 @@ class Translation(Generating, hub_utils.GeneratorHubInterface):
         """
         with self.lock:
             self._set_languages({"source_lang": source_lang, "target_lang": target_lang})
-            if isinstance(sentences, str):
-                return self.translate([sentences], beam, verbose, **options)[0]
-            return hub_utils.GeneratorHubInterface.sample(self, sentences, beam, verbose, **options)
-
-    def score(self, *args: Any, **options: Any) -> Any:
-        """Raise an error: fairseq's method would ignore the source."""
-        raise ValueError(f"{self.kind} has no method score; call translate.")
+            return self.sample(sentences, beam, verbose, **options)
 
     def _set_languages(self, given: dict[str, str | None]) -> None:
         args = self.task.args if isinstance(self.task, MULTILINGUAL) else None
@@ -172,101 +217,12 @@ def _languages(task: Any) -> list[str]:
     return task.langs.split(",") if isinstance(task.langs, str) else list(task.langs)
 
 
-class LanguageModel(Generating, hub_utils.GeneratorHubInterface):
-    """Interface of a language model: `sample` continues a text, `score` returns log-probabilities."""
-
-    kind, offers = "a language model", ("sample", "score")
-
-
-class MaskedLanguageModel(Single, RobertaHubInterface):
-    """Interface of a masked language model, with `fill_mask`, `extract_features` and `predict`."""
-
-    kind, offers = "a masked language model", ("fill_mask", "extract_features", "predict")
-
-    def fill_mask(self, masked_input: str, topk: int = 5) -> Any:
-        """Return the `topk` most probable words for the <mask> in a text: (filled text, probability, word).
-
-        Raises:
-            ValueError: the text has no <mask> or several.
-        """
-        _refuse_masks(masked_input, masked_input.count("<mask>") == 1, "one <mask>")
-        # fairseq's method drops special symbols, and then assigns probabilities to the wrong words.
-        dictionary = self.task.source_dictionary
-        before, after = masked_input.split("<mask>")
-        parts = (self.bpe.encode(part.rstrip()) for part in (before, after))
-        line = f"<s> {' <mask> '.join(parts)} </s>"
-        tokens = dictionary.encode_line(line, append_eos=False, add_if_not_exist=False).long()
-        with torch.no_grad(), self.lock:
-            logits_BLV, _ = self.model(tokens[None].to(self.device))
-        place = int((tokens == self.task.mask_idx).nonzero())
-        probabilities_V = logits_BLV[0, place].float().softmax(dim=0)
-        special = {*range(dictionary.nspecial), self.task.mask_idx}
-        ranked = [i for i in probabilities_V.argsort(descending=True).tolist() if i not in special]
-        found = []
-        for i in ranked[:topk]:
-            text, begins = self._text_of(dictionary[i])
-            left = before.rstrip() + " " if begins and before.strip() else before
-            found.append((left + text + after, float(probabilities_V[i]), text))
-        return found
-
-    def extract_features(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the features of tokens, as fairseq's `extract_features` does."""
-        with self.lock:
-            return super().extract_features(*args, **kwargs)
-
-    def _text_of(self, symbol: str) -> tuple[str, bool]:
-        """Return the text of a dictionary symbol, and whether the symbol begins a word."""
-        text = self.bpe.decode(symbol)
-        begins = isinstance(self.bpe, Words) or text[:1] == " " or symbol[:1] == "\u2581"
-        return text.strip(), begins
-
-
-class Denoising(Single, Generating, BARTHubInterface):
-    """Interface of a denoising model such as BART, with `fill_mask`, `sample` and `generate`."""
-
-    kind, offers = "a denoising model", ("fill_mask", "sample")
-
-    def generate(self, tokens: Any, *args: Any, **options: Any) -> Any:
-        """Generate with beam search, in batches of equally long texts.
-
-        Padding is avoided because fairseq would treat it as text.
-        """
-        if torch.is_tensor(tokens) and tokens.dim() == 1:
-            return self.generate([tokens], *args, **options)[0]
-        found: dict[int, Any] = {}
-        for length in {len(each) for each in tokens}:
-            places = [i for i, each in enumerate(tokens) if len(each) == length]
-            some = super().generate([tokens[i] for i in places], *args, **options)
-            found |= zip(places, some, strict=False)  # fairseq skips all texts of a length, or none
-        return [found[i] for i in sorted(found)]
-
-    def fill_mask(self, masked_inputs: Sequence[str], topk: int = 5, **options: Any) -> Any:
-        """Return the `topk` best completions of each text with <mask>, as pairs (text, score).
-
-        Raises:
-            ValueError: an input has no <mask>.
-        """
-        if isinstance(masked_inputs, str):
-            return self.fill_mask([masked_inputs], topk, **options)[0]
-        for text in masked_inputs:
-            _refuse_masks(text, "<mask>" in text, "a <mask>")
-        return super().fill_mask(masked_inputs, topk, **options)
-
-
-class TextClassification(Single, BARTHubInterface):
-    """Interface of an encoder-decoder that classifies texts: `predict(head, encode(text))`."""
-
-    kind, offers = "a text classifier", ("predict",)
-
-
-class ImageClassification(Interface, nn.Module):
+class ImageClassification(nn.Module):
     """Interface of an image classifier, or of an ensemble of image classifiers."""
-
-    kind, offers = "an image classifier", ("classify",)
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.cfg, self.task = cfg, task
+        self.cfg, self.task, self.lock = cfg, task, threading.RLock()
         self.models: Any = nn.ModuleList(models)
 
     @property
@@ -315,47 +271,4 @@ class ImageClassification(Interface, nn.Module):
                     f"[height, width, {channels}]."
                 )
             image = Image.fromarray(array)
-        mean, std = normalisation(self.task.image_config, channels)
-        return (tensor_of(fitted(image, height, width)) - mean) / std
-
-
-def _refuse_masks(text: str, is_right: bool, wanted: str) -> None:
-    if not is_right:
-        raise ValueError(f"fill_mask got {text!r}; give a text with {wanted} in it.")
-
-
-class NoInterfaceError(ValueError):
-    """No interface supports a model, such as a model of speech."""
-
-
-def interface_of(model: nn.Module, task: Any) -> Any:
-    """Return the interface class for a model and its task.
-
-    Raises:
-        NoInterfaceError: no interface supports the model.
-    """
-    # Only the task image_classification has class names; this folder cannot import the task.
-    if hasattr(type(task), "class_names"):
-        return ImageClassification
-    kinds = {
-        RobertaModel: MaskedLanguageModel,
-        FairseqLanguageModel: LanguageModel,
-        FairseqEncoderDecoderModel: Denoising if hasattr(task, "mask_idx") else Translation,
-    }
-    if isinstance(task, SentencePredictionTask):
-        kinds[FairseqEncoderDecoderModel] = TextClassification
-    for kind, interface in kinds.items() if reads_text(task) else ():
-        if isinstance(model, kind):
-            return interface
-    raise NoInterfaceError(
-        f"path names a {type(model).__name__} of the task {type(task).__name__}, for which there is no "
-        "interface; open it with fairseq's checkpoint_utils.load_model_ensemble_and_task."
-    )
-
-
-def reads_text(task: Any) -> bool:
-    """Return whether a task has text input, unlike speech tasks."""
-    try:
-        return task.source_dictionary is not None
-    except NotImplementedError:
-        return False
+        return normalized(tensor_of(fitted(image, height, width)))

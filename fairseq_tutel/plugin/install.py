@@ -3,7 +3,6 @@
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,14 +11,12 @@ from torch import nn
 from fairseq_tutel.checkpoint.experts import gather_everywhere
 from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels import backend_for
-from fairseq_tutel.moe.adaptive import is_tuned, static_degree
 from fairseq_tutel.moe.config import MoEConfig, parse_balance_loss
 from fairseq_tutel.option import flag_of, read, refuse_bad_values
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.groups import make_topology
 from fairseq_tutel.parallel.rendezvous import ranks_per_node
 from fairseq_tutel.plugin import announce
-from fairseq_tutel.plugin.differences import Saved, experts_in, log_changes, refuse_layers
 from fairseq_tutel.plugin.feed_forward import (
     SIDES,
     Context,
@@ -43,12 +40,10 @@ from fairseq_tutel.plugin.run_state import (
     device_of,
     is_opened,
     is_training,
-    opened_from,
     root_of,
 )
 from fairseq_tutel.plugin.training.epoch_iterator import set_update_freq
 from fairseq_tutel.plugin.training.options import TaskConfig
-from fairseq_tutel.plugin.training.resume import resumed_model
 from fairseq_tutel.plugin.training.startup import complete, refuse_run, start_together
 from fairseq_tutel.plugin.training.task import give_mixin
 from fairseq_tutel.plugin.training.tuning import choose_algorithm, option, tuner_of
@@ -74,11 +69,6 @@ class MoEModelMixin:
         """Add the model's flags to the parser; tasks registered late get the system options."""
         give_system_options()
         super().add_args(parser)  # type: ignore[misc]
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict with a progress bar."""
-        with offload.progress_of_loading(self):  # type: ignore[arg-type]
-            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
 def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
@@ -120,7 +110,7 @@ class _Chosen(NamedTuple):
     side: str
     name: str
     layer: nn.Module
-    num_experts: int  # of the layer in the checkpoint; 0 without one
+    num_experts: int  # of the layer in a pretrained inner model; 0 in a stock layer
 
 
 class _Installation:
@@ -137,11 +127,9 @@ class _Installation:
         for options in (self.options, read(ModelConfig, cfg), read(SidesConfig, cfg)):
             refuse_bad_values(options)
         self.ahead = read(ModelConfig, cfg).moe_pregate
-        # What the checkpoint that will be loaded says of the model; None without one.
-        self.saved: Saved | None = resumed_model(self.root) if self.training else opened_from(cfg)
 
     def choose(self, freqs: Mapping[str, int]) -> None:
-        """Choose the layers that get experts: those of the checkpoint or, without one, of the options."""
+        """Choose the layers that get experts; a pretrained inner model keeps its own."""
         self.chosen: list[_Chosen] = []  # in the order of the stacks
         stacks = []
         for side, name, layers in named_stacks(self.model):
@@ -151,7 +139,8 @@ class _Installation:
             stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
             # In a model pruned to some of its layers, the layers that had experts before keep them.
             numbers = self._kept_layers(side) or range(len(stack))
-            counts = self._known_counts(name, stack, numbers)
+            ffns = [getattr(layer, "fc1", None) for layer in stack]
+            counts = [ffn.config.num_experts if isinstance(ffn, MoEFeedForward) else 0 for ffn in ffns]
             indices = chosen_layers(numbers, freq)
             if any(counts):
                 indices = [i for i, count in enumerate(counts) if count]
@@ -163,18 +152,6 @@ class _Installation:
                 f"no layer gets experts ({'; '.join(stacks)}); give a --moe-freq of at least 1 and at most "
                 "the number of layers, or the --arch of the dense model."
             )
-        if self.training or self.opened:
-            log_changes(self.saved, self.cfg)
-        if self.saved is not None and all(chosen.num_experts for chosen in self.chosen):
-            refuse_layers(self.saved, self.cfg, self.chosen)
-
-    def _known_counts(self, name: str, stack: Sequence[Any], numbers: Sequence[int]) -> list[int]:
-        """Return each layer's number of experts in a pretrained inner model, or in the checkpoint."""
-        ffns = [getattr(layer, "fc1", None) for layer in stack]
-        counts = [ffn.config.num_experts if isinstance(ffn, MoEFeedForward) else 0 for ffn in ffns]
-        if any(counts) or self.saved is None:
-            return counts
-        return [experts_in(self.saved, f"{name}.{number}.fc1") for number in numbers]
 
     def _kept_layers(self, side: str) -> list[int]:
         """Return the layers that --…-layers-to-keep names; [] if all are kept."""
@@ -202,20 +179,18 @@ class _Installation:
         """Assign experts to ranks. Collective if experts are spread over ranks."""
         first, counts = self.configs[0], [config.num_experts for config in self.configs]
         requested = self.options.moe_expert_parallel_size
-        degree_of = None if is_tuned(first) else functools.partial(static_degree, first)
         if self.training:
             set_update_freq(self.root, world.size())
-            self.topology = make_topology(counts, requested, self.local, degree_of)
+            self.topology = make_topology(counts, requested, self.local)
             RUN.update(topology=self.topology)
             talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in self.configs)
             sliced = any(self.topology.slices(count) > 1 for count in counts)
             refuse_run(self.root, self.model, self.topology, talks, sliced, self.ahead)
-            algorithm = use_plans(self.task_cfg, self.topology, first)
-            self.configs = [replace(each, a2a_algorithm=algorithm) for each in self.configs]
+            use_plans(self.task_cfg, self.topology, first)
             complete(self.root)
         else:
             is_teacher = getattr(self.task, "is_of_teacher", False)
-            self.topology = topology_of_opened(requested, counts, self.local, degree_of, is_teacher)
+            self.topology = topology_of_opened(requested, counts, self.local, is_teacher)
 
     def build(self) -> None:
         """Replace the FFNs of the chosen layers by experts, and register hooks on the model."""
@@ -231,8 +206,6 @@ class _Installation:
         for config, chosen in zip(self.configs, self.chosen, strict=True):
             experts = offload.meta_experts(config, self.topology, self.store) if self.opened else None
             replace_ffn(chosen.layer, config, self.topology, seed, chosen.name, context, experts)
-        if "hash" in self.configs[0].gate_types:
-            _watch_token_ids(model, context)
         if self.ahead:
             _pregate_stacks(model, self.ahead, read(SidesConfig, self.cfg).moe_pregate_sides)
         _watch_micro_batches(model)
@@ -252,13 +225,9 @@ class _Installation:
             self.task.take_experts(moe_layers(model), tuner)
 
     def log(self) -> None:
-        first, layers = self.configs[0], moe_layers(self.model)
-        announce.log_experts(layers, backend_for(first.backend, self.device))
+        backend = backend_for(self.configs[0].backend, self.device)
+        announce.log_experts(moe_layers(self.model), backend)
         announce.log_size(self.model)
-        if self.training:
-            announce.log_exchange(layers)
-            announce.warn_of_no_effect(layers, read(ModelConfig, self.cfg), self.options)
-        announce.warn_of_surprises(first, has_decoder=any("decoder" in each.name for each in self.chosen))
 
 
 def _sentence_length(cfg: Any, side: str) -> int:
@@ -287,24 +256,6 @@ def _pregate_stacks(model: nn.Module, ahead: int, sides: str) -> None:
     for layers in stacks.values():
         if len(layers) > ahead:
             pregate(layers, ahead)
-
-
-def _watch_token_ids(model: nn.Module, context: Context) -> None:
-    """Register hooks that store the token ids of each batch, which hash gates need.
-
-    The hooks are on the embeddings, because generation does not call hooks of the encoder.
-    """
-    for side_name, name, layers in named_stacks(model):
-        side: Any = model.get_submodule(name.rpartition(".")[0])
-        if not moe_layers(layers):
-            continue
-        if not hasattr(side, "embed_tokens"):
-            fix = f", or add --{side_name}-moe-freq 0" if side_name in SIDES else ""
-            raise ValueError(
-                f"--moe-gate-type hash needs token ids, but the {side_name} of this model has no token "
-                f"embedding; give another gate{fix}."
-            )
-        side.embed_tokens.register_forward_pre_hook(context.see_tokens)  # copied together with the model
 
 
 def _watch_micro_batches(model: nn.Module) -> None:

@@ -14,7 +14,6 @@ from fairseq_tutel.option import (
     balance,
     capacity,
     experts,
-    logging,
     option,
     options_in,
     routing,
@@ -132,11 +131,6 @@ class CriterionConfig:
         1.0, of="criterion", rule=FRACTION,
         help="the mean of the gates of --moe-cmr that --cmr-gate-loss-wt trains towards: the share of the "
         "outputs that comes from experts",
-    )
-    moe_log_layers: bool = logging(
-        False, of="criterion",
-        help="log every MoE layer's metrics and every expert's load as scalars for TensorBoard and Weights "
-        "& Biases",
     )
     # fmt: on
 

@@ -1,7 +1,6 @@
 """Reads and checks the collective plans of a run, and passes them to `parallel.collectives`."""
 
 import functools
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,17 +11,11 @@ from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.option import read
 from fairseq_tutel.parallel import collectives, world
 from fairseq_tutel.parallel.groups import Topology
-from fairseq_tutel.parallel.links import exchange_seconds, plan_seconds
-from fairseq_tutel.parallel.machine import Machine
 from fairseq_tutel.parallel.rendezvous import ranks_per_node
-from fairseq_tutel.parallel.search import HOPELESS
 from fairseq_tutel.parallel.strategy import ALGORITHMS, PLAN
-from fairseq_tutel.parallel.world import Work
 from fairseq_tutel.plans.executors.backend import PlanBackend
 from fairseq_tutel.plans.files import PlacedPlan, read_run, refuse_unused
 from fairseq_tutel.plugin.training.options import TaskConfig
-
-logger = logging.getLogger(__name__)
 
 # Kept because a file may change after it was checked.
 _read_once = functools.cache(read_run)
@@ -41,69 +34,40 @@ def check_together(task_cfg: Any) -> None:
         ValueError: a plan cannot be read, or is invalid; all ranks raise the same error.
     """
     _read_once.cache_clear()
-    operation = "the check of collective plans"
-    if not any(world.all_gather_object(read(TaskConfig, task_cfg).moe_collective_plans, operation)):
-        return
-    checking = Work(lambda: plans_of(task_cfg))
-    # Repeat short collectives, because a check of large plans may take longer than a collective's time-out.
-    while True:
-        ended, _, error = checking.look()
-        if all(world.all_gather_object(ended, operation)):
-            break
-    for problem in world.all_gather_object(error, operation):
-        if problem is not None:
-            raise ValueError(problem)
+    error = ""
+    try:
+        plans_of(task_cfg)
+    except ValueError as problem:
+        error = str(problem)
+    for text in filter(None, world.all_gather_object(error, "the check of collective plans")):
+        raise ValueError(text)
 
 
-def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> str:
+def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
     """Run collectives with the training run's collective plans, or with torch if there are none.
-
-    A run with --moe-micro-batches may start on other numbers of ranks, so it skips plans that do not fit.
-
-    Returns:
-        The all-to-all algorithm: that of `config`, or linear if its plan was skipped.
 
     Raises:
         ValueError: no group can run a plan, or --moe-a2a-algorithm names a missing plan.
     """
-    options = read(TaskConfig, task_cfg)
     plans, groups = plans_of(task_cfg) if topology.world_size > 1 else (), _groups(topology)
-    local, is_elastic = options.moe_local_size or ranks_per_node(), options.moe_micro_batches > 0
-    if is_elastic:
-        plans = tuple(each for each in plans if any(each.fits(ranks) for ranks in groups))
     refuse_unused(plans, groups)
-    algorithm, name = config.a2a_algorithm, config.a2a_algorithm.removeprefix(PLAN)
-    size, known = (
-        topology.expert_parallel_size,
-        [each.name for each in _all_to_alls(plans, topology)],
-    )
-    if name != algorithm and size > 1 and name not in known:
-        if not is_elastic:
-            fix = f"give {' or '.join(PLAN + each for each in known)}" if known else "add that plan"
-            raise ValueError(
-                f"--moe-a2a-algorithm is {PLAN}{name}, but --moe-collective-plans has no {name}.json with "
-                f"an all_to_all for the {size} ranks of an EP group; {fix}, or give linear."
-            )
-        logger.warning("no plan %s fits the %d ranks of an EP group: using %s", name, size, ALGORITHMS[0])
-        algorithm = ALGORITHMS[0]
+    name, size = config.a2a_algorithm.removeprefix(PLAN), topology.expert_parallel_size
+    known = [each.name for each in _all_to_alls(plans, topology)]
+    if name != config.a2a_algorithm and size > 1 and name not in known:
+        fix = f"give {' or '.join(PLAN + each for each in known)}" if known else "add that plan"
+        raise ValueError(
+            f"--moe-a2a-algorithm is {PLAN}{name}, but --moe-collective-plans has no {name}.json with an "
+            f"all_to_all for the {size} ranks of an EP group; {fix}, or give linear."
+        )
+    local = read(TaskConfig, task_cfg).moe_local_size or ranks_per_node()
     collectives.use(PlanBackend(plans, local) if plans else None)
-    return algorithm
 
 
-def tuned_algorithms(layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes: float) -> tuple[str, ...]:
-    """Return the all-to-all algorithms that a tuner tries: linear, 2dh and plans with good predicted times.
-
-    `num_bytes` is the size of a rank's rows in the first MoE layer.
-    """
+def tuned_algorithms(layer: MoELayer, task_cfg: Any) -> tuple[str, ...]:
+    """Return the all-to-all algorithms that a tuner tries: linear, 2dh and the plans of the EP group."""
     topology = layer.topology
-    grid, size = topology.grid, topology.expert_parallel_size
-    nodes, local = (1, size) if grid is None else (grid.nodes, grid.local)
-    names = ALGORITHMS if grid is not None else ALGORITHMS[:1]
-    seconds = {name: exchange_seconds(num_bytes, machine, nodes, local, name) for name in names}
-    for each in _all_to_alls(plans_of(task_cfg), topology):
-        seconds[PLAN + each.name] = plan_seconds(each.report.loads, num_bytes, machine, local)
-    limit = HOPELESS * min(seconds.values())
-    return tuple(name for name in seconds if name in ALGORITHMS or seconds[name] <= limit)
+    names = ALGORITHMS if topology.grid is not None else ALGORITHMS[:1]
+    return (*names, *(PLAN + each.name for each in _all_to_alls(plans_of(task_cfg), topology)))
 
 
 def _all_to_alls(plans: Sequence[PlacedPlan], topology: Topology) -> list[PlacedPlan]:

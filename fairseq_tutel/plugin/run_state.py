@@ -39,7 +39,7 @@ class Run:
 
 RUN = Run()
 
-# Flag that marks a configuration that was read from a checkpoint, and the key of its `Saved`.
+# Flag that marks a configuration that was read from a checkpoint.
 OPENED = "opened_for_use"
 
 
@@ -71,14 +71,6 @@ def is_opened(model_cfg: Any) -> bool:
     """Return whether a model is being opened from a checkpoint, whose tensors will be loaded."""
     from_file = model_cfg._get_flag(OPENED) if OmegaConf.is_config(model_cfg) else None
     return bool(from_file or getattr(model_cfg, OPENED, False))
-
-
-def opened_from(model_cfg: Any) -> Any:
-    """Return the `Saved` of the checkpoint from which a model is being opened, or None."""
-    if not OmegaConf.is_config(model_cfg):
-        return getattr(model_cfg, OPENED, None) or None
-    found = model_cfg._get_root().get(OPENED)
-    return OmegaConf.to_container(found) if OmegaConf.is_config(found) else None
 
 
 def device_of(root: Any) -> torch.device:

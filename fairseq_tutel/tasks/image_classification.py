@@ -5,12 +5,6 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-from fairseq.models import (
-    ARCH_MODEL_REGISTRY,
-    MODEL_REGISTRY,
-    FairseqEncoderDecoderModel,
-    FairseqLanguageModel,
-)
 from fairseq.tasks import FairseqTask, register_task
 
 from fairseq_tutel.checkpoint.files import mapped
@@ -66,14 +60,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return self.state.images["shape"][0]
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Build an image model; raise an error for text models, which need a dictionary."""
-        name = getattr(cfg, "ensemble_arch", "") or cfg._name
-        kind = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name, object))
-        if issubclass(kind, FairseqLanguageModel | FairseqEncoderDecoderModel):
-            raise ValueError(
-                f"--arch {name} reads text, but --task {self.cfg._name} has images; give an --arch such as "
-                "swin_v2_moe_tiny."
-            )
+        """Build an image model; in training, compare its checkpoint's classes with those of the data."""
         model = super().build_model(cfg, from_checkpoint)
         if is_training(self, cfg):
             self._compare_classes(model)
@@ -119,13 +106,12 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return super().get_batch_iterator(dataset, *args, **kwargs)
 
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        """Build the criterion; raise an error if it does not support mixed images (mixup or CutMix)."""
+        """Build the criterion; raise an error if it does not support mixed images."""
         criterion = super().build_criterion(cfg, *args, **kwargs)
-        if self.image_config.mixes and not getattr(criterion, "takes_mixed", False):
+        if self.image_config.mixup and not getattr(criterion, "takes_mixed", False):
             raise ValueError(
-                "--image-mixup and --image-cutmix give images two classes, but "
-                f"{type(criterion).__name__} uses only one class; give --criterion image_classification, "
-                "or remove these options."
+                f"--image-mixup gives images two classes, but {type(criterion).__name__} uses only one "
+                "class; give --criterion image_classification, or remove the option."
             )
         return criterion
 

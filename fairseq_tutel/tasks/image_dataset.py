@@ -9,8 +9,16 @@ import numpy as np
 import torch
 from fairseq.data import FairseqDataset
 
-from fairseq_tutel.vision.augment import augmented, draw_mixing, draws_of, erased, mixed, order_of
-from fairseq_tutel.vision.images import Images, fitted, labels_among, normalisation, tensor_of
+from fairseq_tutel.vision.images import (
+    Images,
+    augmented,
+    draws_of,
+    fitted,
+    labels_among,
+    normalized,
+    order_of,
+    tensor_of,
+)
 from fairseq_tutel.vision.options import ImageConfig
 
 
@@ -32,7 +40,6 @@ class ImageDataset(FairseqDataset):
     ) -> None:
         self.images, self.config, self.shape, self.seed = images, config, shape, seed
         self.labels_N = labels_among(images, classes)
-        self.mean, self.std = normalisation(config, shape[0])
         self._epoch = 0
 
     @property
@@ -62,8 +69,6 @@ class ImageDataset(FairseqDataset):
     ) -> list[list[int]]:
         """Split the indices into batches of --batch-size images, or of --max-tokens if that is smaller."""
         size = min((s for s in (max_tokens, max_sentences) if s is not None), default=1)
-        if size < 1:
-            raise ValueError(f"--batch-size or --max-tokens is {size}; give a number of at least 1.")
         return [indices[i : i + size].tolist() for i in range(0, len(indices), size)]
 
     def filter_indices_by_size(self, indices: np.ndarray, max_sizes: Any) -> tuple[np.ndarray, list]:
@@ -73,22 +78,23 @@ class ImageDataset(FairseqDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return an image with its label; raise ValueError if the image is unreadable."""
         epoch, i = divmod(int(index), len(self))
-        (channels, height, width), mixing = self.shape, None
-        image = fitted(self.images.read(i, channels), height, width)
-        if self.seed is None:
-            x = (tensor_of(image) - self.mean) / self.std
-        else:
+        channels, height, width = self.shape
+        image, share = fitted(self.images.read(i, channels), height, width), 1.0
+        if self.seed is not None:
             draws = draws_of(self.seed, epoch, i)
-            x = (tensor_of(augmented(image, self.config, draws)) - self.mean) / self.std
-            x = erased(x, self.config.erase, draws)
-            mixing = draw_mixing(self.config, height, width, draws)
-        return {"id": i, "image": x, "target": int(self.labels_N[i]), "mixing": mixing}
+            image = augmented(image, self.config, draws)
+            share = draws.beta(self.config.mixup, self.config.mixup) if self.config.mixup else 1.0
+        x = normalized(tensor_of(image))
+        return {"id": i, "image": x, "target": int(self.labels_N[i]), "share": float(share)}
 
     def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """Return a batch: images [B, C, H, W] float32, normalized, with their ids and targets [B] int64.
 
-        If images are mixed, "mixed" has the target [B] of the second image and the share [B] of the first.
+        With mixup, each image is blended with the next image of the batch, the last with the first. Then
+        "mixed" has the target [B] of the second image and the share [B] of the first.
         Without samples, the batch is empty, and fairseq treats it as a dummy batch.
+
+        Source of mixup: Zhang et al. 2018, equation 1, with one share for each image.
         """
         if not samples:
             return {}
@@ -98,9 +104,9 @@ class ImageDataset(FairseqDataset):
             **{key: torch.tensor([sample[key] for sample in samples]) for key in ("id", "target")},
             **dict.fromkeys(("nsentences", "ntokens"), len(samples)),
         }
-        if samples[0]["mixing"] is not None:
-            mixings = [sample["mixing"] for sample in samples]
-            batch["net_input"]["images"] = mixed(images_BCHW, mixings)
-            share_B = torch.tensor([mixing.share for mixing in mixings])
+        if self.seed is not None and self.config.mixup:
+            share_B = torch.tensor([sample["share"] for sample in samples])
+            next_B111 = torch.tensor([1 - sample["share"] for sample in samples]).view(-1, 1, 1, 1)
+            batch["net_input"]["images"] = images_BCHW.lerp(images_BCHW.roll(-1, 0), next_B111)
             batch["mixed"] = {"target": batch["target"].roll(-1), "share": share_B}
         return batch

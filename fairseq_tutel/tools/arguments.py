@@ -93,8 +93,7 @@ def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
 
 def template_of(path: Path) -> Any:
     """Return the Jinja template in a file; it escapes HTML, and has the variable `version`."""
-    with needing("this page", "report"):
-        from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, StrictUndefined
 
     facts: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined}
     templates = Environment(trim_blocks=True, lstrip_blocks=True, **facts)
@@ -106,14 +105,3 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [map(str.ljust, row, widths) for row in rows]
     return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-@contextlib.contextmanager
-def needing(what: str, extra: str) -> Iterator[None]:
-    """Convert an ImportError in the block to a ValueError that names the extra to install."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{what} needs {error.name}, which is not installed; run pip install 'fairseq-tutel[{extra}]'."
-        ) from error

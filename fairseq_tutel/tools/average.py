@@ -1,9 +1,9 @@
 """average: average the weights of several checkpoints, and write one checkpoint.
 
 The flags but --ema are those of fairseq's scripts/average_checkpoints.py, which is not in fairseq's wheel.
-Inputs may be sharded checkpoints; the output is one file. Everything except the weights is copied from the
-first file. With --num-epoch-checkpoints or --num-update-checkpoints, the first file is the newest one. fp32
-master weights are left out.
+For the best checkpoints, give SAVE/checkpoint.best_*.pt. Inputs may be sharded checkpoints; the output is
+one file. Everything except the weights is copied from the first file, which is the newest one of a folder.
+fp32 master weights are left out.
 """
 
 import argparse
@@ -15,11 +15,10 @@ from fairseq_tutel.option import flag_of
 from fairseq_tutel.tools.arguments import at_least, refuse_output
 from fairseq_tutel.tools.parser import add_input, add_output
 
-# fairseq's file names for each flag. The last group of a pattern is the number to sort by.
+# fairseq's file names for each flag. The group of a pattern is the number to sort by.
 NAMES = {
     "num_epoch_checkpoints": ("checkpointEPOCH.pt", r"checkpoint(\d+)\.pt"),
     "num_update_checkpoints": ("checkpoint_EPOCH_UPDATE.pt", r"checkpoint_\d+_(\d+)\.pt"),
-    "num_best_checkpoints": ("checkpoint.best_METRIC_VALUE.pt", r"checkpoint\.best_(.+)_(\d+\.?\d*)\.pt"),
 }
 
 
@@ -32,8 +31,7 @@ def add_to(tools: Any) -> None:
     add_output(parser, "the checkpoint to write", required=True)
     number = parser.add_mutually_exclusive_group()
     for key, (name, _) in NAMES.items():
-        which = "best" if key == "num_best_checkpoints" else "last"
-        text = f"average the {which} N {name} of a folder"
+        text = f"average the last N {name} of a folder"
         number.add_argument(flag_of(key), type=at_least(1), metavar="N", help=text)
     text = "ignore checkpoints after epoch (or update) X"
     parser.add_argument("--checkpoint-upper-bound", type=int, metavar="X", help=text)
@@ -54,12 +52,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def chosen_inputs(arguments: argparse.Namespace) -> list[Path]:
-    """Return the selected checkpoints, best or newest first; raise ValueError if a folder has too few."""
+    """Return the selected checkpoints, newest first; raise ValueError if a folder has too few."""
     paths = [Path(name) for name in arguments.inputs]
     flag = next((flag for flag in NAMES if getattr(arguments, flag) is not None), "")
     bound = arguments.checkpoint_upper_bound
-    if bound is not None and flag not in ("num_epoch_checkpoints", "num_update_checkpoints"):
-        raise ValueError("--checkpoint-upper-bound has no effect without epochs or updates; remove it.")
+    if bound is not None and not flag:
+        raise ValueError("--checkpoint-upper-bound has no effect without a --num- flag; remove it.")
     if not flag:
         return paths
     if len(paths) != 1 or not paths[0].is_dir():
@@ -67,24 +65,8 @@ def chosen_inputs(arguments: argparse.Namespace) -> list[Path]:
     name, pattern = NAMES[flag]
     count, found = getattr(arguments, flag), []
     for path in paths[0].iterdir():
-        if (match := re.fullmatch(pattern, path.name)) and not (bound and float(match[1]) > bound):
-            found.append((float(match[match.lastindex or 0]), path, match[1]))
+        if (match := re.fullmatch(pattern, path.name)) and not (bound and int(match[1]) > bound):
+            found.append((int(match[1]), path))
     if len(found) < count:
         raise ValueError(f"{flag_of(flag)} is {count}, but INPUTS has only {len(found)} files {name}.")
-    largest_first = True
-    if flag == "num_best_checkpoints":
-        metrics = {metric for *_, metric in found}
-        if len(metrics) > 1:
-            raise ValueError(
-                f"INPUTS has the best files of {' and '.join(sorted(metrics))}; name the files."
-            )
-        largest_first = _is_maximized(found[0][1])
-    return [path for _, path, _ in sorted(found, reverse=largest_first)[:count]]
-
-
-def _is_maximized(path: Path) -> bool:
-    """Return whether a larger value of the metric was better in the training run of a checkpoint."""
-    from fairseq_tutel.checkpoint.saved import SavedModel
-
-    saved = SavedModel.open(path, "INPUTS", keep_shards=True).state.get("cfg") or {}
-    return bool(saved.get("checkpoint", {}).get("maximize_best_checkpoint_metric", False))
+    return [path for _, path in sorted(found, reverse=True)[:count]]

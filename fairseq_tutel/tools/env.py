@@ -78,4 +78,4 @@ def _choices() -> Iterator[tuple[str, str]]:
         yield "backend of torch.distributed", "nccl, since there is a GPU"
     else:
         yield "backend of torch.distributed", "gloo, with --ddp-backend legacy_ddp, since there is no GPU"
-        yield "precisions", "not --fp16 and --amp, which need a GPU"
+        yield "precisions", "not --fp16, which needs a GPU"

@@ -1,9 +1,7 @@
 """flags: print the plugin's flags with their help; `fairseq-train --help` omits flags of architectures."""
 
 import argparse
-import re
 import textwrap
-from difflib import get_close_matches
 from typing import Any
 
 from fairseq_tutel.option import Option, options_in
@@ -40,18 +38,11 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the flags that match the word. If none match, print those of the most similar word."""
+    """Print the flags that match the word; raise ValueError if none match."""
     every = all_options()
     pattern = " ".join([*arguments.word, *arguments.flag]).lower()
     if not any(_matches(option, pattern) for option in every):
-        words = {
-            word for o in every for word in re.findall(r"[a-z]{3,}", f"{o.key} {o.text}".replace("_", " "))
-        }
-        similar = get_close_matches(pattern, words, 1, cutoff=0.75)
-        if not similar:
-            raise ValueError(f"no flag has {pattern!r} in its name or help; give another word.")
-        print(f"no flag has {pattern!r}; flags with {similar[0]!r}:")
-        pattern = similar[0]
+        raise ValueError(f"no flag has {pattern!r} in its name or help; give another word.")
     for theme in THEMES:
         options = [option for option in every if option.theme == theme and _matches(option, pattern)]
         if options:

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     path = checkpoint_in(Path(arguments.checkpoint), "CHECKPOINT")
     state = read_file(path, "CHECKPOINT", verify=False)
-    facts, _ = describe(state, path, options_of("model"), arguments.check)
+    facts = describe(state, path, options_of("model"), arguments.check)
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:

@@ -8,14 +8,11 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.option import Option, flag_of
-from fairseq_tutel.tools.arguments import at_least
+from fairseq_tutel.option import Option
 
-Number = tuple[str, int, str]  # key, default, help
 EXAMPLE = "example: "
 
 
@@ -33,17 +30,10 @@ class ToolParser(argparse.ArgumentParser):
         self.epilog = f"{EXAMPLE}{self.prog} {example}".rstrip()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse the words like ArgumentParser; accept the input's former form, and refuse unknown flags."""
+        """Parse the words like ArgumentParser; accept the input's former form."""
         words = sys.argv[1:] if args is None else list(args)
         if self.former_input:
             words = _input_first(words, self.former_input)
-        # argparse would name an argument that is missing instead of the flag that is misspelled.
-        flags = [] if self._subparsers else list(self._option_string_actions)
-        for word in [word for word in words if word.startswith("--") and flags]:
-            if not any(flag.startswith(word.partition("=")[0]) for flag in flags):
-                similar = get_close_matches(word, flags, 1)
-                hint = f"did you mean {similar[0]}?" if similar else "see --help"
-                self.error(f"unrecognized arguments: {word}; {hint}")
         return super().parse_known_args(words, namespace)
 
 
@@ -103,14 +93,6 @@ def _file(text: str) -> Path:
     if text.endswith("/"):
         raise argparse.ArgumentTypeError(f"{text} ends with /; give the name of a file.")
     return Path(text)
-
-
-def add_numbers(parser: argparse.ArgumentParser, numbers: Sequence[Number]) -> None:
-    """Add an integer option of at least 1 to the parser for each entry of `numbers`."""
-    for key, default, meaning in numbers:
-        parser.add_argument(
-            flag_of(key), type=at_least(1), default=default, metavar="N", help=f"{meaning} [{default}]"
-        )
 
 
 def add_options(parser: argparse._ActionsContainer, options: Sequence[Option]) -> None:

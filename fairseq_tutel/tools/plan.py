@@ -12,10 +12,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from fairseq_tutel.option import flag_of
 from fairseq_tutel.parallel.cost import Candidate, Work, best
 from fairseq_tutel.parallel.machine import PRESETS, Machine
 from fairseq_tutel.tools.arguments import DTYPES, above_0, aligned, at_least, refuse_output, writing
-from fairseq_tutel.tools.parser import add_numbers, add_output
+from fairseq_tutel.tools.parser import add_output
 
 DETAILED = 3  # number of candidates that are shown in detail
 
@@ -36,14 +37,14 @@ def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     example = "--nodes 4 --gpus-per-node 8 --gpu h100 --experts 64"
     parser = tools.add_parser("plan", description=__doc__, example=example)
-    add_numbers(parser, NUMBERS)
+    for key, default, text in NUMBERS:
+        facts: dict[str, Any] = {"type": at_least(1), "default": default, "metavar": "N"}
+        parser.add_argument(flag_of(key), help=f"{text} [{default}]", **facts)
     zero = "--moe-zero-stage: 1 shards the optimizer state, 2 also gradients [0]"
     dense = "number of parameters outside of experts [attention: 4 x layers x model-dim squared]"
     for flag, kind, metavar, text in (
-        ("--machine", Path, "FILE", "hardware profile from `tune`, instead of --gpu"),
-        ("--intra-gb-s", above_0, "X", "bandwidth of a rank's link within the node, in GB/s"),
+        ("--machine", Path, "FILE", "JSON file of a hardware profile, such as --output, instead of --gpu"),
         ("--inter-gb-s", above_0, "X", "bandwidth of a rank's link to other nodes, in GB/s"),
-        ("--alpha-us", above_0, "X", "latency of a message to another node, in microseconds"),
         ("--dense-parameters", at_least(0), "N", dense),
     ):
         parser.add_argument(flag, type=kind, metavar=metavar, help=text)
@@ -53,7 +54,7 @@ def add_to(tools: Any) -> None:
     parser.add_argument("--glu", action="store_true", help="experts are gated FFNs with three matrices")
     text = "--moe-offload-optimizer: optimizer state is in host memory"
     parser.add_argument("--offload-optimizer", action="store_true", help=text)
-    add_output(parser, "write the candidates as JSON to this file")
+    add_output(parser, "write the candidates and the hardware profile as JSON to this file")
     parser.set_defaults(run=run)
 
 
@@ -97,14 +98,9 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         machine = PRESETS[arguments.gpu]
         if arguments.dtype == "fp32":  # by default, torch uses no tensor cores for fp32
             machine = replace(machine, flops_per_s=machine.gate_flops_per_s)
-    intra, inter = machine.intra, machine.inter
-    if arguments.intra_gb_s:
-        intra = replace(intra, bytes_per_s=arguments.intra_gb_s * 1e9)
     if arguments.inter_gb_s:
-        inter = replace(inter, bytes_per_s=arguments.inter_gb_s * 1e9)
-    if arguments.alpha_us:
-        inter = replace(inter, alpha_s=arguments.alpha_us * 1e-6)
-    return replace(machine, intra=intra, inter=inter)
+        machine = replace(machine, inter=replace(machine.inter, bytes_per_s=arguments.inter_gb_s * 1e9))
+    return machine
 
 
 def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
@@ -133,8 +129,6 @@ def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
     parts += [[part, *(f"{1e3 * c.parts[part]:.2f}" for c in detailed)] for part in candidates[0].parts]
     memory = [["memory of a rank, GB", *names]]
     memory += [[kind, *(f"{c.memory[kind] / 1e9:.2f}" for c in detailed)] for kind in candidates[0].memory]
-    if work.offload:
-        memory.append(["optimizer state, in host memory", *(f"{c.host / 1e9:.2f}" for c in detailed)])
     return "\n\n".join((head, *map(aligned, (rows, parts, memory))))
 
 

@@ -13,16 +13,14 @@ from typing import Any
 
 from fairseq_tutel.files import printable
 from fairseq_tutel.plans.files import write
-from fairseq_tutel.plans.forestcoll.forest import Forest, grow_for
+from fairseq_tutel.plans.forestcoll.forest import Forest, grow
 from fairseq_tutel.plans.forestcoll.max_flow import members
-from fairseq_tutel.plans.generators.forest import forest as plan_of
+from fairseq_tutel.plans.generators.forest import plan_of
 from fairseq_tutel.plans.network import NETWORKS, Network, find, to_json
 from fairseq_tutel.tools.arguments import at_least, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-# Smaller messages would be limited by latency.
-CHUNK_BYTES = 256 * 1024
 # Larger networks take more than a few minutes.
 MOST_GPUS = 256
 # Largest number of vertices of a cut that are listed.
@@ -39,8 +37,6 @@ def add_to(tools: Any) -> None:
     parser.add_argument("--collective", default="all_gather", choices=COLLECTIVES, help=text)
     text = "number of trees per root [the smallest number within 5 %% of the optimum]"
     parser.add_argument("--trees", type=at_least(1, 65536), metavar="K", help=text)
-    text = "bytes of a shard; limits the number of trees, so each carries at least 256 KiB [any]"
-    parser.add_argument("--bytes", type=at_least(1), metavar="N", help=text)
     text = "number of slices of a shard that are sent one after another, as smaller messages [1]"
     parser.add_argument("--slices", type=at_least(1, 1024), default=1, metavar="P", help=text)
     add_output(parser, "write the plan to this file")
@@ -57,16 +53,13 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"{arguments.network} has {network.ranks} GPUs; give a network of at most {MOST_GPUS}."
         )
-    most = None if arguments.bytes is None else max(1, arguments.bytes // CHUNK_BYTES)
-    forests = grow_for(network, collective, arguments.trees, most)
+    forest = grow(network, arguments.trees)
     if arguments.output:
         with writing(arguments.output) as file:
-            write(plan_of(collective, *forests, slices=arguments.slices), file)
+            write(plan_of(collective, forest, slices=arguments.slices), file)
     if arguments.output_network:
         with writing(arguments.output_network, "--output-network") as file:
             file.write_text(json.dumps(to_json(network)) + "\n", encoding="utf-8")
-    forest = forests[1] or forests[0]
-    assert forest, "every collective reduces or distributes data"
     print(printable("\n\n".join(_page(network, collective, forest))))
     for path in filter(None, (arguments.output, arguments.output_network)):
         print(f"wrote {path}")
@@ -100,7 +93,7 @@ def _page(network: Network, collective: str, forest: Forest) -> Iterator[str]:
     move = "arrive as sums in" if collective == "reduce_scatter" else "leave"
     yield (
         f"{collective}, {least}: T* = {optimum} (bytes of a shard / {unit}), {bandwidth(optimum)}\n"
-        f"cut: {best.narrow[0]} shard(s) {move} {_side(network, best.cut)} over {best.narrow[1]} {unit}"
+        f"cut: {best.narrow[0]} shard(s) {move} {_gpus(network, best.cut)} over {best.narrow[1]} {unit}"
     )
     yield (
         f"trees: k = {share.trees} per root, {len(forest.trees)} different ones, depth {forest.depth}; "
@@ -109,13 +102,7 @@ def _page(network: Network, collective: str, forest: Forest) -> Iterator[str]:
     )
 
 
-def _side(network: Network, cut: int) -> str:
-    """Return the names of the GPUs in a cut; if most GPUs are in it, return "all but" and the others."""
-    ranks = (1 << network.ranks) - 1
-    inside, outside = (
-        [network.vertices[vertex] for vertex in members(part)] for part in (cut & ranks, ranks & ~cut)
-    )
-    words, listed = ("", inside) if len(inside) <= len(outside) else ("all but ", outside)
-    if len(listed) > NAMED:
-        listed = [*listed[:NAMED], f"… ({len(listed)} GPUs)"]
-    return words + ", ".join(listed)
+def _gpus(network: Network, cut: int) -> str:
+    """Return the names of the GPUs in a cut; if there are many, return the first of them and the number."""
+    ranks = [network.vertices[vertex] for vertex in members(cut) if vertex < network.ranks]
+    return ", ".join(ranks[:NAMED]) + (f", … ({len(ranks)} GPUs)" if len(ranks) > NAMED else "")

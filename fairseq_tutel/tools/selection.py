@@ -53,9 +53,9 @@ def by_layer(
 
 
 def expert_ids(
-    flag: str, words: Sequence[str], configs: Configs, in_groups: bool = False, or_all: bool = False
-) -> dict[Layer, list[list[int]]]:
-    """Parse an option that lists expert IDs per MoE layer, as 0,3 or, with `in_groups`, 0,3/1,2.
+    flag: str, words: Sequence[str], configs: Configs, or_all: bool = False
+) -> dict[Layer, list[int]]:
+    """Parse an option that lists expert IDs per MoE layer, as 0,3.
 
     `or_all` adds the word `all`, which the caller handles, to the form that errors describe.
 
@@ -63,24 +63,22 @@ def expert_ids(
         ValueError: a word is invalid, an ID is repeated, or a layer has no such expert.
     """
 
-    def read(text: str) -> list[list[int]]:
-        groups = [group.split(",") for group in (text.split("/") if in_groups else [text])]
-        for part in (part for group in groups for part in group):
+    def read(text: str) -> list[int]:
+        for part in text.split(","):
             if not part.strip().isdecimal():
-                form = f"0,3{', and / between groups, such as 0,3/1,2' * in_groups}{', or all' * or_all}"
                 raise ValueError(
-                    f"{part!r} is not an expert ID; give IDs separated by commas, such as {form}"
+                    f"{part!r} is not an expert ID; give IDs separated by commas, such as "
+                    f"0,3{', or all' * or_all}"
                 )
-        found = [[int(part) for part in group] for group in groups]
-        ids = [i for group in found for i in group]
+        ids = [int(part) for part in text.split(",")]
         for i in ids:
             if ids.count(i) > 1:
                 raise ValueError(f"expert {i} is named twice; name it once")
-        return found
+        return ids
 
     found = by_layer(flag, words, list(configs), read)
-    for layer, groups in found.items():
-        last, most = configs[layer].num_experts - 1, max(i for group in groups for i in group)
+    for layer, ids in found.items():
+        last, most = configs[layer].num_experts - 1, max(ids)
         if most > last:
             raise ValueError(
                 f"{flag} names expert {most}, but {layer.label} has {last + 1} experts; give IDs from 0 to "
@@ -164,10 +162,6 @@ def of_log(path: Path, layers: list[Layer]) -> dict[Layer, list[float]]:
             raise ValueError(
                 f"--log names {path}, which has no {key}; give the log of a training run of this "
                 "model with a moe_ criterion and --log-format json."
-            )
-        if len({len(load) for load in lists[-LAST:]}) > 1:
-            raise ValueError(
-                f"--log names {path}, in which the number of experts changes; give another log."
             )
         found[layer] = [statistics.fmean(of_one) for of_one in zip(*lists[-LAST:], strict=True)]
     return found

@@ -9,7 +9,6 @@ format `simple` are read as such JSON:
 """
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -22,19 +21,12 @@ LOG_NAMES = ("*.log", "*.json", "*.txt")  # names of logs in a folder
 
 # Tags of training records: averages since the last record, or over an epoch. Other tags are data subsets.
 SINCE_LAST, EPOCH = "train_inner", "train"
-# Prefixes of lists over experts, before the layer's name: load relative to an even share, dropped fraction.
-LOAD, DROPPED = "moe_load_", "moe_dropped_"
-LAYERS = "moe_layers_"  # prefix of lists over MoE layers, before the metric's name
+LOAD = "moe_load_"  # prefix of lists of expert loads relative to an even share, before the layer's name
 
 _UPDATES = "num_updates"
 _SIMPLE = re.compile(r"\bepoch \d+(?:(:) +\d+ / \d+ | \| (?:valid on '(.+?)' subset \| )?)(\w+[ =].*)")
 _SIMPLE_VALUE = re.compile(r"(\w+)[ =](\[.*?\]|[^,|\s]+)")
 _PROCESS_STARTS = re.compile(r"training on (\d+) devices")
-_PROCESS_ENDS = re.compile(r"done training in [\d.]+ seconds")
-
-
-class NoRecordError(ValueError):
-    """A log does not exist, or has no training record; both may change while a run goes on."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +47,6 @@ class Log:
     entries: list[Record] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # number of records before each process start
     ranks: list[int] = field(default_factory=list)  # number of ranks at each process start
-    is_over: bool = False  # the last process has logged that it is done
 
 
 @dataclass(frozen=True)
@@ -93,17 +84,6 @@ class Run:
         return [record for records in self.records.values() for record in records]
 
 
-def list_keys(prefix: str, records: list[Record]) -> list[str]:
-    """Return the keys of all logged lists that begin with a prefix, in the order of the log."""
-    keys = dict.fromkeys(key for record in records for key in record.lists)
-    return [key for key in keys if key.startswith(prefix)]
-
-
-def layer_of(key: str, prefix: str) -> str:
-    """Convert the log key of a list over experts to the name of its layer, such as "decoder layer 1"."""
-    return key.removeprefix(prefix).replace("_", " layer ")
-
-
 def read_log(lines: Iterable[str]) -> Log:
     """Return the records in the lines of a training log; lines without a record are ignored."""
     log, last = Log(), ""
@@ -111,9 +91,6 @@ def read_log(lines: Iterable[str]) -> Log:
         if found := _PROCESS_STARTS.search(line):
             log.starts.append(len(log.entries))
             log.ranks.append(int(found[1]))
-            log.is_over = False
-        elif _PROCESS_ENDS.search(line):
-            log.is_over = True
         simple = _SIMPLE.search(line)
         text = simple[0] if simple else line[line.find('{"') :].strip() if '{"' in line else ""
         # fairseq adds a file handler in every epoch, so lines are repeated.
@@ -180,7 +157,6 @@ def join(log: Log) -> Run:
             elif not stopped and "wall" in entry.values:
                 now = seconds = before + entry.values["wall"]
             kept.append(replace(entry, seconds=now))
-    notes += _not_finite(kept)
     by_tag: dict[str, dict[int, Record]] = {}
     for record in kept:
         by_tag.setdefault(record.tag, {})[record.update] = record
@@ -203,22 +179,6 @@ def _processes(log: Log) -> list[list[Record]]:
     return parts
 
 
-def _not_finite(records: list[Record]) -> list[str]:
-    """Return a note for each logged quantity that has nan or infinite values."""
-    updates: dict[str, list[int]] = {}
-    for record in records:
-        for key, numbers in {
-            **{key: [value] for key, value in record.values.items()},
-            **record.lists,
-        }.items():
-            if not all(map(math.isfinite, numbers)):
-                updates.setdefault(f"{record.tag} {key}", []).append(record.update)
-    return [
-        f"{name} is nan or infinite in {len(at)} record(s), first at update {at[0]}; its curve has a gap."
-        for name, at in updates.items()
-    ]
-
-
 def _number(value: object) -> float | None:
     """Convert a logged value, which is often text, to a number; return None if it is not a number."""
     try:
@@ -227,53 +187,36 @@ def _number(value: object) -> float | None:
         return None
 
 
-def _lines_of(path: Path, grows: bool = False) -> Iterator[str]:
-    """Yield the lines of a log; if it grows, leave out a last line that has no end yet."""
+def _lines_of(path: Path) -> Iterator[str]:
     try:
         with open(path, encoding="utf-8", errors="replace", opener=open_ordinary) as file:
-            yield from (line for line in file if not grows or line.endswith("\n"))
+            yield from file
     except FileNotFoundError as error:
-        raise NoRecordError(
+        raise ValueError(
             f"{path} does not exist; give a log of fairseq-train, or its --save-dir."
         ) from error
 
 
-def logs_in(path: Path) -> list[Path]:
-    """Return the files that may be logs of a run: the path, or the files in a folder by their names."""
-    if not path.is_dir():
-        return [path]
-    return sorted({p for pattern in LOG_NAMES for p in path.rglob(pattern) if p.is_file()})
-
-
-def find_log(path: Path, grows: bool = False) -> tuple[Log, Path]:
+def find_log(path: Path) -> tuple[Log, Path]:
     """Find the log of a training run; return its records and the file that has them.
 
-    Raise NoRecordError if there is no log, and ValueError if there are logs of several runs. With `grows`,
-    a last line without an end is ignored.
+    `path` is a log or a folder. Raise ValueError if there is no log, or if there are logs of several runs.
     """
-    logs = {file: read_log(_lines_of(file, grows)) for file in logs_in(path)}
+    files = [path]
+    if path.is_dir():
+        files = sorted({p for pattern in LOG_NAMES for p in path.rglob(pattern) if p.is_file()})
+    logs = {file: read_log(_lines_of(file)) for file in files}
     found = _without_copies({file: log for file, log in logs.items() if log.entries})
     if len(found) > 1:
         names = ", ".join(map(str, sorted(found)))
         raise ValueError(f"{path} contains the logs of several runs ({names}); give one of these files.")
     if not found:
         folder = path if path.is_dir() else path.parent
-        raise NoRecordError(
+        raise ValueError(
             f"{path} has no training record; train with --log-format json --log-file {folder}/train.log."
         )
     ((file, log),) = found.items()
     return log, file
-
-
-def default_names(paths: list[Path]) -> list[str]:
-    """Return a name for each run: its path without the leading and trailing parts common to all paths."""
-    absolute = [Path(os.path.abspath(path)) for path in paths]
-    parts = [list((path.with_suffix("") if path.is_file() else path).parts) for path in absolute]
-    for end in (0, -1):
-        while all(len(p) > 1 for p in parts) and len({p[end] for p in parts}) == 1:
-            for p in parts:
-                p.pop(end)
-    return ["/".join(p) for p in parts]
 
 
 def _without_copies(logs: dict[Path, Log]) -> dict[Path, Log]:

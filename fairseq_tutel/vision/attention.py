@@ -146,32 +146,25 @@ class WindowAttention(nn.Module):
         # With a mask, windows belong to the head dimension; without a mask, to the batch dimension.
         copies = 1 if windows.mask_G1NN is None else G
         batch = B * G // copies, copies * M
-        q, k, v = (
-            tensor.reshape(*batch, N, D // M)
-            for tensor in self._qkv(x_BPD).view(B, G, N, 3, M, D // M).permute(3, 0, 1, 4, 2, 5)
-        )
         scale: float | Tensor = (D // M) ** -0.5
+        bias_MNN = self.cpb_mlp(windows.shape)
+        qkv_bias: Tensor | None = self.qkv.bias
         if self.by_cosine:
             scale = self.logit_scale.clamp_max(math.log(MAX_SCALE)).exp().repeat(copies, 1, 1)
+            bias_MNN = MAX_BIAS * bias_MNN.sigmoid()
+            qkv_bias = torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
+        if windows.mask_G1NN is not None:
+            bias_MNN = (bias_MNN + windows.mask_G1NN).flatten(0, 1)
+        qkv_BPX = F.linear(x_BPD, self.qkv.weight, qkv_bias)
+        q, k, v = (
+            tensor.reshape(*batch, N, D // M)
+            for tensor in qkv_BPX.view(B, G, N, 3, M, D // M).permute(3, 0, 1, 4, 2, 5)
+        )
+        if self.by_cosine:
             # Scaling rows by a factor is several times faster than F.normalize, which divides all elements.
             scale, k = scale * _inverse_norm(q), (k * _inverse_norm(k)).to(v.dtype)
-        y = _attention(q, k, v, scale, self._bias(windows).to(v.dtype))
+        y = _attention(q, k, v, scale, bias_MNN.unsqueeze(0).to(v.dtype))
         return self.proj(y.view(B, G, M, N, D // M).transpose(2, 3).reshape(B, P, D))
-
-    def _qkv(self, x_BPD: Tensor) -> Tensor:
-        if not self.by_cosine:
-            return self.qkv(x_BPD)
-        bias = torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
-        return F.linear(x_BPD, self.qkv.weight, bias)
-
-    def _bias(self, windows: Windows) -> Tensor:
-        """Return the bias to add to attention scores: [1, M, N, N], or [1, G * M, N, N] with a mask."""
-        bias_MNN = self.cpb_mlp(windows.shape)
-        if self.by_cosine:
-            bias_MNN = MAX_BIAS * bias_MNN.sigmoid()
-        if windows.mask_G1NN is None:
-            return bias_MNN.unsqueeze(0)
-        return (bias_MNN + windows.mask_G1NN).flatten(0, 1).unsqueeze(0)
 
 
 def _inverse_norm(x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Image data sets: folders of image files, or arrays. Pillow decodes and resizes an image when it is read.
 
+All random numbers depend on (seed, epoch, image) only; see `draws_of`. Therefore an image is augmented in
+the same way on every rank, in every worker, and after a resume.
 N images, C channels (1 or 3), H x W pixels of the model's input.
 """
 
@@ -13,13 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fairseq_tutel.vision.options import IMAGENET_MEAN, IMAGENET_STD, ImageConfig, numbers_of
+from fairseq_tutel.vision.options import ImageConfig
 
 if TYPE_CHECKING:
     from PIL.Image import Image  # of the extra `vision`
 
 EXTENSIONS = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
+# Mean and standard deviation of ImageNet's photos, from 0 to 1; red, green, blue.
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImageFolder:
@@ -52,7 +56,7 @@ class ImageFolder:
         from PIL import Image
 
         with Image.open(self.name(i)) as image:
-            return 1 if image.mode in ("1", "L", "LA", "F") or image.mode[0] == "I" else 3
+            return 1 if Image.getmodebase(image.mode) == "L" else 3
 
     def read(self, i: int, channels: int) -> "Image":
         """Decode image i to the given number of channels."""
@@ -70,22 +74,19 @@ class ImageArrays:
         with np.load(path, allow_pickle=False) as file:
             images, labels = file["images"], file["labels"]
             names = file["classes"].astype(str).tolist() if "classes" in file else None
-        if (
-            images.dtype != np.uint8
-            or images.ndim not in (3, 4)
-            or (images.ndim == 4 and images.shape[3] != 3)
-        ):
-            raise ValueError(
-                f"images of {path} is {images.dtype} {list(images.shape)}; give uint8 of shape [images, "
-                "height, width] or [images, height, width, 3]."
-            )
         self.class_names = names or [str(i) for i in range(int(labels.max()) + 1)]
-        if labels.shape != images.shape[:1] or not 0 <= labels.min() <= labels.max() < len(
-            self.class_names
+        is_grey_or_rgb = images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)
+        is_class_N = (labels >= 0) & (labels < len(self.class_names))
+        if not (
+            images.dtype == np.uint8
+            and is_grey_or_rgb
+            and labels.shape == images.shape[:1]
+            and is_class_N.all()
         ):
             raise ValueError(
-                f"labels of {path} has {len(labels)} numbers up to {labels.max()}; give the class of each "
-                f"of the {len(images)} images, from 0."
+                f"{path} has images of {images.dtype} {list(images.shape)} and {len(labels)} labels from "
+                f"{labels.min()} to {labels.max()}; give uint8 of shape [images, height, width] or "
+                "[images, height, width, 3], and the class of each image, from 0."
             )
         self._images, self.labels_N = images, labels.astype(np.int64)
 
@@ -182,15 +183,38 @@ def tensor_of(image: "Image") -> Tensor:
     return pixels.view(image.height, image.width, -1).permute(2, 0, 1).float() / 255
 
 
-def normalisation(config: ImageConfig, channels: int) -> tuple[Tensor, Tensor]:
-    """Return the mean and the standard deviation for normalizing images, [C, 1, 1] each."""
-    found = []
-    for name, default in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)):
-        text = getattr(config, name)
-        numbers = numbers_of(text) if text else default if channels == 3 else (0.5,)
-        if len(numbers) not in (1, channels):
-            raise ValueError(
-                f"--image-{name} is {text}, but images have {channels} channels; give one number."
-            )
-        found.append(torch.tensor(numbers).expand(channels).view(-1, 1, 1))
-    return found[0], found[1]
+def statistics(channels: int) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation [C, 1, 1] of normalization: ImageNet's for 3 channels, else 0.5."""
+    values = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.5,), (0.5,))
+    mean, std = (torch.tensor(each).view(-1, 1, 1) for each in values)
+    return mean, std
+
+
+def normalized(pixels: Tensor) -> Tensor:
+    """Normalize pixels [C, H, W] by their `statistics`."""
+    mean, std = statistics(pixels.shape[-3])
+    return (pixels - mean) / std
+
+
+def draws_of(seed: int, epoch: int, index: int) -> np.random.Generator:
+    """Return the random number generator for one image in one epoch."""
+    return np.random.default_rng((seed, epoch, index))
+
+
+def order_of(seed: int, epoch: int, num_images: int) -> np.ndarray:
+    """Return a random order of all images for one epoch, [N] int64."""
+    # No image has this number, so the order is independent of all augmentations.
+    return draws_of(seed, epoch, num_images).permutation(num_images)
+
+
+def augmented(image: "Image", config: ImageConfig, draws: np.random.Generator) -> "Image":
+    """Crop and flip an image randomly. A disabled option draws no random numbers."""
+    from PIL import ImageOps
+
+    if config.crop_padding:
+        left, top = draws.integers(0, 2 * config.crop_padding, size=2, endpoint=True).tolist()
+        box = (left, top, left + image.width, top + image.height)
+        image = ImageOps.expand(image, config.crop_padding).crop(box)
+    if config.flip and draws.random() < config.flip:
+        image = ImageOps.mirror(image)
+    return image

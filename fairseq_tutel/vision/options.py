@@ -1,6 +1,5 @@
 """The options of the task image_classification, of Swin V2, and of experts in Swin V2."""
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -19,23 +18,6 @@ from fairseq_tutel.option import (
 image_option = partial(option, of="task", theme="Images")
 vision = partial(option, theme="Vision", of="model")
 SHARE: Rule = (lambda v: 0 <= v <= 1, "give a number from 0 to 1")
-# Mean and standard deviation of ImageNet's photos, from 0 to 1; red, green, blue.
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-def numbers_of(text: str) -> tuple[float, ...]:
-    """Parse numbers that are separated by commas; return () if any is missing or not finite."""
-    try:
-        numbers = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        return ()
-    return numbers if all(map(math.isfinite, numbers)) else ()
-
-
-NUMBERS: Rule = (
-    lambda v: v == "" or bool(numbers_of(v)),
-    "give a number, or one number per channel, such as 0.5,0.5,0.5",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +38,6 @@ class ImageConfig:
         "channels of images from files: 1 grey, 3 RGB; 0: as in the first training image",
         rule=(lambda v: v in (0, 1, 3), "give 0, 1 or 3"),
     )
-    mean: str = image_option(
-        "",
-        "mean that normalization subtracts from values of 0 to 1: one number, or one per channel; "
-        "empty: ImageNet's for 3 channels, else 0.5",
-        rule=NUMBERS,
-    )
-    std: str = image_option(
-        "",
-        "standard deviation by which normalization divides: one number, or one per channel; "
-        "empty: ImageNet's for 3 channels, else 0.5",
-        rule=NUMBERS,
-    )
     crop_padding: int = image_option(
         0,
         "random crop in training: width of the black border that is added before the crop",
@@ -75,35 +45,12 @@ class ImageConfig:
         rule=AT_LEAST_0,
     )
     flip: float = image_option(0.0, "probability of a horizontal flip in training", rule=SHARE)
-    jitter: float = image_option(
-        0.0,
-        "color jitter in training: random factors of brightness, contrast and saturation, from 1 minus "
-        "this to 1 plus this",
-        rule=SHARE,
-    )
-    erase: float = image_option(
-        0.0,
-        "random erasing in training: probability of setting a rectangle (2 to 33 % of area) to the mean",
-        rule=SHARE,
-    )
     mixup: float = image_option(
         0.0,
         "mixup in training: blend each image with the next image of the batch, with a weight drawn from "
         "Beta(a, a) for this a; 0: off",
         rule=NOT_NEGATIVE,
     )
-    cutmix: float = image_option(
-        0.0,
-        "cutmix in training: replace a rectangle of each image by the same rectangle of the next image; "
-        "the area is drawn from Beta(a, a) for this a; 0: off; with --image-mixup, each image gets one of "
-        "the two",
-        rule=NOT_NEGATIVE,
-    )
-
-    @property
-    def mixes(self) -> bool:
-        """Whether mixup or cutmix is enabled."""
-        return self.mixup > 0 or self.cutmix > 0
 
 
 def numbers(text: str) -> list[int]:
@@ -164,9 +111,6 @@ class SwinConfig:
         rule=PROBABILITY,
     )
     init_std: float = vision(0.02, "standard deviation of initial weights of linear layers", rule=POSITIVE)
-    checkpoint_activations: bool = vision(
-        False, "save only the inputs of blocks, and recompute other activations in backward"
-    )
 
 
 @dataclass(frozen=True)

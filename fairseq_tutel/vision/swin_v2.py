@@ -10,7 +10,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.vision.attention import Size, WindowAttention, Windows, windows_of
 from fairseq_tutel.vision.options import SwinConfig, of_stages
@@ -68,7 +67,6 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.norms_first, self.drop_path = config.form == "moe", drop_path
-        self.checkpoints = config.checkpoint_activations
         self.attn = WindowAttention(dim, heads, config.form, position_window)
         hidden_dim = int(dim * config.mlp_ratio)
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
@@ -117,10 +115,7 @@ class Stage(nn.Module):
         """Return the tokens after the stage, and the size of the image in tokens."""
         both = [windows_of(*size, self.window, shifted, x_BLD.device) for shifted in (False, True)]
         for i, block in enumerate(self.blocks):
-            if block.checkpoints and torch.is_grad_enabled():
-                x_BLD = checkpoint(block, x_BLD, windows=both[i % 2], use_reentrant=False)
-            else:
-                x_BLD = block(x_BLD, windows=both[i % 2])
+            x_BLD = block(x_BLD, windows=both[i % 2])
         return (x_BLD, size) if self.downsample is None else self.downsample(x_BLD, size)
 
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from fairseq_tutel.checkpoint import lock
 from fairseq_tutel.checkpoint.lock import locked
 
 HOLD = """
@@ -38,5 +39,18 @@ def test_a_folder_is_locked_until_its_process_ends(tmp_path, end):
             process.stdin.close()
             process.wait()
         with locked(folder) as is_held:
-            assert is_held
-        assert os.listdir(folder) == ["writer.lock"]
+            assert is_held and os.listdir(folder) == ["writer.lock"]
+        assert not os.listdir(folder)
+
+
+def test_a_file_that_its_owner_removed_just_before_it_is_locked_is_not_a_lock(tmp_path, monkeypatch):
+    take, removed = lock._lock, []
+
+    def remove_first(file, folder):
+        if not removed:
+            removed.append(os.remove(tmp_path / lock.NAME))
+        return take(file, folder)
+
+    monkeypatch.setattr(lock, "_lock", remove_first)
+    with locked(str(tmp_path)):
+        assert os.listdir(tmp_path) == [lock.NAME]

@@ -1,7 +1,6 @@
 """`convert`: what all kinds of it do with hostile, damaged and sharded files, and with a full disk."""
 
 import os
-import re
 import resource
 from unittest import mock
 
@@ -9,10 +8,8 @@ import pytest
 import torch
 from moe_files import save
 from safetensors.torch import save_file
-from terminal import terminal
 from tool_in_process import convert, refusal, refusal_of, tool
 
-from fairseq_tutel.checkpoint.atomic_save import write
 from fairseq_tutel.checkpoint.files import is_whole
 from fairseq_tutel.checkpoint.shards import ShardedTensor, write_pieces
 
@@ -32,7 +29,7 @@ READERS = {
     "meta": ("x-shared.pt", ("--input", "x")),
     "tutel": ("x0-of-1", ("--input-prefix", "x", "--input-size", 1)),
     "swin": ("x.pt", ("--input", "x.pt")),
-    "merge": ("x.pt", ("--input", "x.pt", "--moe-expert-count", 2)),
+    "prune": ("x.pt", ("--input", "x.pt", "--drop", 0)),
 }
 
 
@@ -50,33 +47,7 @@ def test_no_tool_runs_code_of_a_file(kind, older, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [file]
 
 
-# For each kind, what its bars say.
-BARS = {
-    "sharded": ("--input", "a.pt", ["checking a.pt", "writing experts", "writing out"]),
-    "full": ("--input", "s.pt", ["checking s.pt", "reading experts", "writing out"]),
-    "safetensors": ("--input", "s.pt", ["checking s.pt", "writing weights"]),
-}
-
-
-@pytest.mark.parametrize("kind", BARS)
-def test_a_conversion_shows_its_progress_on_a_terminal_alone(kind, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    *words, bars = BARS[kind]
-    convert("sharded", "--input", save("a.pt"), "--output", "s.pt")
-    with terminal() as drawn:
-        convert(kind, *words, "--output", "out")
-        assert re.findall(r"(\w[\w .]*):   0%\|", drawn()) == bars
-    assert "0%" not in capfd.readouterr().err
-
-
-def test_the_bytes_of_a_written_file_are_counted(tmp_path):
-    counts = []
-    write({"a": torch.ones(1000)}, tmp_path / "a.pt", counts.append)
-    assert sum(counts) == (tmp_path / "a.pt").stat().st_size
-    assert torch.equal(torch.load(tmp_path / "a.pt")["a"], torch.ones(1000))
-
-
-WRITTEN = {"sharded": (), "full": (), "merge": ("--moe-expert-count", 2)}
+WRITTEN = {"sharded": (), "full": (), "prune": ("--drop", 0)}
 
 
 @pytest.fixture
@@ -100,8 +71,8 @@ def test_convert_says_in_the_system_s_words_why_it_could_not_write(kind, tmp_pat
     request.getfixturevalue("small_disk")
     words = ("--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt", *WRITTEN[kind])
     words = (*words, "--overwrite")
-    place = f"--output {tmp_path / 'b.pt'} could not be written (File too large); give another path."
-    assert refusal(kind, *words) == place
+    place = f"--output {tmp_path / 'b.pt'} could not be written (File too large); "
+    assert refusal(kind, *words).startswith(place)
     assert everything(tmp_path) == before
 
 
@@ -133,14 +104,7 @@ def test_convert_sharded_keeps_a_folder_that_another_checkpoint_names(tmp_path):
     assert everything(tmp_path) == before
 
 
-def test_convert_says_that_the_system_lets_nobody_read_a_file(tmp_path):
-    path = save(tmp_path / "a.pt")
-    with mock.patch("torch.load", side_effect=PermissionError(13, "Permission denied")):
-        message = refusal("full", "--input", path, "--output", tmp_path / "b.pt")
-    assert "a.pt, which cannot be read (Permission denied); make it readable, or give another" in message
-
-
-FROM_OURS = {**WRITTEN, "prune": ("--drop", 0), "dense": ("--experts", 0)}
+FROM_OURS = {**WRITTEN, "dense": ("--experts", 0)}
 
 
 @pytest.mark.parametrize("kind", FROM_OURS)
@@ -244,7 +208,7 @@ def flat(tree):
     return tree.tolist() if torch.is_tensor(tree) else tree
 
 
-@pytest.mark.parametrize("kind", ["merge", "average"])
+@pytest.mark.parametrize("kind", ["prune", "average"])
 def test_no_tool_replaces_a_file_unasked(kind, tmp_path):
     path, written = save(tmp_path / "a.pt"), tmp_path / "b.pt"
     written.write_text("older")
@@ -259,7 +223,7 @@ def test_no_tool_replaces_a_file_unasked(kind, tmp_path):
     assert written.read_bytes() != b"older"
 
 
-@pytest.mark.parametrize("kind", [*FROM_OURS, "safetensors", "upcycle", "average"])
+@pytest.mark.parametrize("kind", [*FROM_OURS, "upcycle", "average"])
 def test_no_tool_makes_a_valid_file_of_a_damaged_one(kind, tmp_path):
     path = save(tmp_path / "a.pt", layers=("decoder.layers.0",))
     weight = torch.load(path, weights_only=True)["model"]["decoder.embed_tokens.weight"]

@@ -72,21 +72,6 @@ def test_convert_meta_keeps_every_weight_and_starts_a_new_run(case, tmp_path):
     assert state["extra_state"]["train_iterator"]["iterations_in_epoch"] == 0
 
 
-def test_convert_meta_gives_names_and_options_of_ours(tmp_path):
-    _, state = converted(tmp_path)
-    names = {part: state["cfg"][part]["_name"] for part in ("model", "task", "criterion", "optimizer")}
-    assert names == {
-        "model": "moe_transformer_lm_gpt",
-        "task": "moe_language_modeling",
-        "criterion": "moe_cross_entropy",
-        "optimizer": "moe_adam",
-    }
-    options = state["cfg"]["model"]
-    assert options["moe_expert_count"] == "4"
-    assert options["moe_expert_ffn_dim"] == 0
-    assert options["decoder_ffn_embed_dim"] == H
-
-
 @pytest.mark.parametrize("alone", [False, True], ids=["cfg", "args"])
 def test_convert_meta_of_translation_names_every_copy_of_an_option(alone, tmp_path):
     _, state = converted(tmp_path, translates=True, args_alone=alone)

@@ -366,7 +366,10 @@ def test_what_is_no_whole_model_with_experts_is_refused(tmp_path):
         assert sentence in refused(tmp_path / "x.pth")
     for change, sentence in (
         ({f"{block}experts.W_fc9": torch.ones(4, 3)}, "has experts.W_fc9, which ffn experts do not have"),
-        ({f"{block}other": torch.ones(1)}, "has the weight stages.1.blocks.1.fc1.other"),
+        (
+            {f"{block}other": torch.ones(1)},
+            "(1,) instead of None for stages.1.blocks.1.fc1.other",
+        ),
         ({f"{block}gates.0.wg.weight": torch.ones(1)}, "without a linear or cosine gate"),
     ):
         torch.save({"model": theirs | change}, tmp_path / "y.pth")
@@ -400,11 +403,17 @@ def test_what_is_no_released_model_is_refused(tmp_path):
     for change, sentence in (
         (lambda m: m.clear(), "is not a Swin"),
         (lambda m: m.pop("layers.2.blocks.0.attn.cpb_mlp.2.weight"), "lacks the weight layers.2.blocks.0"),
-        (lambda m: m.pop("layers.1.blocks.1.norm1.bias"), "lacks the weight stages.1.blocks.1.norm1.bias"),
-        (lambda m: m.update(absolute_pos_embed=torch.ones(1)), "has the weight absolute_pos_embed"),
+        (
+            lambda m: m.pop("layers.1.blocks.1.norm1.bias"),
+            "(16,) for stages.1.blocks.1.norm1.bias",
+        ),
+        (
+            lambda m: m.update(absolute_pos_embed=torch.ones(1)),
+            "instead of None for absolute_pos_embed",
+        ),
         (
             lambda m: m.update({"head.bias": torch.ones(3)}),
-            "shape (3,), but the other weights require (5,)",
+            "the shape (3,) instead of (5,)",
         ),
     ):
         changed = dict(theirs)

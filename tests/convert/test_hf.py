@@ -1,5 +1,6 @@
 """`convert from-hf` and `to-hf`: small random models of transformers, logits and outputs both ways."""
 
+import contextlib
 import json
 import shutil
 
@@ -12,7 +13,7 @@ from tool_in_process import convert, refusal
 
 import fairseq_tutel as ft
 from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.convert.released import from_hf, to_hf
+from fairseq_tutel.convert.released import from_hf, output, to_hf
 from fairseq_tutel.convert.released.families.speech import convolutions
 from fairseq_tutel.convert.released.folder import ReleasedFolder
 from fairseq_tutel.plugin import register
@@ -174,20 +175,6 @@ def test_greedy_continuations_are_equal(name, released):
         tokens = interface.encode(text)[:-1]
         ours = interface.generate([tokens], beam=1, max_len_a=0, max_len_b=ids.shape[1] + 5)[0][0]["tokens"]
         assert ours.tolist()[:-1] == out[0, 1 : len(ours)].tolist()
-
-
-@pytest.mark.parametrize("name", some(["roberta", "xlm_roberta"], "roberta"))
-def test_the_same_words_fill_a_mask(name, released):
-    model, tokenizer, _, folder = released(name)
-    interface = ft.from_checkpoint(folder, device="cpu")
-    ids = tokenizer("the <mask> is near", return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        logits = model(ids).logits[0, ids[0].tolist().index(tokenizer.mask_token_id)]
-    found = interface.fill_mask("the <mask> is near", topk=3)
-    special = [0, 1, 2, 3, tokenizer.mask_token_id]
-    logits[special] = float("-inf")
-    best = logits.topk(3).indices.tolist()
-    assert [text for _, _, text in found] == [tokenizer.decode([i]).strip() for i in best]
 
 
 @pytest.mark.parametrize(
@@ -472,9 +459,26 @@ def test_the_command_lines_replace_only_folders_that_they_wrote(released, tmp_pa
                                               "--expert-dtype", "int8")  # fmt: skip
     shutil.copytree(source, tmp_path / "hf")
     export = ("to-hf", ours / "model.pt", "--output", tmp_path / "hf")
+    assert "--max-shard-size is 5; give a size" in refusal(*export, "--overwrite", "--max-shard-size", 5)
     missing = ("--tokenizer", tmp_path / "none")
     assert "which is not a folder" in refusal(*export, "--overwrite", *missing)
     convert(*export, "--overwrite", "--max-shard-size", "20KB")
     assert len([*(tmp_path / "hf").glob("model-*.safetensors")]) > 1
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert again("a boat")["input_ids"] == released("m2m100")[1]("a boat")["input_ids"]
+
+
+def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path):
+    weights = {name: torch.randn(size) for name, size in (("a", 200), ("b", 50), ("c", 1), ("d", 500))}
+    for fails in (False, True):
+        with contextlib.suppress(ValueError), output.new_folder(tmp_path / "hf") as folder:
+            output.write_weights(
+                {name: -tensor if fails else tensor for name, tensor in weights.items()}, folder, 1024
+            )
+            if fails:
+                raise OSError(28, "No space left on device")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    where = json.loads((tmp_path / "hf" / output.INDEX).read_text())["weight_map"]
+    files = [load_file(path) for path in sorted((tmp_path / "hf").glob("*.safetensors"))]
+    assert [[*file] for file in files] == [["a", "b", "c"], ["d"]] and where.keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for file in files for name, tensor in file.items())

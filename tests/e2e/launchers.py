@@ -60,28 +60,26 @@ def children(pid):
 
 
 class Cluster:
-    """Two nodes with an agent of torchrun each, on this machine, and a store for their rendezvous.
+    """Two nodes with an agent of torchrun each, on this machine, and a process for the store.
 
-    With `has_store` the store is a separate process, not in the agent of node 0. An update takes `seconds`.
+    An update takes `seconds`.
     """
 
-    def __init__(self, folder, words, has_store, seconds=0.7):
+    def __init__(self, folder, words, seconds=0.7):
         self.folder, self.words, self.port = folder, words, free_port()
-        self.agents, self.has_store = {}, has_store
+        self.agents = {}
         self._environment = {
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SECONDS_PER_UPDATE": str(seconds)
         }  # fmt: skip
         command = [sys.executable, "-c", STORE.format(port=self.port)]
-        self.store = subprocess.Popen(command) if has_store else None
+        self.store = subprocess.Popen(command)
 
     def start(self, node):
-        is_host = node == 0 and not self.has_store
-        if not is_host:
-            self._wait_for_store()
+        self._wait_for_store()
         launcher = (
             "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", 1, "--max-restarts", 5,
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}",
-            "--rdzv-conf", f"is_host={int(is_host)},last_call_timeout=15",
+            "--rdzv-conf", "is_host=0,last_call_timeout=15",
             "--local-addr", "127.0.0.1", "--monitor-interval", 1, "-m", "fairseq_tutel.train",
         )  # fmt: skip
         self.agents[node] = launch(launcher, self.words, self.folder / f"{node}.log", self._environment)
@@ -117,6 +115,5 @@ class Cluster:
         for node in list(self.agents):
             if self.agents[node].poll() is None:
                 self.lose(node)
-        if self.store is not None:
-            self.store.kill()
-            self.store.wait()
+        self.store.kill()
+        self.store.wait()

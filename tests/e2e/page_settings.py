@@ -4,7 +4,7 @@
 NOT_RUN = {
     "README.md": {
         "make setup": "installs; the continuous integration runs it",
-        "examples/quickstart.sh": "minutes; tests/e2e/test_quickstart.py",
+        "examples/quickstart.sh": "minutes; tests/repository/test_quickstart.py",
         "source .venv": "installs",
         "python3 -m venv": "installs",
         "pip install torch": "installs",
@@ -20,7 +20,6 @@ NOT_RUN = {
     },
     "docs/daily_use.md": {
         "fairseq-train TRAIN --fp16": "GPU",
-        "fairseq-train TRAIN --amp": "GPU",
     },
     "docs/failures.md": {
         "export": "for the next command",
@@ -64,6 +63,7 @@ PROGRAMS = {
 
 # What a reader replaces, and smaller numbers of ranks.
 EDITS = {
+    "README.md": [("--beam 5", "--beam 1 --max-len-b 5"), ("Hund\")", "Hund\", beam=1, max_len_b=5)")],
     "docs/checkpoints.md": [
         ("--moe-checkpoint sharded", "--moe-checkpoint sharded --save-dir checkpoints"),
         ("from-model MOE.pt", "from-model MOE.pt --log-format json --log-file SAVE_DIR/train.log"),

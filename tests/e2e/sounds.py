@@ -17,11 +17,11 @@ STEPS_A_LETTER = 4  # of 20 ms, as labels of frames and wav2vec2's frames are
 def tones(folder):
     """Write and list utterances of 2 to 5 letters; return the folder.
 
-    There are SPLIT.tsv, which fairseq calls a manifest, SPLIT.ltr, the text, SPLIT.km, a label a frame, and
-    SPLIT.first, the first letter. The sounds have names that fairseq takes for subsets, in a folder below.
+    There are SPLIT.tsv, which fairseq calls a manifest, SPLIT.ltr, the text, and SPLIT.km, a label a frame.
+    The sounds have names that fairseq takes for subsets, in a folder below.
     """
     (folder / "wav").mkdir(parents=True)
-    for name in ("ltr", "km", "first"):
+    for name in ("ltr", "km"):
         (folder / f"dict.{name}.txt").write_text("".join(f"{of} 1\n" for of in LETTERS))
     for split, count in (("train", 24), ("valid", 6)):
         rng, manifest, texts, frames = np.random.default_rng(count), [str(folder / "wav")], [], []
@@ -32,9 +32,7 @@ def tones(folder):
             manifest.append(f"{path.name}\t{size}")
             texts.append(" ".join(LETTERS[of] for of in letters))
             frames.append(" ".join(LETTERS[of] for of in letters for _ in range(STEPS_A_LETTER)))
-        firsts = [text[0] for text in texts]
-        of = {"tsv": manifest, "ltr": texts, "km": frames, "first": firsts}
-        for ending, lines in of.items():
+        for ending, lines in {"tsv": manifest, "ltr": texts, "km": frames}.items():
             (folder / f"{split}.{ending}").write_text("\n".join(lines) + "\n")
     return folder
 

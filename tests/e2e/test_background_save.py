@@ -1,29 +1,18 @@
 """Sharded checkpoints that threads write during training: equal bits and files, safe at any time."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from cli import fairseq, start, tail, wait
 from equality import same_bits
+from faults.trial import PLACES, Trial, environment
 from models import lm_args
 from test_sharded_checkpoints import SHARDED, load
 
 from fairseq_tutel.parallel.signals import EXIT_CODE
 
-PLACES = str(Path(__file__).parents[1] / "faults" / "faulty_places")
 ASYNC = (*SHARDED, "--moe-save-async")
 LONG = pytest.mark.long
 KEPT = ("--keep-interval-updates", 2, "--keep-best-checkpoints", 2)
-
-
-def _environment(folder, what="none", place="none", when=1, rank=0, detail=""):
-    fault = {
-        "what": what, "place": place, "when": when, "rank": rank, "marker": str(folder / "fired"),
-        "save_dir": str(folder / "save"), "seconds": 0, "detail": detail, "fraction": 0.5,
-    }  # fmt: skip
-    return {"FAULT": json.dumps(fault)}
 
 
 def _words(data, folder, *flags):
@@ -32,7 +21,7 @@ def _words(data, folder, *flags):
 
 
 def _train(data, folder, ranks, *flags):
-    return fairseq("train", *_words(data, folder, *flags), ranks=ranks, env=_environment(folder))
+    return fairseq("train", *_words(data, folder, *flags), ranks=ranks, env=environment(folder, Trial()))
 
 
 def _same(one, two, name="checkpoint_last.pt"):
@@ -77,30 +66,44 @@ def test_files_and_bits_equal_those_of_a_save_that_blocks(lm_data, tmp_path, in_
             _same(tmp_path, in_background(case), name)
 
 
+# The first save waits until the fourth update is done.
+SLOW = """
+import threading
+from fairseq.trainer import Trainer
+from fairseq_tutel.plugin import register
+register()
+from fairseq_tutel.checkpoint import experts
+write, train_step, trained = experts.write_file, Trainer.train_step, threading.Event()
+def write_slowly(*args):
+    trained.wait(60)
+    write(*args)
+def train(self, *args, **kwargs):
+    logged = train_step(self, *args, **kwargs)
+    if self.get_num_updates() == 4:
+        trained.set()
+    return logged
+experts.write_file, Trainer.train_step = write_slowly, train
+"""
+
+
 def test_training_continues_while_threads_write(lm_data, tmp_path):
-    """A thread that takes a second does not stop updates; the checkpoint has the weights of its update."""
-    slow = tmp_path / "slow"
-    slow.mkdir()
-    (slow / "__init__.py").write_text(
-        "import time\nfrom fairseq_tutel.plugin import register\nregister()\n"
-        "from fairseq_tutel.checkpoint import experts\nwrite = experts.write_file\n"
-        "def write_slowly(*args):\n    time.sleep(1)\n    write(*args)\n"
-        "experts.write_file = write_slowly\n"
-    )
-    run = fairseq("train", *_words(lm_data, tmp_path, *ASYNC, "--user-dir", slow, "--validate-interval", 9))
-    log = run.logs[0]
-    begun, committed = log.index("update 2 in the background"), log.index("Saved checkpoint")
-    assert '"num_updates": "4"' in log[begun:committed]
+    """A thread that waits does not stop updates; the checkpoint has the weights of its update."""
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "__init__.py").write_text(SLOW)
+    flags = (*ASYNC, "--user-dir", tmp_path / "slow", "--disable-validation", "--max-update", 4)
+    log = fairseq("train", *_words(lm_data, tmp_path, *flags)).logs[0]
+    committed = log.index("Saved checkpoint")
+    assert log.index("update 2 in the background") < log.index('"num_updates": "3"') < committed
     assert log.index("update 4 in the background") > committed  # the next save waits
     first = torch.load(tmp_path / "save" / "checkpoint_1_2.pt", weights_only=False)
     assert first["optimizer_history"][-1]["num_updates"] == 2
 
 
 FAULTS = {
-    "kill of a writing thread": ("kill", "shard", 4, 1),
-    "error of a thread": ("error", "shard", 4, 1, "disk"),
-    "full disk at a copy": ("full", "copy", 2, 0),
-    "signal": ("signal", "shard", 3, 1, "SIGTERM"),
+    "kill of a writing thread": Trial(what="kill", place="shard", when=4, rank=1),
+    "error of a thread": Trial(what="error", place="shard", when=4, rank=1),
+    "full disk at a copy": Trial(what="full", place="copy", when=2),
+    "signal": Trial(what="signal", place="shard", when=3, rank=1, number="SIGTERM"),
 }
 
 
@@ -108,7 +111,7 @@ FAULTS = {
     "case", [pytest.param(c, marks=[LONG] * (c != "kill of a writing thread")) for c in FAULTS]
 )
 def test_a_run_continues_exactly_after_a_failed_save(lm_data, tmp_path, in_background, case):
-    words, env = _words(lm_data, tmp_path, *ASYNC, *KEPT), _environment(tmp_path, *FAULTS[case])
+    words, env = _words(lm_data, tmp_path, *ASYNC, *KEPT), environment(tmp_path, FAULTS[case])
     run = wait(start("train", *words, ranks=2, env=env))
     assert 0 not in run.exit_codes
     if case == "error of a thread":

@@ -4,10 +4,9 @@ import shutil
 
 import pytest
 import torch
-from cli import USER_DIR, fairseq, refused
+from cli import fairseq
 from equality import facts_of, same_bits, same_weights
-from models import dense_lm_args, lm_args, mt_args
-from tool_in_process import convert
+from models import dense_lm_args, lm_args
 
 LONG = pytest.mark.long
 FILE = "checkpoint_last.pt"
@@ -78,18 +77,6 @@ def test_two_ranks_train_like_one(lm_data, teacher, extra, tmp_path):
     same_weights(facts[1]["model"], facts[2]["model"], adam=False)
 
 
-@LONG
-def test_a_student_of_convert_trains(lm_data, teacher, tmp_path):
-    """It begins with the teacher's last layer, and is opened by its own options."""
-    convert("student", "--input", teacher, "--output", tmp_path / "begin.pt", "--drop-layers", 0)
-    begin = torch.load(tmp_path / "begin.pt", weights_only=False)
-    assert begin["cfg"]["model"]["decoder_layers"] == 1
-    assert len(begin["model"]["decoder.layers.0.fc1.experts.fc1_weight"]) == 4
-    extra = ("--finetune-from-model", tmp_path / "begin.pt", "--lr", 1e-9)
-    student(lm_data, tmp_path / "student", teacher, *extra, updates=1)
-    same_weights(begin["model"], loaded(tmp_path / "student")["model"], adam=True)
-
-
 AWAY = ("--distill-teacher-overrides", "{'moe_expert_store': 'on-demand', 'moe_expert_cache': '2'}")
 
 
@@ -106,53 +93,3 @@ def test_a_dense_student_learns_from_a_teacher_with_offloaded_experts(lm_data, t
     saved = loaded(tmp_path / "here")
     assert not any("experts" in key for key in saved["model"])
     assert saved["optimizer_history"][-1]["criterion_name"] == "CrossEntropyCriterion"
-
-
-@LONG
-def test_validation_needs_no_teacher(lm_data, teacher, tmp_path):
-    path = shutil.copy(teacher, tmp_path / "teacher.pt")
-    shutil.copytree(teacher.parent / "experts", tmp_path / "experts")
-    run = student(lm_data, tmp_path / "student", path, updates=1)
-    path.unlink()
-    words = [
-        lm_data, "--user-dir", USER_DIR, "--task", "moe_language_modeling", "--tokens-per-sample", 16,
-        "--batch-size", 4, "--required-batch-size-multiple", 1, "--log-format", "json",
-    ]  # fmt: skip
-    again = fairseq("validate", *words, "--path", tmp_path / "student" / FILE)
-    (before,), (after,) = run.stats("valid"), again.stats("valid")
-    assert float(after["valid_nll_loss"]) == pytest.approx(float(before["valid_nll_loss"]), abs=2e-3)
-
-
-@LONG
-def test_an_adaptive_softmax_learns_on_one_rank_and_on_two(lm_data, tmp_path):
-    words = (
-        "--adaptive-softmax-cutoff", "10,20", "--ddp-backend", "legacy_ddp", "--optimizer", "moe_sgd",
-        "--criterion", "moe_adaptive_loss",
-    )  # fmt: skip
-    fairseq("train", *lm_args(lm_data, tmp_path / "teacher", *words, updates=1))
-    asks = ("--distill-teacher", tmp_path / "teacher" / FILE, "--seed", 3)
-    extra = (*words, *distill(*asks, criterion="moe_adaptive_loss"))
-    found = {}
-    for ranks in (1, 2):
-        freq = ("--update-freq", 2 // ranks)
-        args = lm_args(lm_data, tmp_path / str(ranks), *extra, *freq, updates=2)
-        fairseq("train", *args, ranks=ranks)
-        found[ranks] = loaded(tmp_path / str(ranks))
-    assert facts_of(found[1])["distill_loss 0"] > 0
-    assert facts_of(found[2]) == pytest.approx(facts_of(found[1]), rel=1e-5, abs=1e-6)
-    same_weights(found[1]["model"], found[2]["model"], adam=False)
-
-
-@LONG
-def test_a_teacher_of_another_task_or_dictionary_is_refused(lm_data, mt_data, teacher, tmp_path):
-    fairseq("train", *mt_args(mt_data, tmp_path / "mt", updates=1))
-    other = shutil.copytree(lm_data, tmp_path / "other")
-    lines = (other / "dict.txt").read_text().splitlines(keepends=True)
-    (other / "dict.txt").write_text("".join(lines[::-1]))
-    for data, path, sentence in (
-        (lm_data, tmp_path / "mt" / FILE, "a model of the task translation, but the student's task is "),
-        (other, teacher, "was trained with the dictionary"),
-    ):
-        words = lm_args(data, tmp_path / "student", *distill("--distill-teacher", path))
-        last = refused("train", *words).strip().splitlines()[-1]
-        assert last.startswith(f"error: --distill-teacher is {path}, ") and sentence in last

@@ -65,14 +65,6 @@ def test_two_ranks_train_what_one_does(trained, lm_data, tmp_path):
         assert (first - second).abs().mean() > 0.01
 
 
-@pytest.mark.long
-def test_a_resume_gives_the_same_bits(trained, lm_data, tmp_path):
-    kind, folder, _ = trained
-    fairseq("train", *lm_args(lm_data, tmp_path, kind=kind, updates=2))
-    fairseq("train", *lm_args(lm_data, tmp_path, kind=kind))
-    same_bits(load(folder)["model"], load(tmp_path)["model"])
-
-
 def loss_of(run):
     return float(run.output.split("Loss (base 2): ")[1].split(",")[0])
 
@@ -98,34 +90,6 @@ def test_an_ensemble_opens_as_one_and_its_members_alone(trained, lm_data, tmp_pa
     assert f"nll_loss {float(last['valid_nll_loss']):.3f}".rstrip("0") in validated.output
 
 
-HYDRA = """
-common: {user_dir: USER_DIR}
-task: {_name: language_modeling, data: DATA, tokens_per_sample: 16}
-model:
-  {_name: ensemble_of, ensemble_arch: transformer_lm, ensemble_size: 2, decoder_layers: 1,
-   decoder_embed_dim: 16, decoder_input_dim: 16, decoder_output_dim: 16, decoder_ffn_embed_dim: 32,
-   decoder_attention_heads: 2}
-criterion: {_name: cmcl, cmcl_overlap: 2}
-optimizer: {_name: adam}
-lr_scheduler: {_name: fixed}
-dataset: {batch_size: 4, num_workers: 0}
-optimization: {max_update: 1, lr: [0.01]}
-checkpoint: {save_dir: FOLDER, no_epoch_checkpoints: true}
-hydra: {run: {dir: .}, output_subdir: null}
-"""
-
-
-@pytest.mark.long
-def test_hydra_takes_a_member_s_keys(lm_data, tmp_path):
-    text = HYDRA.replace("USER_DIR", USER_DIR).replace("DATA", str(lm_data))
-    (tmp_path / "run.yaml").write_text(text.replace("FOLDER", str(tmp_path)))
-    fairseq("hydra-train", "--config-dir", tmp_path, "--config-name", "run")
-    state = load(tmp_path)
-    assert state["model"]["members.1.decoder.layers.0.fc1.weight"].shape == (32, 16)
-    convert("members", "--input", tmp_path / "checkpoint_last.pt", "--output", tmp_path / "members")
-    fairseq("eval-lm", lm_data, "--path", tmp_path / "members" / "member0.pt", "--gen-subset", "valid")
-
-
 EXAMPLE = str(ROOT / "examples" / "cmcl")
 
 
@@ -141,22 +105,20 @@ def images(folder):
     return folder
 
 
-def image_args(data, folder, *extra):
+def image_args(data, folder):
     return [
         data, "--user-dir", EXAMPLE, "--task", "image_classification", "--arch", "ensemble_of",
         "--ensemble-arch", "tiny_mlp", "--tiny-hidden", 8, "--ensemble-size", SIZE, "--criterion", "cmcl",
         "--cmcl-overlap", 1, "--ensemble-share-after", "hidden", "--ensemble-share-keep", 1,
         "--optimizer", "adam", "--lr", 0.03, "--batch-size", 12, "--max-epoch", 6, "--save-dir", folder,
         "--log-format", "json", "--no-epoch-checkpoints", "--num-workers", 0, "--ddp-backend",
-        "legacy_ddp", "--required-batch-size-multiple", 1, "--update-freq", 2, *extra,
+        "legacy_ddp", "--required-batch-size-multiple", 1, "--update-freq", 2,
     ]  # fmt: skip
 
 
-def test_images_are_learned_by_some_members_on_two_ranks_as_on_one(tmp_path):
+def test_images_are_learned_by_some_members(tmp_path):
     data = images(tmp_path / "data")
-    run = fairseq("train", *image_args(data, tmp_path / "1"))
-    fairseq("train", *image_args(data, tmp_path / "2", "--update-freq", 1), ranks=2)
-    same_weights(load(tmp_path / "1")["model"], load(tmp_path / "2")["model"], adam=True)
+    run = fairseq("train", *image_args(data, tmp_path / "run"))
     last = run.stats("valid")[-1]
     assert float(last["valid_oracle_error"]) < 10
     assert float(last["valid_member_accuracy"]) < 70 < float(last["valid_accuracy"])

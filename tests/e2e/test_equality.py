@@ -14,11 +14,6 @@ CASES = {
         "lm", *SGD, "--moe-top-k", 1, "--moe-use-2dh", "--moe-local-size", 2, "--moe-recompute-experts",
         "--moe-cmr", "--cmr-gate-loss-wt", 0.5, "--cmr-gate-loss-p", 0.2,
     ),
-    "sigmoid-bias-groups-shared-sequence": (
-        "lm", *SGD, "--moe-score-function", "sigmoid", "--moe-balance-bias", "--moe-expert-groups", 2,
-        "--moe-balance-loss", "gshard_sequence:1", "--moe-shared-experts", 1,
-        "--moe-routed-scaling-factor", 1.5, "--checkpoint-activations",
-    ),
     "experts-choose-residual-prescore": (
         "mt", *SGD, "--moe-choice", "experts", "--moe-residual", "--moe-prescore",
         "--moe-normalize-gate", "after", "--moe-pregate", 1,

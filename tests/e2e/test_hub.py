@@ -5,7 +5,6 @@ import logging
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -15,11 +14,9 @@ import pytest
 import torch
 from cli import ROOT, USER_DIR, fairseq
 from doc_examples import run_example
-from fairseq.data import Dictionary
 from models import lm_args, mt_args
 from PIL import Image
 from terminal import terminal
-from tool_in_process import convert
 
 import fairseq_tutel
 from fairseq_tutel import plugin
@@ -52,29 +49,16 @@ def test_translate_gives_what_fairseq_generate_prints(mt, mt_data):
     with terminal() as drawn:
         model = fairseq_tutel.from_checkpoint(mt)
         bars = re.findall(r"(\w[\w .]*):   0%\|", drawn())
-        assert bars == ["checking checkpoint_best.pt", "loading experts"]
+        assert bars == ["checking checkpoint_best.pt"]
     assert model.translate(sources, beam=3, **lengths) == expected and len(set(expected)) > 1
     assert model.translate(sources[0], beam=3, **lengths) == expected[0]
     store = {"moe_expert_store": "on-demand", "moe_expert_cache": "9KB"}
-    with terminal() as drawn:
-        stored = fairseq_tutel.from_checkpoint(path, **store)
-        assert "preparing the expert store:   0%|" in drawn()
+    stored = fairseq_tutel.from_checkpoint(path, **store)
     with ThreadPoolExecutor(3) as pool:
         answers = pool.map(lambda text: stored.translate(text, beam=3, **lengths), sources)
         assert list(answers) == expected
     experts = stored.models[0].encoder.layers[0].fc1.experts
     assert all(parameter.is_meta for parameter in experts.parameters())
-    halves = [
-        fairseq_tutel.from_checkpoint(path, dtype=torch.bfloat16, **store)
-        for store in ({}, {"moe_expert_store": "on-demand"})
-    ]
-    assert next(halves[0].models[0].parameters()).dtype == torch.bfloat16
-    assert halves[0].translate(sources, **lengths) == halves[1].translate(sources, **lengths)
-    with pytest.raises(ValueError, match="a translation model has no method score; call translate"):
-        model.score(sources)
-    assert model.translate([]) == [] and len(model.translate(["w1 " * 200], max_len_b=2)) == 1
-    with pytest.raises(ValueError, match="lenpn is not an option"):
-        model.translate("w1", lenpn=2)
 
 
 def test_scores_are_those_of_eval_lm_and_samples_are_the_best_words(lm, lm_data):
@@ -103,7 +87,7 @@ def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_
     state, path = torch.load(lm, weights_only=False), tmp_path / "moved.pt"
     state["cfg"]["task"]["data"] = "/nowhere"
     torch.save(state, path)
-    with pytest.raises(ValueError, match=r"dict\.txt does not exist, but the task of .* `data`"):
+    with pytest.raises(FileNotFoundError, match=r"dict\.txt"):
         fairseq_tutel.from_checkpoint(path)
     expected = fairseq_tutel.from_checkpoint(lm).sample("w1 w3")
     assert fairseq_tutel.from_checkpoint(path, lm_data).sample("w1 w3") == expected
@@ -116,33 +100,6 @@ def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_
     assert logging.root.level == level
 
 
-def test_a_dense_checkpoint_opens(lm, tmp_path):
-    convert("dense", "--input", lm, "--output", tmp_path / "dense.pt", "--experts", 0)
-    model = fairseq_tutel.from_checkpoint(tmp_path / "dense.pt")
-    assert not any(".experts." in name for name, _ in model.named_parameters())
-    assert model.sample("w1 w3").startswith("w1 w3")
-
-
-def test_a_dense_checkpoint_opens_in_fairseq_without_the_plugin(mt, mt_data, tmp_path):
-    """In a process of its own, in which nothing allows the classes of a checkpoint."""
-    convert("dense", mt, "--output", tmp_path / "dense.pt", "--experts", 0)
-    words = (
-        mt_data,
-        "--path",
-        tmp_path / "dense.pt",
-        "--cpu",
-        "--gen-subset",
-        "valid",
-        "--max-tokens",
-        200,
-    )
-    ended = subprocess.run(
-        [sys.executable, "-m", "fairseq_cli.generate", *map(str, words)], capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "BLEU4 = " in ended.stdout + ended.stderr
-
-
 def test_the_example_answers_lines(mt, capsys):
     argv = ["hub.py", str(mt), "moe_expert_store=on-demand"]
     example = ROOT / "examples" / "hub.py"
@@ -153,7 +110,7 @@ def test_the_example_answers_lines(mt, capsys):
         runpy.run_path(str(example), run_name="__main__")
     first, last = [fairseq_tutel.from_checkpoint(mt).translate(text) for text in ("w1 w3", "w2")]
     printed = capsys.readouterr()
-    assert printed.out.splitlines() == [first, "", last] and "a translation model" in printed.err
+    assert printed.out.splitlines() == [first, "", last] and "translate on cpu" in printed.err
     assert "error: Size of sample #0 is invalid" in printed.err
 
 
@@ -175,70 +132,43 @@ def test_classify_gives_what_the_model_says_of_an_image(tmp_path):
     probabilities_C = model.models[0](x_BCHW)[0].softmax(0)
     assert dict(from_array) == pytest.approx(dict(zip("abc", probabilities_C.tolist(), strict=True)))
     assert from_array == from_file == sorted(from_array, key=lambda pair: -pair[1])
-    for one in (images[2], images[2, :, :, None]):
-        assert model.classify(one) == from_array[:1]
-    for wrong in (images[2].astype(float), np.zeros((4, 4, 3), np.uint8)):
-        with pytest.raises(ValueError, match=r"give an array of uint8 \[height, width, 1\]\.$"):
-            model.classify([wrong])
-    (tmp_path / "image.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"image\.png cannot be read as an image"):
-        model.classify(tmp_path / "image.png")
+    assert model.classify(images[2]) == from_array[:1]
+    with pytest.raises(ValueError, match=r"give an array of uint8 \[height, width, 1\]\.$"):
+        model.classify([np.zeros((4, 4, 3), np.uint8)])
 
 
-def test_a_model_without_an_interface_is_refused():
-    plugin.register()
-    from fairseq_tutel.plugin.hub_interfaces import Denoising, MaskedLanguageModel, interface_of
-
-    task = mock.Mock(spec=["source_dictionary"], source_dictionary=None)  # as of speech
-    with pytest.raises(ValueError, match=r"path names a Linear of the task Mock, for which there is no"):
-        interface_of(torch.nn.Linear(1, 1), task)
-    for interface in (Denoising, MaskedLanguageModel):  # stock's take the first alone
-        with pytest.raises(ValueError, match=r"2 checkpoints, but a .* cannot be an ensemble; give"):
-            interface(None, None, [torch.nn.Linear(1, 1)] * 2)
-
-
-def test_an_encoder_decoder_that_classifies_is_no_translation_model():
+def test_a_model_without_an_interface_and_an_ensemble_of_bart_are_refused():
     plugin.register()
     from fairseq.models import FairseqEncoderDecoderModel
-    from fairseq.tasks.sentence_prediction import SentencePredictionTask
 
-    from fairseq_tutel.plugin.hub_interfaces import interface_of
+    from fairseq_tutel.plugin.hub_interfaces import _interface
 
-    task = SentencePredictionTask(None, Dictionary(), Dictionary())
-    found = interface_of(mock.Mock(spec=FairseqEncoderDecoderModel), task)
-    assert found.offers == ("predict",) and found.predict
+    task = mock.Mock(spec=["mask_idx"])
+    with pytest.raises(ValueError, match=r"path names a Linear of the task Mock, for which there is no"):
+        _interface(None, task, [torch.nn.Linear(1, 1)])
+    with pytest.raises(ValueError, match=r"2 checkpoints of a .*; give one"):
+        _interface(None, task, [mock.Mock(spec=FairseqEncoderDecoderModel)] * 2)
 
 
 REFUSED = {
-    "which does not exist": {"path": "nowhere.pt"},
     "is corrupt": {"path": "cut.pt"},
-    "which is corrupt or not a checkpoint": {"path": "text.pt"},
     "data is nowhere": {"data": "nowhere"},
-    "does not contain the languages of .*; add source_lang=": {"of": "mt", "data": "."},
-    "bpe is letters; give one of bert, ": {"bpe": "letters"},
-    "beams is not an option of this model": {"of": "mt", "beams": 5},
     "^moe_expert_stor is not an option": {"moe_expert_stor": "on-demand"},
-    r"\(moe_expert_tier\) is disk": {"moe_expert_store": "on-demand"},
-    "Invalid value 'far'": {"moe_expert_store": "far"},
+    "moe-expert-tier.* is disk": {"moe_expert_store": "on-demand"},
     "dtype is torch.int32; give one of torch.float32, ": {"dtype": torch.int32},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_what_cannot_be_opened_is_refused_in_one_sentence(sentence, lm, mt, tmp_path):
-    options = dict(REFUSED[sentence])
-    path = {"lm": lm, "mt": mt}[options.pop("of", "lm")]
+def test_what_cannot_be_opened_is_refused_in_one_sentence(sentence, lm, tmp_path):
+    options, path = dict(REFUSED[sentence]), lm
     if "path" in options:
         path = tmp_path / options.pop("path")
         whole = bytearray(lm.read_bytes())
         whole[len(whole) // 2] ^= 1
         (tmp_path / "cut.pt").write_bytes(whole)
-        (tmp_path / "text.pt").write_text("no checkpoint")
-    if options.get("data") == ".":
-        options["data"] = tmp_path
-    with pytest.raises(ValueError, match=sentence) as refusal:
+    with pytest.raises(ValueError, match=sentence):
         fairseq_tutel.from_checkpoint(path, **options)
-    assert "--" not in str(refusal.value)  # Python has no flags
 
 
 def test_the_example_in_the_docstring_runs(mt, tmp_path, monkeypatch):

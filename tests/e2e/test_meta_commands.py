@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 import torch
-from cli import USER_DIR, fairseq, refused
+from cli import USER_DIR, fairseq
 from models import lm_args
 
 TRAIN = """
@@ -60,7 +60,7 @@ def perplexity(run):
 
 
 def test_the_evaluation_line_runs_and_drops(lm_data, tmp_path):
-    fairseq("train", *lm_args(lm_data, tmp_path))
+    fairseq("train", *lm_args(lm_data, tmp_path, "--disable-validation", updates=2))
     words = (
         lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt", "--num-workers", 0,
         "--required-batch-size-multiple", 1,
@@ -69,29 +69,3 @@ def test_the_evaluation_line_runs_and_drops(lm_data, tmp_path):
     assert "--is-moe is not needed" in run.output
     dropless = fairseq("eval-lm", *words, "--gen-subset", "valid", "--tokens-per-sample", 16)
     assert perplexity(run) != pytest.approx(perplexity(dropless), rel=1e-3)
-
-
-ALIASES = {
-    "--moe-batch-prioritized-routing": ("--moe-drop-policy", "bpr"),
-    "--moe-normalize-gate-prob-before-dropping": ("--moe-normalize-gate", "before"),
-    "--use-moe-pad-mask": (),
-}
-
-
-def test_an_older_name_is_the_option_it_stands_for(lm_data, tmp_path):
-    models = []
-    for flags in (list(ALIASES), [word for value in ALIASES.values() for word in value]):
-        folder = tmp_path / str(len(models))
-        words = (*flags, "--moe-capacity-factor", 0.5)
-        fairseq("train", *lm_args(lm_data, folder, *words, updates=3))
-        models.append(torch.load(folder / "checkpoint_last.pt", weights_only=False)["model"])
-    for name, tensor in models[0].items():
-        assert torch.equal(tensor, models[1][name]), name
-
-
-def test_an_older_name_beside_another_value_is_refused(lm_data, tmp_path):
-    flags = ("--moe-batch-prioritized-routing", "--moe-drop-policy", "rts")
-    message = (
-        "--moe-batch-prioritized-routing and --moe-drop-policy rts are both given; remove one of them."
-    )
-    assert message in refused("train", *lm_args(lm_data, tmp_path, *flags))

@@ -19,13 +19,13 @@ def logged(lm_data, tmp_path_factory):
     Sentences differ in length, and so do micro-batches in their tokens.
     """
     made = {}
-    for ranks, freq in ((1, 1), (1, 2), (2, 1)):
+    for ranks, freq in ((1, 2), (2, 1)):
         folder = tmp_path_factory.mktemp(f"ranks-{ranks}-freq-{freq}")
         run = fairseq(
-            "train", *lm_args(lm_data, folder, updates=10 // (ranks * freq)), "--lr", 0,
+            "train", *lm_args(lm_data, folder, updates=5), "--lr", 0,
             "--update-freq", freq, "--sample-break-mode", "eos", "--tokens-per-sample", 32,
-            "--moe-expert-count", "4,6", "--moe-capacity-factor", 1, "--moe-log-layers",
-            "--no-save", ranks=ranks,
+            "--moe-expert-count", "4,6", "--moe-capacity-factor", 1, "--no-save",
+            ranks=ranks,
         )  # fmt: skip
         made[ranks, freq] = run
     return made
@@ -48,57 +48,32 @@ def test_ranks_and_micro_batches_add_up_alike(logged):
         assert numbers_of(first) == pytest.approx(numbers_of(second), abs=2e-4)
 
 
-def test_micro_batches_weigh_by_their_tokens(logged):
-    parts = logged[1, 1].stats("train_inner")
-    for i, whole in enumerate(logged[1, 2].stats("train_inner")):
-        first, second = parts[2 * i : 2 * i + 2]
-        share = float(first["wpb"]) / (float(first["wpb"]) + float(second["wpb"]))
-        expected, first, second = numbers_of(whole), numbers_of(first), numbers_of(second)
-        assert expected.keys() == first.keys() == second.keys()
-        for (key, j), value in expected.items():
-            if not re.match(r"moe_dropped_decoder", key):  # they weigh by the tokens of each expert
-                average = share * first[key, j] + (1 - share) * second[key, j]
-                assert average == pytest.approx(value, abs=2e-3), key
-    assert abs(share - 0.5) > 0.02
-
-
 @pytest.mark.parametrize("tag, prefix", [("train_inner", ""), ("valid", "valid_")])
-def test_lists_and_scalars_fit_together(logged, tag, prefix):
+def test_lists_and_averages_fit_together(logged, tag, prefix):
     for record in logged[1, 2].stats(tag):
         record = {key.removeprefix(prefix): value for key, value in record.items()}
         for quantity in QUANTITIES:
             listed = record[f"moe_layers_{quantity}"]
             average = record[AVERAGES.get(quantity, f"moe_{quantity}")]
             assert mean(listed) == pytest.approx(float(average), abs=2e-4), quantity
-            alone = "dropped_percent" if quantity == "dropped" else quantity
-            scalars = [float(record[f"moe_{alone}_{label}"]) for label in LAYERS]
-            assert scalars == pytest.approx(listed, abs=2e-4), quantity
         for i, (label, num_experts) in enumerate(LAYERS.items()):
             load = record[f"moe_load_{label}"]
             assert len(load) == num_experts
             assert mean(load) == pytest.approx(1, abs=1e-3)
             assert record["moe_layers_max_violation"][i] >= max(load) - 1e-3
-            assert_scalars(record, f"moe_load_{label}", load)
             if tag == "valid":  # dropless
                 assert not [key for key in record if key.startswith(f"moe_dropped_{label}")]
                 assert record["moe_layers_dropped"][i] == 0
                 continue
             dropped = record[f"moe_dropped_{label}"]
-            assert_scalars(record, f"moe_dropped_{label}", dropped)
             overall = mean(share * part for share, part in zip(load, dropped, strict=True))
             assert 100 * overall == pytest.approx(record["moe_layers_dropped"][i], abs=0.1)
             assert overall > 0
 
 
-def assert_scalars(record, name, listed):
-    scalars = [float(record[f"{name}_expert{e}"]) for e in range(len(listed))]
-    assert scalars == pytest.approx(listed, abs=2e-3)
-    assert f"{name}_expert{len(listed)}" not in record
-
-
 def test_a_layer_that_layerdrop_left_out_weighs_nothing(mt_data, tmp_path):
     run = fairseq(
-        "train", *mt_args(mt_data, tmp_path, updates=8), "--encoder-layerdrop", 0.6,
+        "train", *mt_args(mt_data, tmp_path, updates=4), "--encoder-layerdrop", 0.6,
         "--disable-validation", "--no-save",
     )  # fmt: skip
     labels = ["encoder_0", "encoder_1", "decoder_0", "decoder_1"]
@@ -118,4 +93,4 @@ def test_a_layer_that_layerdrop_left_out_weighs_nothing(mt_data, tmp_path):
             assert record["moe_layers_dropped"][i] == 0
         assert not [key for key in record if key.startswith("moe_dropped_")]
         assert not [key for key in record if re.search(r"_(en|de)coder_\d_expert|violation_d", key)]
-    assert 0 < left_out < 16
+    assert 0 < left_out < 8

@@ -7,8 +7,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-import torch
-from cli import USER_DIR, fairseq
+from cli import fairseq
 from models import lm_args
 
 ARCHIVE = Path(__file__).parent / "old_checkpoints.tar.xz"
@@ -33,25 +32,3 @@ def test_an_older_checkpoint_trains_on(lm_data, tmp_path, name, ranks, flags, lo
     # Another processor sums in another order: the last digit that is logged may differ.
     assert [float(u["loss"]) for u in updates] == pytest.approx(losses, abs=2e-3)
     assert [float(u["gnorm"]) for u in updates] == pytest.approx(norms, abs=2e-3)
-
-
-def test_a_checkpoint_with_a_removed_option_trains_on_with_the_same_bits_and_opens(lm_data, tmp_path):
-    key, trained = "moe_kernel_tuning_seconds", []
-    for folder, has_key in ((tmp_path / "with", True), (tmp_path / "without", False)):
-        with tarfile.open(ARCHIVE) as archive:
-            archive.extractall(folder, filter="data")
-        path = folder / "full" / "checkpoint_last.pt"
-        state = torch.load(path, weights_only=False)
-        assert key in state["cfg"]["task"]
-        if not has_key:
-            del state["cfg"]["task"][key]
-            torch.save(state, path)
-        words = ("--user-dir", USER_DIR, "--path", path, "--gen-subset", "valid", "--cpu")
-        runs = [fairseq("eval-lm", lm_data, *words)]
-        runs += [fairseq("train", *lm_args(lm_data, path.parent, "--update-freq", 4, updates=5))]
-        assert [run.output.count(key) for run in runs] == [has_key, has_key]
-        trained.append((torch.load(path, weights_only=False), runs[0].output.split("Loss (base 2)")[1]))
-    (old, old_loss), (new, new_loss) = trained
-    assert key not in old["cfg"]["task"] and old_loss == new_loss
-    for part in (lambda state: state["model"], lambda state: state["last_optimizer_state"]):
-        torch.testing.assert_close(part(old), part(new), rtol=0, atol=0)

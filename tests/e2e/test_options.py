@@ -11,7 +11,7 @@ def test_adaptive_input_and_softmax_train_with_the_stock_criterion(lm_data, tmp_
         "--adaptive-input-cutoff", "10,20", "--adaptive-softmax-cutoff", "10,20",
         "--ddp-backend", "legacy_ddp",
     )  # fmt: skip
-    run = fairseq("train", *lm_args(lm_data, tmp_path, *flags))
+    run = fairseq("train", *lm_args(lm_data, tmp_path, *flags, updates=4))
     records = run.stats("train_inner")
     assert float(records[-1]["loss"]) < float(records[0]["loss"])
     assert "without a balance loss" in run.output
@@ -19,27 +19,12 @@ def test_adaptive_input_and_softmax_train_with_the_stock_criterion(lm_data, tmp_
 
 def test_scale_fc_becomes_a_layer_norm_inside_the_experts(lm_data, tmp_path):
     flags = ("--scale-fc", "--scale-attn", "--scale-heads", "--scale-resids")
-    fairseq("train", *lm_args(lm_data, tmp_path, *flags), ranks=2)
+    fairseq("train", *lm_args(lm_data, tmp_path, *flags, updates=2))
     model = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"]
     name = "decoder.layers.1.fc1.experts.hidden_layer_norm.weight"
     assert model[name].shape == (32,)
     assert (model[name] - 1).abs().max() > 0
     assert not any("ffn_layernorm" in key for key in model)
-
-
-def test_checkpointed_activations_change_no_number(lm_data, tmp_path):
-    flags = (
-        "--optimizer", "moe_sgd", "--moe-gate-loss-wt", 1.0, "--activation-dropout", 0.1, "--moe-eom", 0.2,
-        "--moe-fom", 0.1, "--moe-cmr", "--cmr-gate-drop", 0.2, "--cmr-gate-loss-wt", 1.0,
-    )  # fmt: skip
-    models = []
-    for extra in ((), ("--checkpoint-activations",)):
-        folder = tmp_path / str(len(models))
-        fairseq("train", *lm_args(lm_data, folder, *flags, *extra))
-        saved = torch.load(folder / "checkpoint_last.pt", weights_only=False)
-        models.append(saved["model"])
-    for name, tensor in models[0].items():
-        torch.testing.assert_close(models[1][name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_every_model_option_reaches_a_layer_through_hydra_too(lm_data, tmp_path):

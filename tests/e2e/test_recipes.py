@@ -3,11 +3,7 @@
 import argparse
 import copy
 import functools
-import os
-import re
 import shlex
-import subprocess
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -140,31 +136,3 @@ def test_a_tiny_recipe_trains(name, request, tmp_path):
         "--required-batch-size-multiple", 1, "--cpu",
     )  # fmt: skip
     assert len(run.stats("train_inner")) == 2
-
-
-def test_the_xargs_line_of_the_recipes_trains_with_a_changed_flag(lm_data, tmp_path):
-    """The line's fairseq-train writes down its words, with which a child of the fork server trains."""
-    text = (ROOT / "configs" / "README.md").read_text()
-    (line,) = re.findall(r"^echo .* xargs .*$", text, re.M)
-    small = "--moe-expert-count 3 --max-update 1 --cpu --required-batch-size-multiple 1"
-    for name, value in (
-        ("--moe-expert-count 16", small),
-        ("NAME", "tiny_lm"),
-        ("DATA_BIN", str(lm_data)),
-        ("SAVE_DIR", str(tmp_path)),
-    ):
-        assert name in line
-        line = line.replace(name, value)
-    program = tmp_path / "fairseq-train"
-    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    program.chmod(0o755)
-    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
-    said = subprocess.run(
-        line, shell=True, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True,
-        check=True, timeout=120,
-    ).stdout  # fmt: skip
-    words = said.splitlines()
-    assert ROOT / words[words.index("--user-dir") + 1] == Path(USER_DIR)
-    fairseq("train", *words, "--user-dir", USER_DIR)
-    saved = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"]
-    assert saved["decoder.layers.0.fc1.experts.fc1_weight"].shape == (3, 256, 128)

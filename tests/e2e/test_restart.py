@@ -1,34 +1,23 @@
 """A launcher that starts ranks again: the training goes on from its newest checkpoint, to the same end."""
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from cli import ROOT, fairseq, start, tail, torchrun_environment, wait
 from equality import facts_of, same_bits
+from faults.trial import PLACES, Trial, environment
 from models import lm_args
 from ports import free_port
 
-PLACES = str(Path(__file__).parents[1] / "faults" / "faulty_places")
-FAULTY = str(Path(__file__).parent / "faulty_user_dir")
 SAVES = ("--save-interval-updates", 2, "--dropout", 0.1, "--user-dir", PLACES)
 UPDATES = 6
-
-
-def _environment(folder, what="kill", when=5):
-    """Return what makes rank 1 kill itself in training step `when`, once."""
-    fault = {
-        "what": what, "place": "train", "when": when, "rank": 1, "marker": str(folder / "fired"),
-        "save_dir": str(folder / "save"), "seconds": 0, "detail": "", "fraction": 0,
-    }  # fmt: skip
-    return {"FAULT": json.dumps(fault)}
+KILLED = Trial(what="kill", place="train", when=5, rank=1)
 
 
 def _load(folder):
@@ -39,7 +28,7 @@ def _load(folder):
 def undisturbed(lm_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     words = lm_args(lm_data, folder / "save", *SAVES, updates=UPDATES)
-    fairseq("train", *words, ranks=2, env=_environment(folder, what="none"))
+    fairseq("train", *words, ranks=2, env=environment(folder, Trial()))
     return folder / "save"
 
 
@@ -60,7 +49,7 @@ def test_ranks_that_are_started_again_beside_the_same_store_end_alike(lm_data, t
     for count in range(2):
         started = []
         for rank in range(2):
-            env = {**torchrun_environment(rank, 2, port), **launcher, **_environment(tmp_path)}
+            env = {**torchrun_environment(rank, 2, port), **launcher, **environment(tmp_path, KILLED)}
             env["TORCHELASTIC_RESTART_COUNT"] = str(count)
             started += start("train", *words, env=env)
         run = wait(started)
@@ -81,7 +70,7 @@ def test_torchrun_starts_ranks_again(lm_data, tmp_path, undisturbed):
     words = lm_args(lm_data, tmp_path / "save", *SAVES, updates=UPDATES)
     flags = ("--nproc_per_node", 2, "--max-restarts", 2, "--master_port", free_port())
     done = subprocess.run(
-        _torchrun(words, *flags), env={**os.environ, **_environment(tmp_path)}, cwd=ROOT,
+        _torchrun(words, *flags), env={**os.environ, **environment(tmp_path, KILLED)}, cwd=ROOT,
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     output = done.stdout + done.stderr
@@ -109,9 +98,9 @@ def test_a_finished_run_that_is_started_again_changes_no_checkpoint(lm_data, tmp
     ],
 )
 def test_no_rank_saves_if_one_has_a_nan(lm_data, tmp_path, what, flags):
-    save_dir = tmp_path / "save"
-    words = lm_args(lm_data, save_dir, *SAVES, "--user-dir", FAULTY, *flags, updates=6)
-    run = wait(start("train", *words, ranks=2, env={"FAULT": f"update:4:{what}", "FAULT_RANK": "1"}))
+    words = lm_args(lm_data, tmp_path / "save", *SAVES, *flags, updates=6)
+    trial = Trial(what=what, place="update", when=4, rank=1)
+    run = wait(start("train", *words, ranks=2, env=environment(tmp_path, trial)))
     assert run.exit_codes == [1, 1]
     (sentence,) = {log.splitlines()[-1] for log in run.logs}
     assert " on rank 1 is NaN, infinite" in sentence

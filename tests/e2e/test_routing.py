@@ -34,25 +34,15 @@ def _load(folder):
     return torch.load(folder / "checkpoint_last.pt", weights_only=False)
 
 
-SLICED = (
-    "--moe-expert-count", 2, "--moe-expert-parallel-size", 4, "--moe-a2a-ffn-overlap-degree", 2,
-    "--moe-a2a-algorithm", "2dh", "--moe-local-size", 2, "--moe-balance-loss", "gshard_global:1",
-)  # fmt: skip
-RUNS = (
-    ("noise", 2, ()), ("sampling", 1, ()), ("nllb", 2, ()),
-    pytest.param("noise", 4, SLICED, marks=pytest.mark.long),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("kind, ranks, flags", RUNS)
-def test_random_choices_continue_bit_for_bit_after_a_resume(kind, ranks, flags, lm_data, tmp_path):
+@pytest.mark.parametrize("kind, ranks", [("noise", 2), ("sampling", 1), ("nllb", 1)])
+def test_random_choices_continue_bit_for_bit_after_a_resume(kind, ranks, lm_data, tmp_path):
     def train(folder, updates):
-        words = lm_args(lm_data, folder, *RANDOM[kind], *flags, updates=updates)
+        words = lm_args(lm_data, folder, *RANDOM[kind], "--disable-validation", updates=updates)
         return fairseq("train", *words, ranks=ranks)
 
-    run = train(tmp_path / "a", 4)
-    train(tmp_path / "b", 2)
-    assert "(epoch 1 @ 2 updates)" in train(tmp_path / "b", 4).output
+    run = train(tmp_path / "a", 3)
+    train(tmp_path / "b", 1)
+    assert "(epoch 1 @ 1 updates)" in train(tmp_path / "b", 3).output
     a, b = _load(tmp_path / "a"), _load(tmp_path / "b")
     same_bits(a["model"], b["model"])
     same_bits(a["last_optimizer_state"]["state"], b["last_optimizer_state"]["state"])
@@ -61,7 +51,7 @@ def test_random_choices_continue_bit_for_bit_after_a_resume(kind, ranks, flags, 
     if kind == "noise":
         steps = a["model"]["decoder.layers.0.fc1.balance_bias.bias"] / 0.001
         torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
-        assert 0 < steps.abs().max() <= 4  # one step an update
+        assert 0 < steps.abs().max() <= 3  # one step an update
     if kind == "nllb":
         assert a["model"]["decoder.layers.1.fc1.beside.cmr_gate.weight"].shape == (1, 16)
         for record in run.stats("train_inner"):
@@ -79,19 +69,15 @@ def test_every_option_that_draws_random_numbers_is_resumed():
                 assert any(flag == item.flag and word in (None, value) for flag, value in resumed), settings
 
 
-DECODING = {
-    "hash": ("--moe-gate-type", "hash"),
-    "groups-bias-shared": (
-        "--moe-expert-groups", 2, "--moe-top-k", 2, "--moe-balance-bias", "--moe-shared-experts", 1,
-        "--moe-score-function", "sigmoid", "--moe-prescore",
-        "--moe-pregate", 1, "--moe-pregate-sides", "decoder",
-    ),
-}  # fmt: skip
+DECODED = (
+    "--moe-expert-groups", 2, "--moe-top-k", 2, "--moe-balance-bias", "--moe-shared-experts", 1,
+    "--moe-score-function", "sigmoid", "--moe-prescore", "--moe-pregate", 1,
+    "--moe-pregate-sides", "decoder",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DECODING)
-def test_incremental_decoding_scores_as_a_forward_over_the_sentence(name, mt_data, tmp_path):
-    fairseq("train", *mt_args(mt_data, tmp_path, *DECODING[name], updates=2), ranks=2)
+def test_incremental_decoding_scores_as_a_forward_over_the_sentence(mt_data, tmp_path):
+    fairseq("train", *mt_args(mt_data, tmp_path, *DECODED, "--disable-validation", updates=2))
     words = (mt_data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt", "--beam", 1)
     words += ("--gen-subset", "valid", "--num-workers", 0, "--required-batch-size-multiple", 1)
     scores = {}
@@ -103,7 +89,7 @@ def test_incremental_decoding_scores_as_a_forward_over_the_sentence(name, mt_dat
     assert len(scores["--prefix-size"]) == 21
     for i, row in scores["--score-reference"].items():
         got = scores["--prefix-size"][i]
-        assert got == pytest.approx(row, abs=2e-3), (name, i)
+        assert got == pytest.approx(row, abs=2e-3), i
 
 
 OWN = ("--moe-gate-type", "own_user_dir.CalmGate", "--moe-expert-type", "own_user_dir.TanhExpert")
@@ -111,16 +97,9 @@ OWN = ("--moe-gate-type", "own_user_dir.CalmGate", "--moe-expert-type", "own_use
 
 def test_a_gate_and_an_expert_of_one_s_own_train_and_are_opened_again(lm_data, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
-    runs = {}
-    for ranks in (1, 2):
-        words = ("--update-freq", 2 // ranks, "--optimizer", "moe_sgd", "--lr", 0.5)
-        folder = tmp_path / str(ranks)
-        fairseq("train", *lm_args(lm_data, folder, *OWN, *words), ranks=ranks)
-        runs[ranks] = _load(folder)["model"]
-    assert runs[1]["decoder.layers.0.fc1.experts.0__weight"].shape == (4, 32, 16)
-    for name, tensor in runs[1].items():
-        torch.testing.assert_close(runs[2][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
-    words = (lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "2" / "checkpoint_last.pt")
+    fairseq("train", *lm_args(lm_data, tmp_path, *OWN, updates=1), ranks=2)
+    assert _load(tmp_path)["model"]["decoder.layers.0.fc1.experts.0__weight"].shape == (4, 32, 16)
+    words = (lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt")
     words = (*words, "--gen-subset", "valid", "--tokens-per-sample", 16)
     assert "checkpoint_last.pt has the gate_type (--moe-gate-type) own" in refused("eval-lm", *words)
     named = "{'moe_gate_type': 'own_user_dir.CalmGate', 'moe_expert_type': 'own_user_dir.TanhExpert'}"

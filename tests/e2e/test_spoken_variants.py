@@ -26,10 +26,6 @@ SPOKEN = {
     "s2ut_transformer": (
         "speech_to_speech", IN_UNITS, "speech_to_unit", (*HEARS, "--decoder-layers", 2),
     ),
-    "s2ut_conformer": (
-        "speech_to_speech", IN_UNITS, "speech_to_unit", (*HEARS, *CONFORMER, "--decoder-layers", 2),
-    ),
-    "s2spect_transformer": ("speech_to_speech", (), "speech_to_spectrogram", (*HEARS, *SPEAKS)),
     "s2spect_conformer": (
         "speech_to_speech", (), "speech_to_spectrogram", (*HEARS, *CONFORMER, *SPEAKS),
     ),

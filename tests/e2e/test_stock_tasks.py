@@ -23,16 +23,16 @@ TASKS = {
     "task", [pytest.param("own_translation", marks=pytest.mark.long), next(iter(TASKS))]
 )
 def test_a_task_without_a_dataclass_trains_one_model_on_any_number_of_ranks(task, mt_data, tmp_path):
-    def train(folder, *extra, **kwargs):
+    def train(folder, *extra, updates=4, **kwargs):
         words = ("--task", task, *TASKS[task], "--optimizer", "sgd", "--lr", 0.5, *extra)
-        return fairseq("train", *mt_args(mt_data, tmp_path / folder, *words), **kwargs)
+        return fairseq("train", *mt_args(mt_data, tmp_path / folder, *words, updates=updates), **kwargs)
 
     train("one", "--update-freq", 2)
     # A system option.
-    train("two", "--moe-checkpoint", "sharded", "--max-update", 3, ranks=2)
+    train("two", "--moe-checkpoint", "sharded", updates=2, ranks=2)
     resumed = train("two", ranks=2)
     assert "expert parallel size 2" in resumed.output
-    assert len(resumed.stats("train_inner")) == 3
+    assert len(resumed.stats("train_inner")) == 2
     assert (tmp_path / "two" / "experts").is_dir()
     same_training(tmp_path / "one", tmp_path / "two")
 
@@ -51,7 +51,7 @@ def _monolingual(data, folder):
 def test_a_task_that_generates_in_its_training_step_keeps_ranks_in_step(mt_data, tmp_path):
     task = (
         "--task", "online_backtranslation", "--mono-langs", "de,en", "--valid-lang-pairs", "de-en",
-        "--optimizer", "sgd", "--lr", 0.5, "--max-update", 2, "--no-save", "--max-tokens", 60,
+        "--optimizer", "sgd", "--lr", 0.5, "--max-update", 1, "--no-save", "--max-tokens", 60,
     )  # fmt: skip
     data, logs = _monolingual(mt_data, tmp_path / "data"), []
     for ranks in (1, 2):
@@ -60,6 +60,5 @@ def test_a_task_that_generates_in_its_training_step_keeps_ranks_in_step(mt_data,
         logs.append([*run.stats("train_inner"), *run.stats("valid")])
     names = ("loss", "bt_loss", "dae_loss", "gnorm", "wpb", "valid_loss")
     one, two = ([{k: float(log[k]) for k in names if k in log} for log in run] for run in logs)
-    assert len(one) == 3
-    assert all(log["bt_loss"] > 0 for log in one[:2])
+    assert len(one) == 2 and one[0]["bt_loss"] > 0
     assert two == [pytest.approx(log, rel=2e-3) for log in one]

@@ -1,17 +1,11 @@
 """Commands that use a model whose experts are in a store: what they print with all experts in memory."""
 
-import os
 import re
-import shutil
 
 import pytest
-import torch
 from cli import USER_DIR, fairseq, refused, tail
 from models import lm_args, mt_args
 from tool_in_process import convert
-
-import fairseq_tutel as ft
-from fairseq_tutel.inference.quantized_linear import QuantizedLinear
 
 SHARDED = ("--moe-checkpoint", "sharded")
 LINE = r"^[HPS]-\d+\t.*$"
@@ -100,16 +94,6 @@ def test_two_ranks_multiply_quantized_experts_and_decoders(mt, mt_data, resident
     assert found["bytes"] / found["fetches"] < 2 * 2 * 16 * 32
 
 
-def test_python_opens_a_model_with_a_decoder_in_int8(mt, mt_data):
-    model = ft.from_checkpoint(mt, mt_data, moe_expert_store="on-demand", dtype=torch.int8)
-    decoder = model.models[0].decoder
-    assert isinstance(decoder.output_projection, QuantizedLinear)
-    assert not any(type(module) is torch.nn.Linear for module in decoder.modules())
-    assert not any(isinstance(module, QuantizedLinear) for module in model.models[0].encoder.modules())
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert model.translate("w1 w3 w9", beam=2, max_len_b=5)
-
-
 SCORED = (
     "--gen-subset", "valid", "--tokens-per-sample", 16, "--batch-size", 9, "--output-word-probs",
 )  # fmt: skip
@@ -129,16 +113,6 @@ def test_eval_lm_takes_a_full_checkpoint_from_host_memory_and_shards_from_disk(l
     )
     assert "error: tier (--moe-expert-tier) is disk, but these experts" in tail(refusal, 3)
     assert "fairseq-tutel convert sharded" in refusal and "Traceback" not in refusal
-
-
-def test_a_file_that_was_cut_short_ends_the_command_with_one_sentence(mt, mt_data, tmp_path):
-    shutil.copytree(mt.parent, tmp_path / "torn")
-    for file in sorted((tmp_path / "torn" / "experts").rglob("*.safetensors")):
-        os.truncate(file, 1000)
-    more = words("translation", mt_data, tmp_path / "torn" / mt.name, *GENERATE)
-    output = refused("tutel-run", "generate", *more, "--moe-expert-store", "pregated")
-    assert re.search(r"^error: .*experts in .*, which is corrupt or missing", output, re.M), tail(output)
-    assert "Traceback" not in output
 
 
 def test_a_store_in_training_is_refused(lm_data, tmp_path):

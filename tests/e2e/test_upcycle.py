@@ -1,6 +1,8 @@
 """`convert upcycle` and back, with real dense training runs: losses, further training, stock fairseq."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -66,16 +68,7 @@ def mt(mt_data, tmp_path_factory):
     return folder / "checkpoint_last.pt"
 
 
-def test_upcycle_gives_the_outputs_of_the_dense_language_model(lm, lm_data, tmp_path):
-    words = (
-        "--moe-gate-type", "hash,cosine", "--moe-top-k", 1, "--moe-residual", "--moe-shared-experts", 1,
-    )  # fmt: skip
-    text = convert("upcycle", lm, tmp_path / "moe.pt", *words)
-    assert "its initial outputs equal the dense model's outputs up to rounding" in text
-    same_outputs(lm, tmp_path / "moe.pt", lm_data)
-
-
-def test_upcycle_evaluates_to_the_dense_loss_and_top_1_says_that_it_does_not(lm, lm_data, tmp_path):
+def test_upcycle_evaluates_to_the_dense_loss(lm, lm_data, tmp_path):
     def loss(path):
         run = fairseq(
             "eval-lm", lm_data, "--user-dir", USER_DIR, "--path", path, "--tokens-per-sample", 16,
@@ -85,13 +78,6 @@ def test_upcycle_evaluates_to_the_dense_loss_and_top_1_says_that_it_does_not(lm,
 
     convert("upcycle", lm, tmp_path / "moe.pt")
     assert loss(tmp_path / "moe.pt") == pytest.approx(loss(lm), abs=1.01e-4)  # its last digit
-    text = convert("upcycle", lm, tmp_path / "one.pt", "--moe-top-k", 1)
-    assert (
-        "differ from the dense model's outputs: the weight of a token's only expert is its probability"
-        in text
-    )
-    difference = outputs(tmp_path / "one.pt", lm_data) - outputs(lm, lm_data)
-    assert difference.abs().max() > 0.01
 
 
 def older(path, target):
@@ -136,56 +122,24 @@ def test_upcycle_goes_on_training_by_every_way_that_fairseq_has(lm, lm_data, tmp
     assert (stack[0] - stack[1]).abs().max() > 1e-4
 
 
-def test_convert_merge_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
+def test_convert_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
     words = ("--finetune-from-model", tmp_path / "moe.pt", "--moe-top-k", 1)
     convert("upcycle", lm, tmp_path / "moe.pt", *ON, "--reinitialize", 0.5)
     run = fairseq("train", *lm_args(lm_data, tmp_path, *ON, *words), "--log-file", tmp_path / "t.log")
     trained = tmp_path / "checkpoint_last.pt"
     busy = run.stats("train_inner")[-1]["moe_load_decoder_1"]
     assert len(busy) == 4
-    log = ("--log", tmp_path / "t.log")
     made = {}
     for name, kind, options in (
-        ("merged", "merge", ("--moe-expert-count", 2, *log)),
-        ("pruned", "prune", ("--drop", 0)),
+        ("pruned", "prune", ("--share", 0.5, "--log", tmp_path / "t.log")),
         ("dense", "dense", ("--experts", 1)),
     ):
         made[name] = tmp_path / f"{name}.pt"
         convert(kind, trained, made[name], *options)
         outputs(made[name], lm_data)
-    # A dense result is stock fairseq's: it opens without the plugin.
-    run = fairseq("eval-lm", lm_data, "--path", made["dense"], "--tokens-per-sample", 16, "--batch-size", 8)
-    assert "Perplexity" in run.output
-
-
-REFUSED = (
-    (("--moe-freq", 3), "--moe-freq is 3, so none of the 2 layers would get experts"),
-    (("--moe-freq", -1), "--moe-freq of the decoder is -1; give a"),
-    (("--encoder-moe-freq", 1), "but moe_transformer_lm has no separate encoder"),
-    (("--moe-pregate", 1), "is 1 but the decoder has 1 MoE layers; remove the option, or"),
-    (("--reinitialize", 2), "--reinitialize is 2.0; give a number from 0 to 1"),
-    (("--gate-scale", 0), "--gate-scale is 0.0; give a finite number above 0"),
-)
-
-
-def test_upcycle_refuses_wrong_options(lm, tmp_path):
-    for words, sentence in REFUSED:
-        with pytest.raises(SystemExit) as end:
-            convert("upcycle", lm, tmp_path / "moe.pt", *words)
-        assert sentence in str(end.value.code)
-        assert not (tmp_path / "moe.pt").exists()
-
-
-def test_upcycle_refuses_other_models_and_moe_models(lm, tmp_path):
-    convert("upcycle", lm, tmp_path / "moe.pt")
-    with pytest.raises(SystemExit, match="INPUT has experts already; give a checkpoint of a dense"):
-        convert("upcycle", tmp_path / "moe.pt", tmp_path / "two.pt")
-    state = torch.load(lm, weights_only=False)
-    state["cfg"]["model"]["_name"] = "lstm_lm"
-    torch.save(state, tmp_path / "other.pt")
-    with pytest.raises(SystemExit, match="of the architecture lstm_lm, which has no MoE variant"):
-        convert("upcycle", tmp_path / "other.pt", tmp_path / "two.pt")
-    state["cfg"]["model"].update(_name="transformer_lm", quant_noise_pq=0.1)
-    torch.save(state, tmp_path / "other.pt")
-    with pytest.raises(SystemExit, match=r"--quant-noise-pq is 0.1: experts do not support quantization"):
-        convert("upcycle", tmp_path / "other.pt", tmp_path / "two.pt")
+    # A dense result is stock fairseq's: it opens in a process in which no plugin allows classes of a file.
+    words = (lm_data, "--path", made["dense"], "--tokens-per-sample", 16, "--batch-size", 8, "--cpu")
+    ended = subprocess.run(
+        [sys.executable, "-m", "fairseq_cli.eval_lm", *map(str, words)], capture_output=True, text=True
+    )
+    assert ended.returncode == 0 and "Perplexity" in ended.stdout + ended.stderr, ended.stderr

@@ -68,7 +68,6 @@ WRITES = ("--task", "moe_audio_finetuning", "--labels", "ltr", "--autoregressive
 CTC = ("--criterion", "moe_ctc", "--post-process", "letter")
 # The pretrained model, the task, and how it goes on; stock's decoders expect so many numbers a frame.
 FINE_TUNED = {
-    "wav2vec_ctc": ("wav2vec2", WRITES[:-1], CTC),
     "wav2vec_seq2seq": ("wav2vec2", WRITES, (*DECODER, "--decoder-embed-dim", 512)),
     "hubert_ctc": (
         "hubert",
@@ -78,7 +77,6 @@ FINE_TUNED = {
         ),
         CTC,
     ),
-    "hubert_seq2seq": ("hubert", WRITES, (*DECODER, "--decoder-embed-dim", 768)),
 }  # fmt: skip
 
 
@@ -138,7 +136,6 @@ BANKS = (
 OF_BANKS = {
     "s2t_transformer": ("--conv-channels", 16),
     "s2t_conformer": ("--conv-channels", 16, "--depthwise-conv-kernel-size", 3),
-    "convtransformer": ("--input-feat-per-channel", 16),
 }
 
 
@@ -167,8 +164,6 @@ def test_filter_banks(kind, sound_data, tmp_path):
 LEVENSHTEIN = ("--task", "moe_translation_lev", "--criterion", "moe_nat_loss")
 NOT_AUTOREGRESSIVE = {
     "nonautoregressive_transformer": ("--noise", "full_mask"),
-    "iterative_nonautoregressive_transformer": ("--noise", "full_mask", "--train-step", 2),
-    "cmlm_transformer": ("--noise", "random_mask"),
     "levenshtein_transformer": ("--noise", "random_delete"),
     "insertion_transformer": ("--noise", "random_delete"),
 }

@@ -19,19 +19,12 @@ TRIALS = {
     "a rank stops in a collective": Trial(
         what="stop", place="collective", when=100, rank=1, begun=True, says=RANK_1
     ),
-    "the disk is full": Trial(what="full", place="write", when=3, says="could not be written"),
-    "the disk fails once": Trial(what="error", place="write", when=2, outcome="continued"),
+    "the disk fails": Trial(what="error", place="write", when=2, says="could not be written"),
     "NaN, and other ranks": Trial(
         what="nan", place="train", when=3, rank=1, begun=True, ranks_after=1, says="became NaN or infinite"
     ),
     "an empty batch": Trial(
         what="empty", place="samples", when=2, rank=1, begun=True, outcome="continued", exact=False
-    ),
-    "a signal": Trial(
-        what="signal", place="train", when=6, rank=1, number="SIGUSR1", everywhere=True, outcome="preempted"
-    ),
-    "a signal to torchrun": Trial(
-        what="signal", place="valid", when=2, number="SIGTERM", launcher=True, outcome="preempted"
     ),
     "a flipped bit": Trial(what="flip", begun=True, says="which is corrupt"),
     "a removed file": Trial(what="remove", begun=True, outcome="continued", says="training resumes from"),

@@ -1,11 +1,9 @@
 """One training run with one fault: how it ends, the checkpoints that it leaves, and how it continues."""
 
 import json
-import os
 import random
 import re
 import shutil
-import signal
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,11 +11,9 @@ from typing import Any
 
 import torch
 from cli import start
-from launchers import launch, torchrun
 from models import lm_args
 
 from fairseq_tutel.checkpoint import folders, shards
-from fairseq_tutel.parallel.signals import EXIT_CODE
 
 PLACES = str(Path(__file__).parent / "faulty_places")
 UPDATES, SAVE_EVERY, BEGUN, EXPERTS = 8, 2, 4, 4  # BEGUN: updates of the checkpoint that a trial resumes
@@ -39,11 +35,12 @@ class Trial:
     """A fault, and what must be seen of it.
 
     Attributes:
-        what: kill, stop, error, signal, nan, empty (a batch), full (a disk), flip (a bit), remove.
+        what: kill, stop, error, oom, signal, nan, empty (a batch), full (a disk), flip (a bit), remove,
+            none, or at the place "update" a tensor that becomes NaN: expert, master, exp_avg_sq.
         place, when, rank: the n-th visit of a place of `faulty_places` by a rank.
-        everywhere: all ranks are struck at that moment, or torchrun if `launcher`.
+        everywhere: all ranks are killed at that moment.
         number: of the signal.
-        outcome: ended (with an error), preempted (saved, exit code 75) or continued.
+        outcome: ended (with an error) or continued.
         says: a pattern in some rank's log.
         begun: the run resumes a checkpoint.
         ranks_after: ranks of the run that continues.
@@ -51,12 +48,11 @@ class Trial:
         exact: final weights equal those of a run without a fault.
     """
 
-    what: str
+    what: str = "none"
     place: str = "none"
     when: int = 1
     rank: int = 0
     everywhere: bool = False
-    launcher: bool = False
     number: str = ""
     outcome: str = "ended"
     says: str = ""
@@ -80,31 +76,30 @@ class Job:
         return "\n".join(self.logs)
 
 
+def environment(folder: Path, trial: Trial, name: str = "fired") -> dict[str, str]:
+    """Return what injects a fault into a run that saves to folder/save, once; see `faulty_places`."""
+    paths = {"marker": str(folder / name), "save_dir": str(folder / "save")}
+    return {"FAULT": json.dumps({**asdict(trial), **paths})}
+
+
 def train(data: Path, save_dir: Path, ranks: int, flags: tuple, updates: int, trial=None, extra=()) -> Job:
     """Run a training to its end, or to its deadline."""
     marker = save_dir.parent / f"fired-{time.monotonic_ns()}"
-    fault = {**(asdict(trial) if trial else {}), "marker": str(marker), "save_dir": str(save_dir)}
     words = lm_args(
         data, save_dir, "--user-dir", PLACES, "--moe-comm-timeout", TIMEOUT, "--batch-size", 8,
         "--save-interval-updates", SAVE_EVERY, "--moe-micro-batches", 4, *SGD, *flags, *extra,
         updates=updates,
     )  # fmt: skip
-    env = {"FAULT": json.dumps(fault)}
-    if trial and trial.launcher:
-        log = save_dir.parent / "torchrun.log"
-        launcher = torchrun(ranks, "--signals-to-handle", "SIGTERM,SIGUSR1", "--max-restarts", 1)
-        started: list[Any] = [(launch(launcher, words, log, env), log)]
-    else:
-        started = start("train", *words, ranks=ranks, env=env)
+    env = environment(save_dir.parent, trial or Trial(), marker.name)
+    started = start("train", *words, ranks=ranks, env=env)
     processes = [process for process, _ in started]
     end, fired, hung = time.monotonic() + SECONDS, False, False
     while alive := [rank for rank, process in enumerate(processes) if process.is_alive()]:
         if not fired and marker.exists():
             fired = True
             for rank, process in enumerate(processes):
-                if trial.launcher or (trial.everywhere and rank != trial.rank):
-                    number = signal.SIGKILL if trial.what == "kill" else signal.Signals[trial.number]
-                    os.kill(process.pid, number)
+                if trial.everywhere and rank != trial.rank:
+                    process.kill()
         stopped = [trial.rank] if fired and trial.what == "stop" else []
         hung = time.monotonic() > end
         if hung or alive == stopped:
@@ -159,9 +154,6 @@ def check_end(trial: Trial, job: Job) -> None:
     """Assert exit codes, and that each rank that was not struck logged a clear error."""
     if trial.outcome == "continued":
         assert not any(job.codes), job.text[-2000:]
-        return
-    if trial.outcome == "preempted":
-        assert set(job.codes) == {1 if trial.launcher else EXIT_CODE}, job.text[-2000:]
         return
     struck = {0, 1} if trial.everywhere else {trial.rank} if trial.what in ("kill", "stop") else set()
     for rank, (code, log) in enumerate(zip(job.codes, job.logs, strict=True)):

@@ -9,11 +9,11 @@ import time
 import torch.distributed as dist
 
 from fairseq_tutel.parallel import rendezvous, world
-from fairseq_tutel.parallel.signals import watched
+from fairseq_tutel.parallel.signals import SignalWatch
 
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 dist.init_process_group("gloo", init_method=rendezvous.METHOD, rank=rank, world_size=4)
-with watched(["SIGTERM"], 60) as watch, world.ending_together("a test"):
+with SignalWatch(["SIGTERM"], 60) as watch, world.ending_together("a test"):
     watch.begin_work()
     dist.barrier()
     if rank == 2:

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-constant = 3.0
-
 
 class CalmGate(nn.Linear):
     """A linear gate with a bias and bounded logits; nn.Linear's reset_parameters takes no generator."""

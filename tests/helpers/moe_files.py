@@ -69,7 +69,7 @@ def outputs(path, x):
         if layer.has_experts:
             module = MoELayer(configs[layer], seed=0).eval()
             module.load_state_dict(own)
-            found[layer.label] = module(x, token_ids=torch.arange(len(x)))[0].detach()
+            found[layer.label] = module(x)[0].detach()
         else:
             found[layer.label] = _dense(own, x)
     return found

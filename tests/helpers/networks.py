@@ -20,13 +20,12 @@ def network_of(ranks, links, hosts=1):
     )
 
 
-def random_network(random, most=10, both=False):
-    """A sum of cycles through some vertices each, the first through all: what comes in goes out.
+def random_network(random, most=10):
+    """A sum of cycles through some vertices each, the first through all, in both directions.
 
     Args:
         random: where it is from.
         most: vertices.
-        both: links are alike in both directions.
     """
     size = random.randint(3, most)
     ranks = random.randint(2, size)
@@ -35,7 +34,7 @@ def random_network(random, most=10, both=False):
         members = random.sample(range(size), size if cycle == 0 else random.randint(2, size))
         width = random.randint(1, 5)
         for source, target in zip(members, [*members[1:], members[0]], strict=True):
-            for pair in [(source, target), (target, source)] if both else [(source, target)]:
+            for pair in ((source, target), (target, source)):
                 widths[pair] = widths.get(pair, 0) + width
     return network_of(ranks, [(*pair, width) for pair, width in widths.items()])
 

@@ -1,12 +1,8 @@
 """Plans for tests of executors, and their results."""
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from unittest.mock import patch
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_tutel.plans.checker import check
@@ -73,30 +69,3 @@ def inputs(plan: Plan, m: int, *shape: int, dtype: torch.dtype = torch.float32) 
     return [
         (100 * torch.randn(shards * m, *shape, generator=generator)).to(dtype) for _ in range(plan.ranks)
     ]
-
-
-@contextmanager
-def sent() -> Iterator[tuple[Counter[int], list[Counter[tuple[str, int]]]]]:
-    """Count the bytes that this rank sends to each rank, and the messages of each round by direction."""
-    to: Counter[int] = Counter()
-    rounds: list[Counter[tuple[str, int]]] = []
-    single, together = dist.batch_isend_irecv, dist.all_to_all_single
-
-    def batch_isend_irecv(operations):
-        for each in operations:
-            if each.op is dist.isend:
-                to[each.peer] += each.tensor.numel() * each.tensor.itemsize
-        rounds.append(Counter((each.op.__name__, each.peer) for each in operations))
-        return single(operations)
-
-    def all_to_all_single(out, own, receive, send, **options):
-        assert own.dtype == torch.uint8
-        to.update({rank: n for rank, n in enumerate(send) if n})
-        rounds.append(Counter(("all_to_all", rank) for rank, n in enumerate(send) if n))
-        return together(out, own, receive, send, **options)
-
-    with (
-        patch.object(dist, "batch_isend_irecv", batch_isend_irecv),
-        patch.object(dist, "all_to_all_single", all_to_all_single),
-    ):
-        yield to, rounds

@@ -262,9 +262,9 @@ def train_in_partitions(
     losses, norms = [], []
     for update in range(updates):
         zero.zero_grad()
-        loss_sum, tokens = backward_update(model, update, zero.finish_backward)
+        loss_sum, tokens = backward_update(model, update, zero.reducer.finish_backward)
         if stage > 0:
-            zero.reduce()
+            zero.reducer.reduce()
         elif world > 1:
             reduce_dense_gradients(parameters, world)
             reduce_expert_gradients(parameters, place)

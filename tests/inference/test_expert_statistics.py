@@ -53,13 +53,12 @@ REFUSED = {
     "no JSON": "{",
     "a list": [],
     "another version": {"expert_statistics": 2, "pairs": {}},
-    "no pairs": {"expert_statistics": 1},
     "empty": {"expert_statistics": 1, "pairs": {}},
     "lengths": LAYER | {"load": [2]},
     "a word": LAYER | {"load": ["2", 0]},
     "not finite": LAYER | {"activity": [math.nan, 1]},
     "tokens": LAYER | {"tokens": 0},
-    "almost nothing": LAYER | {"activity": [5e-324, 0]},
+    "no choices": LAYER | {"activity": [0, 0]},
 }
 
 

@@ -11,9 +11,11 @@ from stored import BLOCKS, FFN, KINDS, as_read, model_of, opened, source_of, wri
 
 from fairseq_tutel import ExpertStore, make_topology
 from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES, Quantized
+from fairseq_tutel.inference import expert_store
 from fairseq_tutel.inference.expert_buffers import BufferLayout, buffers_on_host
 from fairseq_tutel.inference.options import STORE_POLICIES, STORE_TIERS
 from fairseq_tutel.moe.call import Call
+from fairseq_tutel.parallel import host_memory
 
 CACHE = 2
 
@@ -119,6 +121,22 @@ def test_a_cached_expert_in_use_again_does_not_leave_for_another():
             store.take(0, experts)
         # Expert 0 came back from the cache and is in use when expert 1 is cached.
         assert (store.counters.fetches, store.counters.hits) == (3, 3)
+
+
+def test_an_automatic_cache_is_half_of_the_free_memory_at_the_first_fetch(monkeypatch):
+    with ExpertStore(tier="host", cache="auto") as store:
+        store.add(model_of(FFN)[0].experts)
+        size = store._stacks[0][1].layout.num_bytes
+        monkeypatch.setattr(expert_store, "free_bytes", lambda device: 4 * size + 1)
+        for experts in ([0], [1], [2], [3], [0, 1, 2, 3]):  # two of the first three are in the cache
+            store.take(0, experts)
+        assert (store.counters.fetches, store.counters.hits) == (5, 3)
+
+
+def test_ranks_of_a_node_share_its_free_memory(monkeypatch):
+    monkeypatch.setattr(host_memory, "available", lambda: 600)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert expert_store.free_bytes(torch.device("cpu")) == 150
 
 
 def compare_on_gpu(folder, tier, count, device):

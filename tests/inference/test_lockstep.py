@@ -58,10 +58,9 @@ def _call(lockstep, pairs, index, tokens, salt):
     split, whole = pairs[index]
     generator = torch.Generator().manual_seed(salt)
     x = torch.randn(tokens, split.config.model_dim, generator=generator, dtype=torch.float64)
-    ids = torch.arange(tokens) if split.config.gate_type == "hash" else None
     lockstep.wait_for_turn(index)
-    y, _ = split(x, token_ids=ids)
-    torch.testing.assert_close(y, whole(x, token_ids=ids)[0], rtol=1e-12, atol=1e-12)
+    y, _ = split(x)
+    torch.testing.assert_close(y, whole(x)[0], rtol=1e-12, atol=1e-12)
 
 
 def at_their_own_pace(configs, parallel, local):
@@ -81,7 +80,6 @@ CASES = {
     "two sizes": ([SMALL, LARGE], 0, 0),
     "padded": ([_with(SMALL, exchange="padded"), LARGE], 0, 0),
     "chunks": ([SMALL, _with(LARGE, a2a_ffn_overlap_degree=3)], 0, 0),
-    "hash": ([_with(SMALL, gate_type="hash"), LARGE], 0, 0),
     "all experts gathered": ([_with(SMALL, adaptive_r=0), LARGE], 0, 0),
 }
 ON_FOUR = {
@@ -135,13 +133,12 @@ def test_a_step_ends_when_no_rank_is_in_a_layer(ranks, world_size):
 
 
 def joining_changes_no_state():
-    config = _with(SMALL, gate_type="hash", eval_capacity_factor=1.0)
+    config = _with(SMALL, eval_capacity_factor=1.0)
     topology, turns = make_topology([config.num_experts]), []
     context = Context(wait_for_turn=turns.append)
     layer = MoEFeedForward(config, topology, 1, "decoder.layers.0.fc1", context).eval()
     layer.time_exchanges()
     x = torch.randn(3, 2, config.model_dim)
-    layer.context.see_tokens(None, (torch.arange(6).view(2, 3),))
     layer.begin_call(torch.zeros(2, 3, dtype=torch.bool))
     with torch.no_grad():
         layer(x)

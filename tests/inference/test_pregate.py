@@ -9,14 +9,12 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from compare import same_function
 from option_values import ROUTING, mixed
 from oracle import mixture
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_tutel import MoEConfig, MoELayer, make_topology, pregate
-from fairseq_tutel.inference.lockstep import Lockstep
+from fairseq_tutel import MoEConfig, MoELayer, pregate
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.expert_stack import Weights
 
@@ -38,11 +36,11 @@ def tokens(count=9, salt=0):
     return torch.randn(count, D, generator=generator, dtype=torch.float64)
 
 
-def forward(layers, x, mask=None, ids=None, between=torch.tanh):
+def forward(layers, x, mask=None, between=torch.tanh):
     """Return y and the balance loss of blocks with residual connections."""
     total = 0
     for layer in layers:
-        y, output = layer(x, mask, token_ids=ids)
+        y, output = layer(x, mask)
         x, total = x + between(y), total + output.balance_loss
     return x, total
 
@@ -91,13 +89,13 @@ def test_every_way_to_route_is_the_later_layer_s_own(options, training):
     config = dataclasses.replace(CONFIG, **options)
     pair, apart = stack(1, config, config), stack(0, config, config)
     x = tokens(12).view(3, 4, D)
-    mask, ids = torch.arange(12).view(3, 4) % 5 == 4, torch.arange(12).view(3, 4)
+    mask = torch.arange(12).view(3, 4) % 5 == 4
     for layer in (*pair, *apart):
         layer.train(training)
     torch.manual_seed(1)
-    got, got_loss = forward(pair, x, mask, ids)
+    got, got_loss = forward(pair, x, mask)
     torch.manual_seed(1)
-    call = Call.of(x, D, mask, ids)
+    call = Call.of(x, D, mask)
     routings = [layer.route(call.tokens(x), call) for layer in apart]
     for layer, routing in zip(apart, routings, strict=True):
         x = x + torch.tanh(layer.apply_routing(call.tokens(x), routing)).view(x.shape)
@@ -209,28 +207,3 @@ def test_what_is_no_chain_is_refused():
         sentence = rf"pregate \(--moe-pregate\) is {ahead!r} but the stack has 2 MoE layers; give 1 to 1\."
         with pytest.raises(ValueError, match=sentence):
             stack(ahead, CONFIG, CONFIG)
-
-
-@torch.no_grad()
-def at_paces_of_their_own(exchange):
-    """Ranks come through a split stack unequally often, and meet in its layers in any order."""
-    configs = [dataclasses.replace(CONFIG, exchange=exchange, num_experts=count) for count in (4, 2, 4)]
-    place, rank = make_topology([4, 2, 4]), dist.get_rank()
-    split, whole = stack(1, *configs, topology=place), stack(1, *configs)
-    lockstep = Lockstep(place.expert_group)
-    for layer in split:
-        lockstep.add(layer.run_without_tokens)
-    for step in range(2 + 2 * rank):
-        x = expected = tokens(1 + (rank + 2 * step) % 5, salt=10 * rank + step)
-        for index, layer in enumerate(split):
-            lockstep.wait_for_turn(index)
-            x = x + torch.tanh(layer.eval()(x)[0])
-        expected = forward([layer.eval() for layer in whole], expected)[0]
-        torch.testing.assert_close(x, expected, rtol=1e-12, atol=1e-12)
-    lockstep.end()
-    return lockstep.served
-
-
-@pytest.mark.parametrize("exchange", ("ragged", "padded"))
-def test_ranks_at_their_own_paces_give_what_one_rank_gives(ranks, exchange):
-    assert ranks(2).run(at_paces_of_their_own, exchange)[0] > 0

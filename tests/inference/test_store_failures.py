@@ -234,19 +234,16 @@ def test_tensors_that_do_not_fit_the_layer_are_refused():
 @pytest.mark.parametrize("policy", EVICTIONS)
 def test_who_leaves_the_cache_is_who_an_oracle_says(policy):
     draw = random.Random(1)
-    cache, kept, uses, used, fetched = ExpertCache(policy, None, 3), [], {}, {}, {}
+    cache, kept, uses, used = ExpertCache(policy, None, 3), [], {}, {}
     for now in range(300):
         key = 0, min(draw.randrange(8), draw.randrange(8))
         if key in kept:
             kept.remove(key)
-        else:
-            cache.note_fetch(key)
-            fetched[key] = now
         cache.take(key)
         cache.note_use(key)
         uses[key], used[key] = uses.get(key, 0) + 1, now
         kept.append(key)
-        rank = {"lfu": lambda k: (uses[k], used[k]), "lru": used.get, "fifo": fetched.get}[policy]
+        rank = {"lfu": lambda k: (uses[k], used[k]), "lru": used.get}[policy]
         leaving = [min(kept, key=rank)] if len(kept) > 3 else []
         kept = [each for each in kept if each not in leaving]
         assert list(cache.put(key, 1)) == leaving

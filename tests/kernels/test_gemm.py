@@ -115,8 +115,8 @@ def compare_described(case: Case) -> None:
     used = []
     plain, described = triton_launch.has_descriptors, triton_launch.described
 
-    def counting(tensors, block):
-        descriptors = described(tensors, block)
+    def counting(*given, **options):
+        descriptors = described(*given, **options)
         used.append(descriptors is not None)
         return descriptors
 

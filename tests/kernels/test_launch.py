@@ -4,6 +4,7 @@ import ast
 import contextlib
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,7 +13,12 @@ import torch
 import fairseq_tutel
 from fairseq_tutel import kernels
 
-triton_launch = pytest.importorskip("fairseq_tutel.kernels.triton_launch")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from fairseq_tutel.kernels import triton_launch  # noqa: E402
 
 
 def launches(path: Path) -> list[str]:
@@ -29,48 +35,114 @@ def test_one_function_launches_every_kernel():
     assert found == {"triton_launch.py"}
 
 
-class Kernel:
-    """A compiled kernel that records its launch."""
-
-    def __init__(self, calls: list) -> None:
-        self.calls = calls
-
-    def __getitem__(self, grid):
-        return lambda *given, **constants: self.calls.append(("launch", grid, given, constants))
+@triton.jit(do_not_specialize=["rows"])
+def _copy_kernel(x, y, rows, columns, N: tl.constexpr):
+    tl.store(y + tl.arange(0, N) * columns + rows, tl.load(x + tl.arange(0, N)))
 
 
-def test_the_first_launch_of_a_thread_on_a_device_binds_its_context(monkeypatch):
-    calls = []
+@pytest.fixture
+def launched(monkeypatch):
+    """Return a list of launches on fake devices; tensors on the CPU are on device 0."""
+    found = []
+
+    class Utils:
+        load_binary = staticmethod(lambda *_: (1, 1, 32, 0, 1024))
+        get_device_properties = staticmethod(lambda _: {"max_shared_mem": 2**18})
+        unload_module = staticmethod(lambda _: None)
+
+    class Driver:
+        utils, device, stream = Utils(), 0, 7
+
+        def launcher_cls(self, source, metadata):
+            def launcher(*args):
+                found.append((source.hash(), *args[:4], args[9:]))
+
+            return launcher
+
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 80, 32))
+        get_current_device = staticmethod(lambda: Driver.device)
+        get_current_stream = staticmethod(lambda _: Driver.stream)
 
     @contextlib.contextmanager
     def device(index):
-        calls.append(("enter", index))
+        before, Driver.device = Driver.device, index
         yield
-        calls.append(("exit", index))
+        Driver.device = before
 
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    monkeypatch.setattr(triton_launch, "is_direct", lambda _: True)
+    monkeypatch.setattr(triton_launch, "_COMPILED", triton_launch._Compiled())
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(torch, "zeros", lambda *_, device: calls.append(("bind", device.index)))
-    kernel = Kernel(calls)
-    first, second = (torch.device("cuda", index) for index in range(2))
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: found.append(("bind", device.index)) or zeros(1))
+    return found
 
-    def launch_thrice() -> None:
-        for where in (first, first, second):
-            triton_launch.launch(kernel, (3,), where, "x", BLOCK=16)
 
-    def expected(index: int, binds: bool) -> list:
-        launched = ("launch", (3,), ("x",), {"BLOCK": 16})
-        return [("enter", index), *[("bind", index)] * binds, launched, ("exit", index)]
+def test_a_launch_runs_the_kernel_that_triton_would_compile_for_its_arguments(launched):
+    gpus = [SimpleNamespace(type="cuda", index=index) for index in range(2)]
+    x = torch.zeros_like(torch.empty(64))
+    half = x.to(torch.float16)
+    cases = [
+        (gpu, (3, 2)[:dims], (x_in, x, rows, columns), n)
+        for gpu, dims, x_in, rows, columns, n in (
+            (gpus[0], 1, x, 5, 32, 16), (gpus[0], 2, x[1:], 5, 32, 16), (gpus[0], 1, x[4:], 2**40, 32, 16),
+            (gpus[0], 1, half, 5, 32, 16), (gpus[0], 1, x, 16, 32, 16),
+            (gpus[0], 1, x, 1, 1, 16), (gpus[0], 1, x, 5, 33, 16),
+            (gpus[0], 1, x, 5, 2**31, 16), (gpus[0], 1, x, 5, -32, 16), (gpus[0], 1, x, 6, 32, 32),
+            (gpus[1], 1, x, 5, 32, 16),
+        )
+    ]  # fmt: skip
+    for again in range(2):
+        for gpu, grid, arguments, n in cases:
+            launched.clear()
+            triton_launch.launch(_copy_kernel, grid, gpu, *arguments, N=n, num_warps=1)
+            assert [("bind", gpu.index)] * (not again) == launched[:-1]
+            with torch.cuda.device(gpu.index):
+                _copy_kernel[grid](*arguments, N=n, num_warps=1)
+            ours, tritons = launched[-2:]
+            assert ours[:5] == tritons[:5] and len(ours[5]) == len(tritons[5]) == 5
+            assert all(a is b or a == b for a, b in zip(ours[5], tritons[5], strict=True))
+    with mock.patch.object(triton.runtime.JITFunction, "run", side_effect=AssertionError):
+        for gpu, grid, arguments, n in cases:  # all of them are known
+            triton_launch.launch(_copy_kernel, grid, gpu, *arguments, N=n, num_warps=1)
 
-    for _ in range(2):  # the second thread launches a kernel that the first one has loaded
-        thread = threading.Thread(target=launch_thrice)
+
+def test_every_thread_binds_the_context_of_a_device(launched):
+    def launch():
+        x = torch.empty(16)
+        for _ in range(2):
+            triton_launch.launch(
+                _copy_kernel, (1,), SimpleNamespace(type="cuda", index=0), x, x, 0, 1, N=16
+            )
+
+    for _ in range(2):
+        thread = threading.Thread(target=launch)
         thread.start()
         thread.join()
-    once = [*expected(0, True), *expected(0, False), *expected(1, True)]
-    assert calls == 2 * once
+    assert [entry == ("bind", 0) for entry in launched] == 2 * [True, False, False]
 
 
 def test_the_interpreter_needs_no_context():
     calls = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *given, **constants: calls.append((grid, given, constants))
+
     with mock.patch.object(torch.cuda, "device", side_effect=AssertionError):
-        triton_launch.launch(Kernel(calls), (1, 2), torch.device("cpu"), 5)
-    assert calls == [("launch", (1, 2), (5,), {})]
+        triton_launch.launch(Kernel(), (1, 2), torch.device("cpu"), 5)
+    assert calls == [((1, 2), (5,), {})]
+
+
+def test_a_descriptor_is_of_its_own_tensor_which_must_be_aligned(monkeypatch):
+    descriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor
+    monkeypatch.setattr(triton_launch, "has_descriptors", lambda _: True)
+    for x in torch.zeros(2, 16, 8, 32):
+        (found,) = triton_launch.described([x], (1, 16, 8), is_transposed=True) or (None,)
+        assert found is None  # the last stride is not 1
+        (found,) = triton_launch.described([x.mT], (1, 16, 8), is_transposed=True)
+        expected = descriptor(x, list(x.shape), list(x.stride()), [1, 16, 8])
+        assert found.base.data_ptr() == x.data_ptr()
+        assert vars(found) | {"base": None} == vars(expected) | {"base": None}
+    shifted = torch.zeros(16 * 32 + 1)[1:].view(16, 32)
+    assert triton_launch.described([shifted], (16, 16)) is None

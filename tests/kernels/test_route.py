@@ -107,7 +107,7 @@ LAYER = {"model_dim": 6, "hidden_dim": 5, "num_experts": 5, "top_k": 2}
 LAYERS = (
     {"capacity_factor": 0.5, "balance_loss": "gshard:1,z:0.1"},
     {"capacity_factor": 0.5, "drop_policy": "probability", "normalize_gate": "after"},
-    {"capacity_factor": -0.5, "drop_policy": "bpr", "sinkhorn": True},
+    {"capacity_factor": -0.5, "drop_policy": "bpr"},
     {"expert_groups": 5, "groups_per_token": 3, "drop_policy": "rts", "capacity_factor": 0.5},
     {"balance_bias": True, "score_function": "sigmoid"},
 )
@@ -300,7 +300,7 @@ def test_gradients_of_the_interpreted_walk_in_one_compiled_graph(interpreter):
 def test_fake_tensors_pass_through_without_a_launch(time_first):
     gate = [((6, 5), "bfloat16"), ((6, 2), "int64"), ((6, 2), "bfloat16")]
     rows = [((6, 2), "int64"), ((2, 5), "int64"), ((5,), "int64"), ((2,), "int64"), ((6, 2), "int64"),
-            ((12,), "int64"), ((12,), "int64")]  # fmt: skip
+            ((12,), "int64"), ((12,), "int64"), ((96,), "int64")]  # fmt: skip
     # Tiles of 16 to 256 rows: 13 for each number of rows // 16 and so on, and three numbers for each.
     tiles = 13 + 3 * sum(100 // size + 13 for size in (16, 32, 64, 128, 256))
     assert fake_results(time_first) == [

@@ -57,29 +57,6 @@ def test_a_layer_counts_real_copies_before_dropping_and_in_training_alone():
     assert not layer.balance_bias.load.any()
 
 
-def test_weights_losses_and_gradients_do_not_know_the_bias():
-    """With it, they are those of the same choice made without it."""
-    layer, x = build(score_function="sigmoid").double(), tokens(15).double().requires_grad_()
-    layer.balance_bias.bias.copy_(torch.tensor([2.0, 0, -2, 0]))
-    output = layer(x)[1]
-    ids_TK = output.routing.expert_ids_TK
-    assert (ids_TK[:, 0] == 0).all() and not (ids_TK == 2).any()
-    scores_TE = torch.sigmoid(x @ layer.gate.weight.t())
-    chosen_TK = scores_TE.gather(1, ids_TK)
-    torch.testing.assert_close(output.routing.weights_TK, chosen_TK / chosen_TK.sum(dim=1, keepdim=True))
-    probs_TE = scores_TE / scores_TE.sum(dim=1, keepdim=True)
-    torch.testing.assert_close(output.routing.probs_TE, probs_TE)
-    share_E = ids_TK[:, 0].bincount(minlength=4) / 15
-    expected = 4 * (share_E * probs_TE.mean(dim=0)).sum()
-    torch.testing.assert_close(output.balance_loss, expected)
-    named = [x, layer.gate.weight]
-    got = torch.autograd.grad(output.balance_loss, named, retain_graph=True)
-    for a, b in zip(got, torch.autograd.grad(expected, named), strict=True):
-        torch.testing.assert_close(a, b)
-    assert not layer.balance_bias.bias.requires_grad
-    assert "balance_bias" not in str([name for name, _ in layer.named_parameters()])
-
-
 def test_the_state_dict_holds_the_bias_and_not_the_load():
     layer, other = build(), build()
     layer.balance_bias.bias.uniform_(-1, 1)

@@ -16,8 +16,6 @@ CONFIG = MoEConfig(model_dim=4, hidden_dim=3, num_experts=4, top_k=2)
 
 
 def by_hand(rule: Capacity, top_k: int, num_experts: int, num_tokens: int) -> int:
-    if rule.fixed:
-        return rule.fixed
     if rule.token_fraction > 0:
         limit = math.ceil((rule.tokens or num_tokens) * rule.token_fraction)
     else:
@@ -32,7 +30,6 @@ rules = st.builds(
     tokens=st.just(0) | st.integers(1, 5000),
     minimum=st.integers(0, 40),
     multiple=st.integers(1, 9),
-    fixed=st.just(0) | st.integers(1, 40),
 )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fairseq_tutel import MoEConfig, kernels, route
 from fairseq_tutel.moe.capacity import MicroBatch
-from fairseq_tutel.moe.choice import choose, scores_of, sinkhorn_keys
+from fairseq_tutel.moe.choice import choose, scores_of
 from fairseq_tutel.moe.config import LAYER
 from fairseq_tutel.moe.routing import decide
 
@@ -287,39 +287,6 @@ def test_no_token_one_token_and_padding_alone_are_routed(options, num_tokens, re
     assert int(r.counts_E.sum()) == int((r.row_of_TK >= 0).sum())
     (grad,) = torch.autograd.grad(r.weights_TK.sum() + r.probs_TE.sum(), logits_TE)
     assert grad.isfinite().all()
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_sinkhorn_spreads_the_tokens_evenly_in_training_alone(padded):
-    logits_TE = logits(400, num_experts=5) + torch.tensor([2.0, 1.0, 0.0, 0.0, -2.0])
-    real_T = torch.arange(400) % 4 != 1 if padded else None
-    if padded:
-        logits_TE[1::4] = 50.0 * torch.eye(5, dtype=torch.float64)[0]  # padding must not weigh
-    keys_TE = sinkhorn_keys(logits_TE, logits_TE, real_T)
-    shift_E = (keys_TE - logits_TE)[0]
-    torch.testing.assert_close(keys_TE - logits_TE, shift_E.expand_as(keys_TE))
-    share_TE = torch.softmax(keys_TE, 1)
-    mean_E = (share_TE if real_T is None else share_TE[real_T]).mean(0)
-    torch.testing.assert_close(mean_E, torch.full_like(mean_E, 0.2), rtol=0.01, atol=0)
-    state = torch.get_rng_state()
-    even = route(logits_TE, 1, sinkhorn=True, training=True, real_T=real_T)
-    plain = route(logits_TE, 1, sinkhorn=True, real_T=real_T)
-    assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn
-    assert torch.equal(plain.expert_ids_TK, route(logits_TE, 1, real_T=real_T).expert_ids_TK)
-    assert even.counts_E.max() < 0.6 * plain.counts_E.max()
-    # The weights are the scores of what was chosen.
-    probs_TE = torch.softmax(logits_TE, 1)
-    torch.testing.assert_close(even.weights_TK, probs_TE.gather(1, even.expert_ids_TK))
-
-
-def test_sinkhorn_leaves_out_what_a_gate_shuts_off():
-    logits_TE = logits(60)
-    logits_TE[:, 3] = -math.inf  # for all
-    logits_TE[:20, 0] = -math.inf  # for some
-    r = route(logits_TE, 2, sinkhorn=True, training=True)
-    assert r.assigned_KE.sum(0)[3] == 0 and (r.expert_ids_TK[:20] != 0).all()
-    assert (r.expert_ids_TK[:, 0] != r.expert_ids_TK[:, 1]).all()
-    assert r.weights_TK.isfinite().all()
 
 
 def test_every_way_to_choose_in_training_is_in_the_list():

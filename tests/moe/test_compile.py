@@ -46,7 +46,7 @@ def run(layer: MoELayer, forward, num_sentences: int, time_first: bool) -> dict[
     ids = torch.arange(num_sentences * 5).view(num_sentences, 5)
     layer.zero_grad()
     torch.manual_seed(3)
-    y, output = forward(x, ids % 5 >= 4 - ids // 5 % 2, token_ids=ids, time_first=time_first)
+    y, output = forward(x, ids % 5 >= 4 - ids // 5 % 2, time_first=time_first)
     (y.square().sum() + output.balance_loss).backward()
     grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     kept_TK = (output.routing.row_of_TK >= 0).double()

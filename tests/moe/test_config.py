@@ -3,7 +3,6 @@
 import argparse
 import math
 
-import numpy as np
 import pytest
 from option_values import settings_of
 
@@ -23,13 +22,12 @@ GOOD = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4}
 BAD = [
     ("model_dim", 0), ("num_experts", 0), ("top_k", 0), ("top_k", 1.5), ("top_k", True), ("top_k", 5),
     ("capacity_factor", "1"), ("capacity_factor", math.nan), ("eval_capacity_factor", -math.inf),
-    ("gate_noise", None), ("gate_noise", -1.0), ("gate_type", None), ("gate_type", "linear,,hash"),
-    ("gate_index", 1), ("prescore", "no"), ("min_capacity", 10**20), ("capacity_multiple", 0),
-    ("drop_policy", "luck"), ("eom", 1.0), ("expert_groups", 3), ("groups_per_token", 2),
+    ("gate_noise", None), ("gate_noise", -1.0), ("gate_type", None), ("gate_type", "linear,,cosine"),
+    ("prescore", "no"), ("min_capacity", 10**20), ("capacity_multiple", 0),
+    ("drop_policy", "luck"), ("eom", 1.0), ("expert_groups", 3),
     ("routed_scaling_factor", 0.0), ("gate_temperature", 0.001), ("init_std", -0.1),
     ("balance_loss", {"z": 1}), ("balance_loss", "load_importance"), ("balance_loss", "gshard:1,gshard:2"),
-    ("balance_loss", "fair:1"), ("balance_loss", "gshard:x"), ("balance_loss", "gshard:inf"),
-    ("balance_loss", "gshard:-1"), ("expert_type", "cnn"), ("activation", "gelo"),
+    ("balance_loss", "fair:1"), ("expert_type", "cnn"), ("activation", "gelo"),
     ("a2a_algorithm", "ring"), ("a2a_algorithm", "plan:"), ("a2a_ffn_overlap_degree", 33),
     ("parallel_type", "adaptive"), ("parallel_type", "adaptive:-1"), ("adaptive_r", -2),
 ]  # fmt: skip
@@ -44,26 +42,14 @@ def test_a_bad_value_is_refused_by_one_sentence(option, value):
     assert message.endswith(".") and "\n" not in message and ". " not in message
 
 
-def test_numbers_of_numpy_are_taken_as_python_s():
-    config = MoEConfig(
-        **{**GOOD, "top_k": np.int32(2), "capacity_factor": np.float32(0.5), "gate_noise": np.int64(1)}
-    )
-    assert [type(v) for v in (config.top_k, config.capacity_factor)] == [int, float]
-    assert (config.top_k, config.capacity_factor, config.gate_noise) == (2, 0.5, 1)
-
-
 CONTRADICTIONS = [
     {"groups_per_token": 1, "expert_groups": 4, "top_k": 2},
     {"eval_capacity_token_fraction": 0.1, "eval_capacity_factor": 1.0},
-    {"choice": "experts", "balance_loss": "load_importance", "gate_noise": 1.0},
-    {"sinkhorn": True, "rsample": True},
     {"balance_bias": True, "rsample": True},
     {"balance_bias": True, "second_expert_policy": "sampling"},
-    {"gate_type": "linear,hash", "gate_noise": 1.0},
     {"eom": 0.1, "prescore": True},
     {"cmr": True, "residual": True},
     *({"choice": "experts", **settings_of(name)[-1]} for name in EXCLUDED[0][2]),
-    *({"gate_type": "hash", **settings_of(name)[-1]} for name in EXCLUDED[1][2]),
 ]
 
 
@@ -105,7 +91,7 @@ def test_the_names_that_may_be_chosen_are_those_there_is_something_for(name, our
         MoEConfig(**GOOD, **{name: "luck"})
     assert ", ".join(ours) in str(error.value)
     for choice in ours:
-        MoEConfig(**GOOD, **{name: choice}, gate_noise=0.0 if choice == "hash" else 1.0)
+        MoEConfig(**GOOD, **{name: choice}, gate_noise=1.0)
 
 
 @pytest.mark.parametrize("owner", BY_OWNER)

@@ -107,14 +107,6 @@ def test_off_the_cpu_buffers_have_a_size_that_asks_no_device(rule, rows):
     assert on_cpu.source_of_R.shape == (int(on_cpu.counts_E.sum()),)
 
 
-@pytest.mark.parametrize("function", ("softmax", "sigmoid"))
-@pytest.mark.parametrize("normalize", ("after", "none"))
-def test_weights_have_the_gradient_of_finite_differences(function, normalize):
-    rules = {"normalize_gate": normalize, "score_function": function, **EXPERTS}
-    inputs = (logits(6).requires_grad_(),)
-    assert torch.autograd.gradcheck(lambda x: route(x, 1, 0.5, **rules).weights_TK, inputs)
-
-
 CONFIG = MoEConfig(model_dim=5, hidden_dim=6, num_experts=E, top_k=1, activation="gelu", choice="experts")
 
 
@@ -159,14 +151,3 @@ def test_the_layer_equals_a_loop_over_experts(factor, padded, options):
         lambda: by_loop(layer, x, factor, (~mask).tolist()),
         {"x": x, **dict(layer.named_parameters())},
     )
-
-
-@pytest.mark.parametrize("shape, padded", [((0,), False), ((2, 0), False), ((5,), True)])
-def test_no_tokens_and_padding_alone_give_zeros_and_zero_gradients(shape, padded):
-    layer, x = MoELayer(CONFIG, seed=5).double(), tokens(*shape)
-    y, output = layer(x, torch.ones(5, dtype=torch.bool) if padded else None)
-    assert y.shape == x.shape and not y.any()
-    assert output.routing.counts_E.tolist() == [0] * E
-    (y.sum() + output.balance_loss).backward()
-    for name, tensor in (("x", x), *layer.named_parameters()):
-        assert torch.equal(tensor.grad, torch.zeros_like(tensor)), name

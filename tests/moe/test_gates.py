@@ -37,19 +37,6 @@ def test_the_cosine_gate_is_its_formula():
             assert float(gate(x())[t, e]) == pytest.approx(2 * float(cosine))  # 1 / 0.5
 
 
-def test_the_cosine_gate_s_gradients_are_finite_differences():
-    gate = layer(gate_type="cosine").gate
-    inputs = (x(3).requires_grad_(),)
-    assert torch.autograd.gradcheck(gate, inputs)
-    names = [name for name, _ in gate.named_parameters()]
-    values = [p.detach().clone().requires_grad_() for p in gate.parameters()]
-
-    def of_parameters(*tensors):
-        return torch.func.functional_call(gate, dict(zip(names, tensors, strict=True)), (x(3),))
-
-    assert torch.autograd.gradcheck(of_parameters, values)
-
-
 @pytest.mark.parametrize("kind", ["linear", "biased", "cosine"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gate_s_logits_are_fp32_unless_asked_otherwise(kind, dtype):

@@ -98,16 +98,6 @@ def test_every_kind_of_expert_equals_loops(options):
     check(build(capacity_factor=0.5, **options), tokens(T), top_k, 0.5)
 
 
-def test_padding_gives_zero_and_takes_no_gradient():
-    layer, x = build(), tokens(T)
-    mask = torch.arange(T) % 3 == 0
-    y, output = layer(x, mask)
-    assert torch.equal(y[mask], torch.zeros_like(y[mask]))
-    (y.sum() + output.balance_loss).backward()
-    assert torch.equal(x.grad[mask], torch.zeros_like(x[mask]))
-    assert (x.grad[~mask] != 0).any(dim=1).all()
-
-
 @pytest.mark.parametrize(
     "options",
     (
@@ -134,14 +124,14 @@ def test_nan_in_padding_reaches_no_gradient(options, dtype):
         assert torch.equal(got, expected[name]), name
 
 
-@pytest.mark.parametrize("gate_type", ("linear", "hash", "custom_parts.CalmGate"))
+@pytest.mark.parametrize("gate_type", ("linear", "custom_parts.CalmGate"))
 @pytest.mark.parametrize(
     "shape, time_first", [((3, 6), False), ((), False), ((3, 5), True), ((2, 3, 1, 5), True)]
 )
 def test_an_input_of_another_shape_is_refused(gate_type, shape, time_first):
-    x, ids = torch.ones(shape), torch.zeros(shape[:-1], dtype=torch.int64)
+    x = torch.ones(shape)
     with pytest.raises(ValueError, match=re.escape(f"x has shape {shape}; give [")):
-        build(gate_type=gate_type)(x, token_ids=ids, time_first=time_first)
+        build(gate_type=gate_type)(x, time_first=time_first)
 
 
 @pytest.mark.parametrize("padded", (False, True))
@@ -229,20 +219,6 @@ def test_the_layer_has_the_gradients_of_finite_differences(top_k, factor, expert
 def test_the_balance_loss_is_the_weighted_sum(balance_loss, weight):
     output = build(balance_loss=balance_loss)(tokens(T))[1]
     assert torch.equal(output.balance_loss, weight * output.losses["gshard"])
-
-
-def test_two_runs_give_the_same_bits():
-    def run() -> dict[str, Tensor]:
-        layer, x = build(torch.float32, capacity_factor=1.0, top_k=3), tokens(200).float().detach()
-        x.requires_grad_()
-        y, output = layer(x)
-        (y.square().sum() + output.balance_loss).backward()
-        grads = {name: p.grad for name, p in layer.named_parameters()}
-        return {"y": y, "loss": output.balance_loss, "x": x.grad, **grads}
-
-    first, second = run(), run()
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
 
 
 def test_an_earlier_routing_sends_other_tokens_the_same_way():

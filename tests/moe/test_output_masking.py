@@ -89,19 +89,6 @@ def test_the_layer_equals_a_loop_over_tokens(options, training, count, padded):
     same_function(ours, loops, {"x": x, **dict(layer.named_parameters())})
 
 
-@pytest.mark.parametrize("options", (OPTIONS[3], OPTIONS[5]), ids=str)
-def test_gradients_are_those_of_finite_differences(options):
-    layer = build(True, **options)
-
-    def function(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        torch.manual_seed(SEED)
-        y, output = layer(x)
-        return (y,) if output.cmr_sum is None else (y, output.cmr_sum)
-
-    x = normal(4, CONFIG.model_dim, seed=6).requires_grad_()
-    assert torch.autograd.gradcheck(function, (x, *layer.parameters()), fast_mode=True)
-
-
 @pytest.mark.parametrize("choice", ("tokens", "experts"))
 def test_masks_have_the_probability_and_evaluation_has_the_mean(choice):
     logits_TE = normal(4000, 4, seed=1)

@@ -21,7 +21,7 @@ CHOICES = {
     "top_k": (1, 2, 4),
     "capacity_factor": (0.0, 0.5, -0.75),
     "drop_policy": tuple(p for p in LAYER["drop_policy"].choices if not draws({"drop_policy": p})),
-    "gate": tuple(gate for gate in GATE_TYPES if gate != "hash"),  # which needs token IDs
+    "gate": GATE_TYPES,
     "choice": tuple(CHOOSING),
     "scores": LAYER["score_function"].choices,
     "normalize": LAYER["normalize_gate"].choices,

@@ -69,20 +69,6 @@ def test_routing_equals_loops(top_k, factor, padded):
     assert int(r.num_tokens) == (num_tokens if real is None else sum(real))
 
 
-@pytest.mark.parametrize("num_tokens", (0, 1, E - 1))
-@pytest.mark.parametrize("top_k", (1, 2, E))
-@pytest.mark.parametrize("factor", (0.0, 1.0, -1.0))
-def test_few_tokens_route_like_loops(num_tokens, top_k, factor):
-    logits_TE = logits(num_tokens)
-    r = route(logits_TE, top_k, factor)
-    expected = oracle.plan(logits_TE.tolist(), top_k, factor)
-    assert r.expert_ids_TK.shape == r.weights_TK.shape == (num_tokens, top_k)
-    if num_tokens:
-        check_against_loops(r, expected)
-    assert r.counts_E.shape == (E,)
-    check_maps(r)
-
-
 def test_no_token_at_all_gives_zero_counts():
     r = route(logits(0), 2, 1.0)
     assert r.counts_E.tolist() == [0] * E

@@ -120,7 +120,7 @@ def test_a_rank_that_can_not_write_is_named_on_all(ranks, tmp_path):
 def test_a_first_rank_that_can_not_begin_is_heard_by_all(ranks, tmp_path):
     (tmp_path / "experts").write_text("a file where the folder should be")
     for sentence in ranks(2).run(refused, str(tmp_path), 2, states):
-        assert "Not a directory" in sentence and "experts" in sentence
+        assert "Not a directory" in sentence
 
 
 def save_unseen(folder: str) -> str:

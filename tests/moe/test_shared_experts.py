@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import close, same_function
+from compare import same_function
 from normal import normal
 from torch import Tensor
 
@@ -152,12 +152,3 @@ def test_weights_on_inputs_equal_loops(top_k, factor, padded, expert_type):
         lambda: oracle.mixture(layer, x, top_k, factor, real)[0],
         {"x": x, **dict(layer.named_parameters())},
     )
-
-
-@pytest.mark.parametrize("options", [*BESIDE, {"prescore": True}], ids=str)
-def test_autocast_computes_in_bf16(options):
-    layer, x = build(**options).float(), tokens(T).detach().float()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)[0]
-    assert y.dtype == torch.bfloat16
-    close(y, layer(x)[0], "output")

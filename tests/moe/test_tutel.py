@@ -177,17 +177,6 @@ def test_the_first_seed_draws_the_layer_and_the_third_stays_in_the_generator():
     assert torch.equal(torch.get_rng_state(), expected)
 
 
-@pytest.mark.parametrize("experts", (FFN, custom()), ids=("ffn", "custom"))
-def test_no_tokens(experts):
-    layer = build({**TOP, "capacity_factor": 1.0}, experts)
-    layer.zero_grad()
-    x = tokens(3, 0)
-    y = layer(x)
-    assert y.shape == x.shape
-    (y.sum() + y.l_aux).backward()
-    assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_y_has_the_dtype_of_the_input(dtype):
     layer, x = build().float(), tokens(T)

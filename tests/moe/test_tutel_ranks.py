@@ -183,10 +183,8 @@ def resumed(kind: str, per_device: float, pattern: str) -> str:
 
 @pytest.mark.parametrize("kind", ("ffn", "custom"))
 def test_the_example_resumes_from_the_file_of_each_rank_only(ranks, tmp_path, kind):
-    messages = ranks(2).run(resumed, kind, 2, str(tmp_path / "{}"))
-    held = ("experts 0 to 1 of 4", "experts 2 to 3 of 4")
-    for message, mine, other in zip(messages, held, reversed(held), strict=True):
-        assert f"hold {other}" in message and f"this rank has {mine};" in message
+    for message in ranks(2).run(resumed, kind, 2, str(tmp_path / "{}")):
+        assert "hold the experts of another rank" in message
 
 
 def opened(path: str) -> Tensor:

@@ -8,12 +8,7 @@ import torch
 from fairseq_tutel.parallel import background
 
 
-def test_the_stream_of_exchanges_has_a_higher_priority(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: priority)
-    assert background._exchange_stream.__wrapped__("cuda:0") < 0
-
-
-def test_after_an_error_queued_jobs_fail_without_sending_and_later_ones_run():
+def test_after_an_error_later_jobs_fail_without_sending():
     """A peer, which waits for the first job's rows, would take the second one's."""
     all_begun, failed, sent = threading.Event(), threading.Event(), []
 
@@ -34,4 +29,4 @@ def test_after_an_error_queued_jobs_fail_without_sending_and_later_ones_run():
         with pytest.raises(RuntimeError, match="the peer is gone"):
             each()
     assert sent == []
-    assert background.start(send, torch.ones(1))() == 1
+    background._worker = None

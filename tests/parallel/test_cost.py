@@ -26,7 +26,7 @@ def test_the_parts_of_a_step_by_hand():
     assert parts["gate"] == pytest.approx(3 * 2 * 8 * dim * 2 / 1e5)
     touched = 2 * ((rows + 2 * rows) + 4 * 2 * rows + (2 * rows + 8)) + 2 * rows
     assert parts["dispatch and combine"] == pytest.approx(touched * dim * 2 / 1000)
-    counts = exchange_seconds(8 * 4, ROUND, 2, 2, "linear") + 0.5
+    counts = all_gather_seconds(8 * 4, ROUND, 2, 2) + 0.5
     assert parts["counts"] == counts
     trip = exchange_seconds(2 * rows * dim * 2, ROUND, 2, 2, "linear")
     assert parts["exchange"] == pytest.approx(4 * trip)
@@ -34,18 +34,6 @@ def test_the_parts_of_a_step_by_hand():
     assert parts["experts"] == pytest.approx(3 * max(2 * rows * parameters / 1e6, moved))
     assert parts["gather weights"] == parts["expert gradients"] == 0
     assert parts["dense layers"] == parts["dense gradients"] == 0
-
-
-def test_gathered_weights_by_r():
-    # E V / P in 4 collectives: two matrices and their biases.
-    tensor_bytes = 2 * 128 / 4 * 2 / 4
-    one = cost.step_parts(WORK, ROUND, FOUR, Strategy(adaptive_r=1))
-    assert one["gather weights"] == 2 * 4 * all_gather_seconds(tensor_bytes, ROUND, 1, 2)
-    none = cost.step_parts(WORK, ROUND, FOUR, Strategy(adaptive_r=0))
-    assert none["gather weights"] == 2 * 4 * all_gather_seconds(tensor_bytes, ROUND, 2, 2)
-    assert none["exchange"] == none["counts"] == 0
-    glu = cost.step_parts(replace(WORK, glu=True), ROUND, FOUR, Strategy(adaptive_r=0))
-    assert glu["gather weights"] == 2 * 6 * all_gather_seconds(tensor_bytes, ROUND, 2, 2)
 
 
 def test_replicas_and_dense_parameters_are_all_reduced():
@@ -70,6 +58,7 @@ def test_memory_by_hand():
         "parameters": 2 * parameters,
         "gradients": (2 + 4) * parameters,  # fairseq keeps a copy in fp32
         "optimizer state": (8 + 4) * parameters,
+        cost.HOST: 0,
         "activations": 3 * 2 * (8 * 4 + 16 * (2 * 4 + 2 * 16)),
         "row buffers": 3 * 16 * 4 * 2,
         "gathered weights": 4 * 64 * 2,
@@ -80,18 +69,6 @@ def test_memory_by_hand():
     everything = cost.memory_bytes(work, FOUR, Strategy(adaptive_r=0))
     assert everything["gathered weights"] == 4 * (256 - 64) * 2
     assert everything["row buffers"] == 0
-
-
-def test_zero_sends_gradients_there_and_weights_back():
-    work, cluster = replace(WORK, dense_parameters=8000), replace(FOUR, expert_parallel_size=1)
-    parts = [
-        cost.step_parts(replace(work, zero_stage=stage), ROUND, cluster, Strategy()) for stage in (0, 1)
-    ]
-    share = 2 * 8000 / cluster.world
-    gather = all_gather_seconds(share, ROUND, cluster.nodes, cluster.local)
-    assert parts[1]["dense gradients"] == pytest.approx(2 * gather)
-    changed = {part for part in parts[0] if parts[0][part] != parts[1][part]}
-    assert changed <= {"dense gradients", "expert gradients"}
 
 
 def test_candidates_cover_every_choice_once_and_are_ranked():
@@ -105,9 +82,3 @@ def test_candidates_cover_every_choice_once_and_are_ranked():
     plans = cost.best(work, A100, nodes=4, local=2)
     assert len(plans) == len(found)
     assert all(a.seconds <= b.seconds for a, b in pairwise(plans))
-
-
-@pytest.mark.parametrize("size", [0, 3, 6, 16, 32])
-def test_expert_groups_are_parts_of_nodes_or_whole_nodes(size):
-    with pytest.raises(ValueError, match=f"expert_parallel_size is {size}, which is neither"):
-        Cluster(nodes=3, local=8, expert_parallel_size=size)

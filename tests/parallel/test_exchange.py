@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel.parallel.call_id import CallCounter, CallId
 from fairseq_tutel.parallel.exchange import ExchangeOptions, agreed_capacity
 from fairseq_tutel.parallel.regroup import regroup_maps
 
@@ -112,7 +113,8 @@ def test_split_experts_equal_whole_ones(ranks, name, exchange):
 
 def agree(needs) -> int:
     need = torch.tensor(needs[dist.get_rank()])
-    return agreed_capacity(need, ExchangeOptions(group=dist.group.WORLD))
+    call_id = CallId(CallCounter(dist.group.WORLD, "a test", 1))
+    return agreed_capacity(need, ExchangeOptions(group=dist.group.WORLD), call_id)
 
 
 def test_the_agreed_capacity_is_the_largest_need_and_at_least_1(ranks):

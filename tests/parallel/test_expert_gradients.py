@@ -15,7 +15,6 @@ from fairseq_tutel.parallel.gradients import (
     reduce_expert_gradients,
     rescale_expert_gradients,
 )
-from fairseq_tutel.parallel.groups import Topology
 
 
 def with_gradient(values: list[float], expert: bool) -> nn.Parameter:
@@ -64,24 +63,6 @@ def test_the_norm_counts_every_expert_once_whatever_the_split(ranks, parallel):
     got = ranks(4).run(norm, parallel)
     assert got == pytest.approx([expected] * 4, rel=1e-12)
     assert len(set(got)) == 1  # the same bits, so that all take the same decision
-
-
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
-def test_the_norm_of_half_gradients_is_taken_in_fp32(dtype):
-    parameter = nn.Parameter(torch.zeros(9, dtype=dtype))
-    parameter.grad = torch.full((9,), 300.0, dtype=dtype)  # its square passes fp16
-    value = global_grad_norm([parameter], Topology())
-    assert value.dtype == torch.float32
-    assert float(value) == 900.0
-
-
-@pytest.mark.parametrize("size, marked", [(1, False), (2, True)])
-def test_experts_are_marked_where_they_are_split_and_nothing_else_is(size, marked):
-    config = MoEConfig(model_dim=4, hidden_dim=4, num_experts=4, hidden_layer_norm=True)
-    layer = MoELayer(config, Topology(world_size=size, expert_parallel_size=size), seed=1)
-    split = set(map(id, layer.experts.expert_parameters().values()))
-    for name, parameter in layer.named_parameters():
-        assert is_expert(parameter) == (marked and id(parameter) in split), name
 
 
 def gradients_by_division(parallel: int, division: str) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ports import free_port
 
 from fairseq_tutel.parallel import failures, world
-from fairseq_tutel.parallel.signals import EXIT_CODE, watched
+from fairseq_tutel.parallel.signals import EXIT_CODE, SignalWatch
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "blocked_rank.py"
 SECONDS = 60
@@ -55,7 +55,7 @@ def _fail():
 
 
 def _has_too_little_time():
-    with watched(["SIGTERM"], 0):
+    with SignalWatch(["SIGTERM"], 0):
         os.kill(os.getpid(), signal.SIGTERM)
         while True:
             ctypes.CDLL(None).usleep(900_000)
@@ -112,23 +112,6 @@ def test_a_rank_that_hangs_after_its_own_error_is_ended(tmp_path):
     codes, logs = _run(_hangs, 2, tmp_path)
     assert codes == [1, 1]
     assert "error: rank 1 could not end within 0.2 s after its error" in logs[1]
-
-
-@pytest.mark.parametrize(
-    ("error", "failure"),
-    [
-        (KeyboardInterrupt(), "failed: KeyboardInterrupt"),
-        (SystemExit(""), "failed: SystemExit"),
-        (SystemExit("error: no."), "failed: no"),
-        (ValueError("no"), "failed: ValueError: no"),
-    ],
-)
-def test_a_failure_has_a_name_or_a_text(error, failure):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    watch = failures.FailureWatch(store, 1)
-    watch.report(error)
-    watch.close()
-    assert failures.published(store) == f"rank 1 {failure}"
 
 
 def _ends(rank, how, scheme, port, log):

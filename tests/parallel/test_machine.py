@@ -1,7 +1,7 @@
 """Hardware profiles: of a GPU by its name, in files, and malformed files."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -25,26 +25,21 @@ def test_a_gpu_is_known_by_its_whole_number_or_said_not_to_be(gpu, expected):
 
 
 def test_a_machine_survives_its_file(tmp_path):
-    for machine in PRESETS.values():
-        machine.to_json(tmp_path / "machine.json")
-        assert Machine.from_json(tmp_path / "machine.json") == machine
+    for content in (asdict(A100), {"machine": asdict(A100), "plans": []}):
+        (tmp_path / "machine.json").write_text(json.dumps(content))
+        assert Machine.from_json(tmp_path / "machine.json") == A100
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"flops_per_s": 0},
-        {"memory_bytes": "80G"},
         {"intra": 3},
-        {"inter": {"alpha_s": -1, "bytes_per_s": 1}},
-        {"inter": {"alpha_s": 0, "bytes_per_s": 0}},
-        {"speed": 1},
+        {"inter": {"alpha_s": 0}},
     ],
 )
 def test_a_bad_machine_is_refused_in_one_sentence(change, tmp_path):
     path = tmp_path / "machine.json"
-    A100.to_json(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    path.write_text(json.dumps(asdict(A100) | change))
     with pytest.raises(ValueError, match="cannot be read as a hardware profile") as error:
         Machine.from_json(path)
     assert "\n" not in str(error.value)

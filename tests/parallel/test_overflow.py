@@ -21,7 +21,7 @@ def _parameters(poison: float) -> tuple[nn.Parameter, nn.Parameter]:
     return dense, expert
 
 
-def _config(optimizer: str):
+def _config():
     from fairseq.dataclass.configs import FairseqConfig
     from fairseq.optim.adam import FairseqAdamConfig
     from omegaconf import OmegaConf
@@ -30,11 +30,8 @@ def _config(optimizer: str):
 
     plugin.register()
     cfg = OmegaConf.structured(FairseqConfig)
-    if optimizer == "moe_sgd":  # of the older generation, without a dataclass
-        cfg.optimizer = OmegaConf.create({"lr": [0.1], "momentum": 0.0, "weight_decay": 0.0})
-    else:
-        cfg.optimizer = OmegaConf.structured(FairseqAdamConfig)
-    OmegaConf.update(cfg.optimizer, "_name", optimizer, force_add=True)
+    cfg.optimizer = OmegaConf.structured(FairseqAdamConfig)
+    OmegaConf.update(cfg.optimizer, "_name", "moe_adam", force_add=True)
     cfg.optimization.lr = [0.1]
     return cfg
 
@@ -50,7 +47,7 @@ def _on_shared_experts(step, *arguments):
 def fp16(poison: float) -> tuple[bool, float]:
     from fairseq.optim.fp16_optimizer import FP16Optimizer
 
-    cfg = _config("moe_adam")
+    cfg = _config()
     cfg.common.fp16_no_flatten_grads = True
     params = _parameters(poison)
     optimizer = FP16Optimizer.build_optimizer(cfg, list(params))
@@ -67,47 +64,10 @@ def fp16(poison: float) -> tuple[bool, float]:
     return skipped, optimizer.scaler.loss_scale
 
 
-def _amp_step(name: str, poison: float) -> tuple[list[float], float]:
-    """Take one step of lr 0.1 from weights of 1 on gradients of 1, as fairseq's trainer does."""
-    from fairseq.optim.amp_optimizer import AMPOptimizer
-
-    cfg = _config(name)
-    cfg.common.amp = True
-    dense, expert = params = _parameters(poison)
-    optimizer = AMPOptimizer.build_optimizer(cfg, list(params))
-    optimizer._grad_scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    optimizer.scaler.scale(torch.zeros(()))  # the scaler makes its state when it is first used
-    dense.grad *= 16.0
-    expert.grad *= 16.0 * 2  # a sum over two ranks, to be divided by their number
-    module = nn.ParameterList(params)
-    module.all_reduce_grads = lambda: None  # fairseq's data-parallel wrapper has it
-    optimizer.all_reduce_grads(module)
-    optimizer.clip_grad_norm(0.0)
-    optimizer.step()
-    return dense.tolist(), optimizer.scaler.get_scale()
-
-
-def amp(poison: float) -> tuple[bool, float]:
-    weights, scale = _amp_step("moe_adam", poison)
-    return weights == [1.0] * 3, scale
-
-
-def test_a_step_under_amp_is_as_long_as_without(ranks):
-    for weights, scale in ranks(2).run(_on_shared_experts, _amp_step, "moe_sgd", 1.0):
-        assert weights == pytest.approx([0.9] * 3)
-        assert scale == 16.0
-
-
-@pytest.mark.parametrize("mode", [fp16, amp])
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
-def test_every_rank_skips_the_step_of_one_rank_s_overflow(ranks, mode, poison):
-    first, second = ranks(2).run(_on_shared_experts, mode, poison)
-    assert first == second
-    skipped, scale = first
-    assert skipped
-    assert scale == (8.0 if mode is amp else 64.0)
+def test_every_rank_skips_the_step_of_one_rank_s_overflow(ranks, poison):
+    assert ranks(2).run(_on_shared_experts, fp16, poison) == [(True, 64.0)] * 2
 
 
-@pytest.mark.parametrize("mode", [fp16, amp])
-def test_finite_gradients_take_the_step(ranks, mode):
-    assert ranks(2).run(mode, 2.0) == [(False, 16.0 if mode is amp else 128.0)] * 2
+def test_finite_gradients_take_the_step(ranks):
+    assert ranks(2).run(fp16, 2.0) == [(False, 128.0)] * 2

@@ -2,21 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 from uneven import some_parameters
 
 from fairseq_tutel.parallel.groups import Topology
-from fairseq_tutel.parallel.zero_partition import Share, own_elements, partition_length, partitions_of
-
-
-@pytest.mark.parametrize("numel", [0, 1, 3, 4, 5, 8, 9])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_element_has_one_owner(numel, size):
-    flat = torch.arange(numel)
-    owned = [own_elements(flat, Share(size, index)) for index in range(size)]
-    assert torch.cat(owned).tolist() == flat.tolist()
-    assert all(len(own) <= partition_length(numel, size) for own in owned)
-    assert partition_length(numel, size) * size - numel < size
+from fairseq_tutel.parallel.zero_partition import Share, own_elements, partitions_of
 
 
 @pytest.mark.parametrize(("dtype", "offload"), [
@@ -49,10 +38,3 @@ def test_buckets_hold_parameters_of_one_kind_and_size():
     experts = [partition.share for partition in partitions[4:6]]
     assert experts == [Share(2, 1, None, 4)] * 2
     assert partitions[0].share == Share(4, 3, None, 4)
-
-
-@pytest.mark.parametrize(("world", "times"), [(2, 1), (64, 1), (127, 1), (128, 2), (512, 8), (4096, 8)])
-def test_large_groups_have_larger_buckets(world, times):
-    parameters = [nn.Parameter(torch.zeros(25)) for _ in range(64)]
-    _, buckets = partitions_of(parameters, Topology(world_size=world), bucket_bytes=400)
-    assert {len(bucket.partitions) for bucket in buckets} == {4 * times}

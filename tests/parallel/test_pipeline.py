@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
-from fairseq_tutel.parallel import background, collectives, exchange, guard
+from fairseq_tutel.parallel import background, exchange, guard
 from fairseq_tutel.parallel.all_to_all import AllToAll, Counts
 from fairseq_tutel.parallel.strategy import Strategy
 
@@ -82,26 +82,22 @@ def test_narrow_transfer_dtypes_err_by_their_digits(kept, wire, digit, way):
     assert not torch.equal(lossy[0][0], exact[0][0])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Diary(AllToAll):
-    """Moves nothing and notes every call."""
-
-    name: str
-    lines: list
-
-    def exchange(self, rows, combine):
-        self.lines.append(f"{'back' if combine else 'there'} {self.name}")
-        return rows.clone()
-
-
 def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_reverse(monkeypatch):
     lines = []
     monkeypatch.setattr(background, "start", lambda f, rows: lines.append("start") or (lambda: f(rows)))
     x = torch.randn(4, 2, requires_grad=True)
-    counts = Counts(torch.full((1, 1), 4), torch.full((1, 1), 4))
+    counts = Counts(torch.full((1, 1, 1), 4), 0)
     monkeypatch.setattr(exchange, "_counts", lambda *_: (counts, counts))
     names, numbers = iter("01"), iter(range(2))
-    monkeypatch.setattr(exchange, "_all_to_all", lambda *_: Diary(name=next(names), lines=lines))
+
+    def noted(line):
+        return lambda rows: lines.append(line) or rows.clone()
+
+    def diary(*_):
+        name = next(names)
+        return AllToAll(forth=noted(f"there {name}"), back=noted(f"back {name}"))
+
+    monkeypatch.setattr(exchange, "_all_to_all", diary)
 
     def expert_fn(rows, *regrouping):
         i = next(numbers)
@@ -111,7 +107,7 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
         return rows
 
     options = exchange.ExchangeOptions(group=None, strategy=Strategy(overlap=2))
-    y = exchange.exchange_rows(x, torch.tensor([4]), options, expert_fn)
+    y = exchange.exchange_rows(x, torch.tensor([4]), options, expert_fn, None)
     forward, lines[:] = list(lines), []
     assert forward == [
         "start", "start", "there 0", "experts 0", "start", "there 1", "experts 1", "start", "back 0",
@@ -155,12 +151,12 @@ def test_an_expert_that_fails_on_one_rank_ends_the_others():
 
 
 def traffic(strategy, tokens, experts):
-    """Count what leaves this rank in a forward, and what it gathers, by what collectives are given."""
+    """Count what leaves this rank in a forward, by what collectives are given."""
     topology = make_topology([experts], 4, 2)
     layer = MoELayer(dataclasses.replace(CONFIG, num_experts=experts, top_k=experts), topology, seed=2)
     layer.follow(strategy)
-    rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0, "gathered": 0}
-    original, original_gather = dist.all_to_all_single, collectives._all_gather
+    rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0}
+    original = dist.all_to_all_single
 
     def counting(out, rows, receive=None, send=None, group=None, **kwargs):
         if rows.is_floating_point():
@@ -171,15 +167,11 @@ def traffic(strategy, tokens, experts):
                 sent["across"] += other // 2 != rank // 2 and n > 0
         return original(out, rows, receive, send, group=group, **kwargs)
 
-    def counting_gather(out, tensor, group=None, **kwargs):
-        sent["gathered"] += (dist.get_world_size(group) - 1) * tensor.nbytes
-        return original_gather(out, tensor, group=group, **kwargs)
-
-    dist.all_to_all_single, collectives._all_gather = counting, counting_gather
+    dist.all_to_all_single = counting
     try:
         layer(torch.randn(tokens, CONFIG.model_dim))
     finally:
-        dist.all_to_all_single, collectives._all_gather = original, original_gather
+        dist.all_to_all_single = original
     return sent
 
 
@@ -201,13 +193,3 @@ def test_messages_and_bytes_are_those_of_the_formulas(ranks, experts, degree, ov
         assert sent["across"] == 2 * overlap * (nodes - 1)
         within, across = (local - 1) * nodes * rows, (nodes - 1) * local * rows
         assert sent["bytes"] == 2 * (within + across) * row
-
-
-@pytest.mark.parametrize(
-    "experts, degree, ranks_gathering", [(4, 0, 4), (2, 0, 4), (4, 1, 1), (2, 1, 2), (2, 2, 1)]
-)
-def test_gathered_bytes_are_those_of_the_formula(ranks, experts, degree, ranks_gathering):
-    expert = 4 * (8 * 6 + 8 + 6 * 8 + 6)
-    for sent in ranks(4).run(traffic, Strategy(adaptive_r=degree), 8, experts):
-        assert sent["gathered"] == (ranks_gathering - 1) * expert * experts // 4
-        assert (sent["messages"] == 0) == (degree == 0)

@@ -2,18 +2,10 @@
 
 import threading
 
-import pytest
 from terminal import terminal
 from tqdm import std
 
-from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.progress import progress
-
-
-def work():
-    with progress("copying", 4, "file") as advance:
-        for _ in range(4):
-            advance(1)
 
 
 def test_a_bar_is_drawn_on_a_terminal_and_disappears():
@@ -25,19 +17,6 @@ def test_a_bar_is_drawn_on_a_terminal_and_disappears():
         assert drawn().endswith("\r")
         with progress("reading", 3_000_000, "B"):
             assert "/3.00M [" in drawn()
-
-
-@pytest.mark.parametrize("reason", ["no terminal", "short work", "rank 1"])
-def test_nothing_is_drawn_otherwise(reason, monkeypatch, capfd):
-    if reason == "no terminal":
-        work()
-        assert capfd.readouterr() == ("", "")
-        return
-    if reason == "rank 1":
-        monkeypatch.setattr(world, "rank", lambda: 1)
-    with terminal(delay=60.0 if reason == "short work" else 0.0) as drawn:
-        work()
-        assert drawn() == ""
 
 
 def test_a_bar_starts_no_thread_and_leaves_multiprocessing_alone(monkeypatch):

@@ -26,9 +26,9 @@ def reduced_gradients(stage, parallel, backwards, skip):
         zero.zero_grad()
         for _ in range(backwards):
             backward(parameters, rank, [(skip * rank) % 8] if skip else [], turn=rank)
-            zero.finish_backward()
-        zero.reduce()
-        zero.reduce()  # a criterion with parameters is reduced too: by then all is done
+            zero.reducer.finish_backward()
+        zero.reducer.reduce()
+        zero.reducer.reduce()  # a criterion with parameters is reduced too: by then all is done
         norm = zero.norm()
         if update == 1:
             assert all(p.grad is None for p, q in zip(parameters, zero.partitions, strict=True)
@@ -88,7 +88,7 @@ def shared_by_two_checkpoints():
         x.sum().backward()
     except RuntimeError as error:
         message = str(error)
-    zero.finish_backward()  # what was sent is to be received
+    zero.reducer.finish_backward()  # what was sent is to be received
     return message
 
 

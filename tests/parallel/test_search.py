@@ -1,7 +1,6 @@
 """The search finds the fastest strategy in few updates."""
 
 import itertools
-import json
 
 import pytest
 from hypothesis import given, settings
@@ -94,30 +93,6 @@ def test_updates_without_a_measurement_are_repeated():
         found.record("0", Strategy(overlap=8), 1.0)
         found.record("another", chosen, 1.0)
     assert found.choose("0") == chosen and not found.settled("0")
-
-
-def test_a_saved_tuner_continues():
-    found = tuner()
-    search(found, model(0.1, 0.2, 0.5, 1.2))
-    found.choose("begun")
-    for _ in range(70):
-        found.record("begun", found.choose("begun"), 1.0)
-    state = json.loads(json.dumps(found.state()))
-    assert set(state) == {"0", "begun"}
-    again = tuner()
-    assert again.load(state) == 0
-    assert again.settled("0") and again.choose("0") == found.choose("0")
-    assert not again.settled("begun") and again.choose("begun") == found.choose("begun")
-    assert again.state() == state
-    smaller = StrategySearch((0, 1), (1,), ("linear",))
-    available = smaller._is_available(found.choose("0"))
-    assert smaller.load(state) == (not available) and smaller.settled("0") == available
-
-
-@pytest.mark.parametrize("state", [[3], {"0": {"best": {"r": 1}, "costs": []}}])
-def test_a_malformed_state_is_refused(state):
-    with pytest.raises(ValueError, match="the measurements are malformed"):
-        tuner().load(state)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import forkserver
 import pytest
 
 from fairseq_tutel.parallel import signals
-from fairseq_tutel.parallel.signals import EXIT_CODE, SignalWatch, watched
+from fairseq_tutel.parallel.signals import EXIT_CODE, SignalWatch
 
 SECONDS = 20
 
@@ -36,7 +36,7 @@ def _run(function, *args):
 
 def _records_and_merges():
     before = signal.getsignal(signal.SIGTERM)
-    with watched(["SIGTERM", "SIGUSR1"], SECONDS) as watch:
+    with SignalWatch(["SIGTERM", "SIGUSR1"], SECONDS) as watch:
         assert watch.received is None and watch.elapsed == 0
         _send(signal.SIGUSR1)
         _send(signal.SIGTERM)  # as a launcher does
@@ -53,7 +53,7 @@ def test_the_first_signal_is_recorded_and_one_soon_after_is_merged():
 def _restores():
     signal.signal(signal.SIGUSR2, lambda *_: None)
     own, before = signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGTERM)
-    with watched(["SIGTERM", "SIGUSR2"], SECONDS) as watch:
+    with SignalWatch(["SIGTERM", "SIGUSR2"], SECONDS) as watch:
         assert signal.getsignal(signal.SIGUSR2) == own
         assert signal.getsignal(signal.SIGTERM) != before
         _send(signal.SIGUSR2)
@@ -95,7 +95,7 @@ def test_the_time_limit_holds_while_the_main_thread_waits():
 
 
 def _has_a_child():
-    with watched(["SIGTERM", "SIGUSR1"], SECONDS) as watch:
+    with SignalWatch(["SIGTERM", "SIGUSR1"], SECONDS) as watch:
         ready, told = os.pipe()
         child = os.fork()
         if child == 0:
@@ -119,7 +119,7 @@ def test_a_child_obeys_its_parent_only():
 
 
 def _forwards():
-    with watched(["SIGTERM"], 0.1, forwards=True) as watch:
+    with SignalWatch(["SIGTERM"], 0.1, forwards=True) as watch:
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(SECONDS,))
         child.start()
         time.sleep(0.3)

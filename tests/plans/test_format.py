@@ -30,6 +30,7 @@ STEP = ("programs", 0, 0, 0)
         (("bytes",), 5),
         (("collective",), "broadcast"),
         (("channels", 0), [0]),
+        (("channels", 0), [0, 1, "put"]),
         (("programs", 1, 0), 7),
         (("temporary",), 10**400),
         ((*STEP, "op"), "get"),

@@ -1,7 +1,4 @@
-"""Plans by messages: torch's bits, sums in the plan's order, and only the plan's bytes."""
-
-import itertools
-from collections import Counter
+"""Plans by messages: torch's bits, and sums in the plan's order."""
 
 import mortal
 import plans
@@ -11,7 +8,6 @@ import torch.distributed as dist
 
 from fairseq_tutel.parallel import guard
 from fairseq_tutel.parallel.collectives import Started
-from fairseq_tutel.plans.executors.layout import Layout, walk
 from fairseq_tutel.plans.executors.two_sided import TwoSided
 from fairseq_tutel.plans.format import REDUCING
 from fairseq_tutel.plans.generators import make
@@ -53,37 +49,6 @@ def every_collective(cases):
 
 def test_bits_are_those_of_a_fixed_order(ranks):
     assert ranks(4).run(every_collective, CASES) == [[]] * 4
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("number", "most"), ((2, 10**6), (3, 4099), (4, 999_999), (8, 99_999)))
-def test_bits_of_every_size_and_type(ranks, number, most):
-    cases = list(itertools.product((0, 1, 5, most), TYPES))
-    assert ranks(number).run(every_collective, cases) == [[]] * number
-
-
-def bytes_sent(m):
-    """Return, for each plan, the bytes from this rank to others, and the most messages of a round."""
-    found = []
-    for plan in plans.of(dist.get_world_size()):
-        own = plans.inputs(plan, m)[dist.get_rank()]
-        with plans.sent() as (to, rounds):
-            run(TwoSided(plan, None), own, m * plan.out_chunks // plan.chunks, m)
-        found.append((dict(to), max(max(each.values(), default=1) for each in rounds)))
-    return found
-
-
-def test_bytes_by_source_and_destination_are_the_plans_in_one_message_a_round(ranks):
-    m, got = 11, ranks(4).run(bytes_sent, 11)
-    for number, plan in enumerate(plans.of(4)):
-        walked, wanted = walk(plan), Counter()
-        layout = Layout(walked, m)
-        for move in walked.moves:
-            if move.op == "put":
-                wanted[move.ranks] += 4 * sum(map(layout.length, move.kinds))
-        sent = {(r, to): n for r, of in enumerate(got) for to, n in of[number][0].items()}
-        assert sent == wanted, plan.name
-        assert {of[number][1] for of in got} == {1}
 
 
 def many_at_once():

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,14 +9,12 @@ from fairseq import checkpoint_utils
 from fairseq.criterions import CRITERION_DATACLASS_REGISTRY, CRITERION_REGISTRY
 from fairseq.data import Dictionary
 from fairseq.models import BaseFairseqModel
-from fairseq.modules import AdaptiveSoftmax
 from omegaconf import OmegaConf
 from torch import nn
 
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.criterions import teacher
 from fairseq_tutel.plugin.criterions.distillation import WRAPPED
-from fairseq_tutel.plugin.criterions.teacher import Teacher, scores_of
+from fairseq_tutel.plugin.criterions.teacher import Teacher
 from fairseq_tutel.plugin.distillation_options import DistillationConfig
 
 register()
@@ -35,7 +32,6 @@ class Task:
 def build(has_experts=True, **options):
     cfg = OmegaConf.structured(CRITERION_DATACLASS_REGISTRY["moe_distillation"]())
     cfg.sentence_avg = cfg.tpu = False
-    cfg.ddp_backend = "legacy_ddp"
     cfg.update({key if key in cfg else f"distill_{key}": value for key, value in options.items()})
     return CRITERION_REGISTRY["moe_distillation"].build_criterion(cfg, Task(has_experts))
 
@@ -51,16 +47,9 @@ def test_it_is_the_criterion_that_is_named(name, tmp_path):
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({}, "needs a teacher; give --distill-teacher CHECKPOINT"),
-        ({"teacher": "no.pt"}, "--distill-teacher is no.pt, which is not a file"),
+        ({"teacher": "no.pt"}, "--distill-teacher is no.pt, but"),
         ({"criterion": "ctc"}, "--distill-criterion is ctc; choose one of cross_entropy"),
         ({"alpha": 0}, "--distill-alpha is 0.0; give a finite number above 0"),
-        ({"teacher": __file__, "teacher_overrides": "5"}, "-overrides is '5'; give a dictionary"),
-        (
-            {"criterion": "sentence_prediction", "regression_target": True},
-            "needs probabilities; remove --regression-target",
-        ),
-        ({"has_experts": False}, "the student has no experts; give cross_entropy"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -132,7 +121,6 @@ def test_a_teacher_is_opened_in_evaluation_without_its_task_s_state(monkeypatch,
         return [Student().train()], None
 
     monkeypatch.setattr(checkpoint_utils, "load_model_ensemble", load_model_ensemble)
-    monkeypatch.setattr(teacher, "refuse_others", lambda *_: None)
     monkeypatch.setattr(Teacher, "_task_of", lambda _: None)
     options = DistillationConfig(distill_teacher=str(tmp_path / "t.pt"))
     numbers = torch.get_rng_state()
@@ -150,15 +138,3 @@ def test_a_dummy_batch_runs_only_a_teacher_with_an_ep_group(size, calls, monkeyp
     criterion.begin_step(0, is_dummy=True)
     criterion(*arguments)
     assert len(found) == calls
-
-
-def test_scores_of_an_adaptive_softmax_are_of_all_words_and_have_a_gradient():
-    torch.manual_seed(0)
-    decoder = nn.Module()
-    decoder.adaptive_softmax = AdaptiveSoftmax(20, 8, [5, 12], dropout=0.0)
-    model, x_BLD = SimpleNamespace(decoder=decoder), torch.randn(2, 3, 8, requires_grad=True)
-    scores_NV = scores_of(model, (x_BLD, None))
-    expected_BLV = decoder.adaptive_softmax.get_log_prob(x_BLD.detach(), None)
-    torch.testing.assert_close(scores_NV, expected_BLV.flatten(end_dim=-2))
-    scores_NV[:, 15].sum().backward()
-    assert (x_BLD.grad != 0).any()

@@ -70,17 +70,3 @@ def test_accuracies_are_percents_of_all_images(classes):
     }
     values = {name: found[name].avg for name in expected}
     assert {name: float(value) for name, value in values.items()} == pytest.approx(expected)
-
-
-def test_smoothing_is_a_share():
-    with pytest.raises(ValueError, match="--label-smoothing is 1; give a number from 0"):
-        ImageClassificationCriterion(FairseqTask(None), 1)
-
-
-def test_an_output_of_words_is_refused():
-    criterion = ImageClassificationCriterion(FairseqTask(None), 0)
-    sample = {"net_input": {"images": torch.zeros(2, 3, 4)}, "target": torch.zeros(2, 3).long()}
-    with pytest.raises(
-        ValueError, match=r"model returns \[2, 3, 4\]; for text, choose --criterion cross_entropy"
-    ):
-        criterion(Logits(), sample)

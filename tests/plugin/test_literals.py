@@ -1,12 +1,8 @@
-"""Options that fairseq evaluates: the list is complete, and a file has literals there."""
+"""A file has literals in the options that fairseq evaluates."""
 
 import argparse
-import ast
 import re
-from pathlib import Path
 
-import fairseq
-import fairseq_cli
 import pytest
 from fairseq.data import Dictionary
 from omegaconf import OmegaConf
@@ -14,90 +10,6 @@ from omegaconf import OmegaConf
 from fairseq_tutel.plugin.opening.literals import EVALUATED, is_literal, refuse_code
 
 CODE = "[500+0*__import__('os').system('touch pwned'),1000]"
-
-
-class _Sources:
-    """Which options reach eval() in fairseq's sources, by following arguments to it.
-
-    `evaluators` maps the name of a function or class to its parameters that reach eval(), by place.
-    """
-
-    def __init__(self) -> None:
-        self.evaluators = {"eval": {("", 0)}}
-        self.found: set[str] = set()
-        self.unnamed: set[str] = set()
-        packages = [Path(package.__file__).parent for package in (fairseq, fairseq_cli)]
-        files = [f for package in packages for f in package.rglob("*.py") if "eval" in f.read_text()]
-        trees = [(f.name, ast.parse(f.read_text())) for f in files]
-        # Files that call an evaluator of another file, as a subclass of a data set does.
-        before = None
-        while before != (before := (len(self.found), len(self.evaluators))):
-            for file, tree in trees:
-                self._visit(tree, file, None, None)
-
-    def _visit(self, node, file, function, cls):
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Call):
-                self._call(child, file, function, cls)
-            inner = child if isinstance(child, ast.FunctionDef | ast.Lambda) else function
-            self._visit(child, file, inner, child.name if isinstance(child, ast.ClassDef) else cls)
-
-    def _call(self, call, file, function, cls):
-        name = getattr(call.func, "id", getattr(call.func, "attr", None))
-        is_method = isinstance(call.func, ast.Attribute)
-        if name == "add_argument":
-            type_of = next((k.value for k in call.keywords if k.arg == "type"), None)
-            used = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(type_of or ast.Pass())}
-            if used & self.evaluators.keys():
-                flags = [a.value for a in call.args if a.value.startswith("--")]
-                self.found.update(flag[2:].replace("-", "_") for flag in flags)
-        if name not in self.evaluators or (name == "eval" and is_method):  # model.eval()
-            return
-        for parameter, place in sorted(self.evaluators[name]):
-            named = [k.value for k in call.keywords if k.arg == parameter]
-            for argument in named or call.args[place : place + 1]:
-                self._follow(argument, file, function, cls)
-
-    def _follow(self, argument, file, function, cls):
-        if isinstance(argument, ast.Attribute):
-            self.found.add(argument.attr)
-        elif isinstance(argument, ast.Call) and getattr(argument.func, "id", "") == "getattr":
-            self.found.add(argument.args[1].value)
-        elif isinstance(argument, ast.Name) and function is not None:
-            parameters = [a.arg for a in function.args.args]
-            if argument.id in parameters and isinstance(function, ast.FunctionDef):
-                owner = cls if function.name == "__init__" else function.name
-                place = parameters.index(argument.id) - (parameters[0] in ("self", "cls"))
-                self.evaluators.setdefault(owner, set()).add((argument.id, place))
-                if function.name == "__init__":
-                    self.found.add(argument.id)
-            elif argument.id not in parameters:
-                assigned = [
-                    n.value
-                    for n in ast.walk(function)
-                    if isinstance(n, ast.Assign)
-                    and any(getattr(t, "id", "") == argument.id for t in n.targets)
-                ]
-                for value in assigned:
-                    if not isinstance(value, ast.Name):
-                        self._follow(value, file, function, cls)
-        elif not isinstance(argument, ast.Constant):
-            self.unnamed.add(f"{file}: {ast.unparse(argument)}")
-
-
-@pytest.fixture(scope="module")
-def sources():
-    return _Sources()
-
-
-def test_every_option_that_fairseq_evaluates_is_on_the_list(sources):
-    assert sources.found == EVALUATED
-
-
-def test_what_fairseq_evaluates_beside_options_is_known(sources):
-    """Lines of a speech corpus's manifests, which are data; docs/checkpoints.md names them."""
-    lines = {"codedataset.py", "quantize_f0.py", "data_utils.py"}
-    assert sources.unnamed == {f"{file}: line.strip()" for file in lines}
 
 
 @pytest.mark.parametrize(

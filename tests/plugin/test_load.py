@@ -11,19 +11,12 @@ import torch
 from fairseq import checkpoint_utils, utils
 from torch import nn
 
-from fairseq_tutel import MoEConfig, Topology, plugin
-from fairseq_tutel.inference import expert_sources
-from fairseq_tutel.inference.options import StoreConfig
-from fairseq_tutel.parallel import host_memory
+from fairseq_tutel import plugin
 from fairseq_tutel.parallel.guard import CommunicationError
-from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.plugin.opening.offload import (
-    fetch_when_loaded,
     for_loading,
-    meta_experts,
     store_options,
 )
-from fairseq_tutel.plugin.training.resume import resumed_model
 
 plugin.register()
 STATE = {
@@ -110,21 +103,6 @@ def test_a_store_that_needs_pregating_is_refused_for_another_model():
         store_options(task, True, False, torch.device("cpu"))
 
 
-def test_experts_that_host_memory_cannot_hold_are_refused_before_they_are_copied(monkeypatch):
-    config, options = MoEConfig(4, 8, 2), StoreConfig("on-demand", "host")
-    whole, empty = (
-        nn.ModuleDict({"moe": MoEFeedForward(config, Topology(), 1, "fc1", experts=experts)})
-        for experts in (None, meta_experts(config, Topology(), options))
-    )
-    num_bytes = sum(tensor.nbytes for tensor in whole["moe"].experts.parameters())
-    monkeypatch.setattr(expert_sources, "buffers_on_host", None)
-    fetch_when_loaded(empty, options)
-    for left, error in ((num_bytes - 1, ValueError), (num_bytes, TypeError)):  # the copies, which fail here
-        monkeypatch.setattr(host_memory, "available", lambda left=left: left)
-        with pytest.raises(error, match="give --moe-expert-tier disk" if error is ValueError else None):
-            empty.load_state_dict(whole.state_dict())
-
-
 FOREIGN = {
     "empty": b"",
     "text": b"no checkpoint",
@@ -157,16 +135,9 @@ def test_code_in_an_option_and_what_is_no_file_are_refused(words, tmp_path):
     with pytest.raises(ValueError, match="as the option adaptive_softmax_cutoff, which"):
         checkpoint_utils.load_checkpoint_to_cpu(str(path), *words)
     os.mkfifo(tmp_path / "pipe.pt")
-    for path, kind in ((tmp_path, "a folder"), (tmp_path / "pipe.pt", "a pipe, device or socket")):
-        with pytest.raises(ValueError, match=f"is {kind}, not a checkpoint; give a file"):
+    for path in (tmp_path, tmp_path / "pipe.pt"):
+        with pytest.raises(ValueError, match=r"is a folder, pipe, .*, not a checkpoint; give a file"):
             checkpoint_utils.load_checkpoint_to_cpu(str(path), *words)
-
-
-def test_the_look_at_what_changed_runs_no_code(tmp_path):
-    path = written(tmp_path, more=Hostile(tmp_path / "made"))
-    checkpoint = {"restore_file": str(path), "checkpoint_suffix": "", "save_dir": str(tmp_path)}
-    assert resumed_model(argparse.Namespace(checkpoint=argparse.Namespace(**checkpoint))) is None
-    assert os.listdir(tmp_path) == ["a.pt"]
 
 
 @pytest.fixture

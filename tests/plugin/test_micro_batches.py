@@ -153,11 +153,6 @@ def test_a_rest_that_is_less_than_an_update_is_skipped_at_a_resume(before, after
     assert later.take() == _Ranks(*after, epoch=2, **options).take() != []
 
 
-def test_an_epoch_without_an_update_is_refused():
-    with pytest.raises(ValueError, match="is 24, but an epoch has 23 batches, all of which --skip"):
-        _Ranks(2, NUM_BATCHES + 1, skip_remainder_batch=True)
-
-
 def _root(count=8, freq=(1,), ranks=3):
     return OmegaConf.create(
         {
@@ -183,5 +178,3 @@ def test_what_contradicts_the_number_of_micro_batches_is_refused():
         ValueError, match=r"is 2, but this run has 3 ranks.* at least 3, or start at most 2"
     ):
         set_update_freq(_root(count=2), 3)
-    with pytest.raises(ValueError, match=r"^--update-freq is 2, 4, but --moe-micro-batches 8 sets it to 3"):
-        set_update_freq(_root(freq=(2, 4)), 3)

@@ -178,15 +178,6 @@ def test_experts_begin_as_bert_does_where_their_side_does(arch, asked, sides):
     assert {of.name.split(".")[0] for of in layers if of.config.init_std == 0.02} == sides
 
 
-def test_a_hash_gate_is_refused_where_no_token_has_an_id():
-    with pytest.raises(
-        ValueError, match=r"the encoder of this model has no token embedding; .* or add --encoder-"
-    ):
-        _built("moe_s2t_transformer", moe_gate_type="hash")
-    layers = moe_layers(_built("moe_s2t_transformer", moe_gate_type="hash", encoder_moe_freq=0))
-    assert len(layers) == 2
-
-
 def test_what_experts_fit_has_a_variant_and_no_other():
     assert {f"moe_{name}" for name in ("transformer", "bart", "roberta", "transformer_lm")} <= {*MODELS}
     assert not {f"moe_{name}" for name in WITHOUT_VARIANT} & {*MODEL_REGISTRY}

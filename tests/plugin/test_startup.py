@@ -105,7 +105,7 @@ def _called(cfg, original):
 def test_an_error_of_the_package_is_a_sentence_and_others_keep_their_traceback():
     with pytest.raises(SystemExit) as end:
         _called(_training(), lambda *_: MoEConfig(8, 16, 4, top_k=5))
-    assert str(end.value).startswith("error: top_k (--moe-top-k) is 5 but there are 4 experts")
+    assert str(end.value).startswith("error: top_k (--moe-top-k) is 5, but a token can choose from 4")
     with pytest.raises(ValueError, match="invalid literal"):
         _called(_training(), lambda *_: int("many"))
 

@@ -61,7 +61,7 @@ def load_into_another_model(folder):
 
 
 EXPLAINED = [
-    (read_empty_text, "a data file is empty"),
+    (read_empty_text, "there is no batch"),
     (iterate_without_batches, "--max-tokens"),
     (open_without_dictionary, r"/dict\.txt does not exist"),
     (open_without_split, r"no split valid \("),

@@ -85,7 +85,7 @@ def test_the_configuration_is_kept_while_main_runs_also_in_a_process_that_fairse
 
     def main(cfg):
         before = is_training(task, cfg.model)
-        mark_as_opened({"args": None, "cfg": cfg}, {"experts": {}})
+        mark_as_opened({"args": None, "cfg": cfg})
         return root_of(task), before, is_training(task, cfg.model)
 
     assert run_with_root(main, cfg) == (cfg, True, False)

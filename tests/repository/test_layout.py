@@ -125,7 +125,7 @@ def test_triton_is_imported_in_kernels_alone():
 
 
 # What predicts the time of a strategy; `fairseq-tutel plan` starts without torch.
-PREDICTION = {"cost.py", "link_fit.py", "links.py", "machine.py", "strategy.py", "search.py"}
+PREDICTION = {"cost.py", "links.py", "machine.py", "strategy.py", "search.py"}
 
 
 def test_predictions_and_plans_need_no_torch_but_for_executors():
@@ -151,8 +151,7 @@ def test_the_public_names_are_the_same_for_type_checkers_and_programs():
     }  # fmt: skip
     public = {name: (f"fairseq_tutel.{module}", name) for name, module in fairseq_tutel._MODULES.items()}
     assert typed == public
-    assert fairseq_tutel.__all__ == [*public, *fairseq_tutel._FORMER]
-    assert {*fairseq_tutel._FORMER.values()} <= public.keys() - fairseq_tutel._FORMER.keys()
+    assert fairseq_tutel.__all__ == [*public]
 
 
 def test_nobody_imports_kernels_by_itself():

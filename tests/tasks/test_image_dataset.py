@@ -17,7 +17,7 @@ from fairseq_tutel.vision.options import ImageConfig
 register()
 
 N, BATCH = 22, 4
-AUGMENTED = {"crop_padding": 1, "flip": 0.5, "jitter": 0.2, "erase": 0.5, "mixup": 0.3, "cutmix": 1.0}
+AUGMENTED = {"crop_padding": 1, "flip": 0.5, "mixup": 0.3}
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_mixed_targets_are_those_of_the_next_image(images):
 
 
 def test_a_criterion_of_one_class_gets_no_mixed_images():
-    options = {"_name": "image_classification", "image_cutmix": 1.0}
+    options = {"_name": "image_classification", "image_mixup": 1.0}
     task = setup_task(OmegaConf.create(options))
     task.build_criterion(OmegaConf.create({"_name": "image_classification"}))
     with pytest.raises(ValueError, match="but CMCLCriterion uses only one class; give"):

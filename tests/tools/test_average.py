@@ -95,13 +95,12 @@ def test_moving_averages_replace_the_weights(tmp_path, kind, is_wide):
 
 EPOCHS = [f"checkpoint{n}.pt" for n in (1, 2, 9, 10, 11)]
 UPDATES = [f"checkpoint_{epoch}_{update}.pt" for epoch, update in ((1, 500), (1, 90), (2, 1000))]
-BESTS = [f"checkpoint.best_loss_{value}.pt" for value in ("2.0001", "10.5000", "9.1231")]
 
 
 @pytest.fixture(scope="module")
 def save_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("save")
-    for seed, name in enumerate([*EPOCHS, *UPDATES, *BESTS, "checkpoint_last.pt"]):
+    for seed, name in enumerate([*EPOCHS, *UPDATES, "checkpoint_last.pt"]):
         save(folder / name, seed)
     return folder
 
@@ -119,10 +118,9 @@ def save_dir(tmp_path_factory):
             ("--num-update-checkpoints", 2, "--checkpoint-upper-bound", 500),
             ["checkpoint_1_500.pt", "checkpoint_1_90.pt"],
         ),
-        (("--num-best-checkpoints", 2), [BESTS[0], BESTS[2]]),
     ],
 )
-def test_a_folder_s_last_or_best_files_are_taken(save_dir, tmp_path, flags, expected):
+def test_a_folder_s_last_files_are_taken(save_dir, tmp_path, flags, expected):
     printed = tool("average", save_dir, "--output", tmp_path / "mean.pt", *flags)
     first, *taken, last = printed.splitlines()
     assert (first, last) == ("averaging", f"wrote {tmp_path / 'mean.pt'}")
@@ -130,17 +128,6 @@ def test_a_folder_s_last_or_best_files_are_taken(save_dir, tmp_path, flags, expe
     whole = [load(save_dir / name)["model"]["fc1.experts.fc1_weight"] for name in expected]
     found = load(tmp_path / "mean.pt")["model"]["fc1.experts.fc1_weight"]
     torch.testing.assert_close(found, sum(whole) / len(whole))
-
-
-def test_the_best_of_a_training_that_maximized_its_metric_are_the_largest(tmp_path):
-    cfg = {"checkpoint": {"maximize_best_checkpoint_metric": True}}
-    names = [f"checkpoint.best_bleu_{value}.pt" for value in ("9.1000", "30.2001", "28.0000")]
-    for name in names:
-        save(tmp_path / name, cfg=cfg)
-    out = tmp_path / "mean.pt"
-    printed = tool("average", tmp_path, "--output", out, "--num-best-checkpoints", 2)
-    taken = printed.splitlines()[1:-1]
-    assert [line.split("_")[-1] for line in taken] == ["30.2001.pt", "28.0000.pt"]
 
 
 REFUSED = {
@@ -155,7 +142,7 @@ REFUSED = {
         ("GOOD", "FOLDER/wider.pt"),
         "fc1.experts.fc1_weight is (3, 6, 4) in GOOD and (8, 6, 4) in FOLDER/wider.pt",
     ),
-    "a folder alone": (("FOLDER",), "INPUTS names FOLDER, which is a folder; give a checkpoint file"),
+    "a folder alone": (("FOLDER",), "INPUTS names FOLDER, which is a folder, pipe,"),
     "too few": (
         ("FOLDER", "--num-epoch-checkpoints", 3),
         "--num-epoch-checkpoints is 3, but INPUTS has only 0 files checkpointEPOCH.pt",
@@ -165,9 +152,6 @@ REFUSED = {
         "--num-update-checkpoints needs one folder, but INPUTS is GOOD",
     ),
     "bound without effect": (("GOOD", "--checkpoint-upper-bound", 3), "upper-bound has no effect"),
-    "best of two metrics": (
-        ("FOLDER", "--num-best-checkpoints", 2), "the best files of bleu and loss; name the files",
-    ),
     "output is an input": (
         ("GOOD", "--output", "FOLDER/link.pt"),
         "--output is FOLDER/link.pt, which would overwrite the input GOOD; give another name",
@@ -208,8 +192,6 @@ def test_what_can_not_be_averaged_is_refused_in_one_sentence(tmp_path, case):
     save(tmp_path / "fewer.pt", model={k: v for k, v in model.items() if k != "norm.weight"})
     wider = {**model, "fc1.experts.fc1_weight": torch.ones(8, 6, 4)}
     save(tmp_path / "wider.pt", model=wider)
-    for name in ("checkpoint.best_loss_1.00.pt", "checkpoint.best_bleu_9.00.pt"):
-        (tmp_path / name).write_bytes(good.read_bytes())
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
 
     def filled(word):

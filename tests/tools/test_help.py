@@ -30,7 +30,7 @@ print(len(kinds))
 def test_the_help_of_every_tool_and_subcommand_needs_no_torch():
     done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 14
+    assert int(done.stdout) >= 12
 
 
 def subcommands(parser):
@@ -94,9 +94,9 @@ FORMER = {
         ("convert", "sharded", "--input", A, "--output", B),
         ("convert", "sharded", A, "--output", B),
     ),
-    "convert merge --input": (
-        ("convert", "merge", "--groups", "0,3/1,2", "--input", A, "--output", B),
-        ("convert", "merge", A, "--groups", "0,3/1,2", "--output", B),
+    "convert prune --input": (
+        ("convert", "prune", "--drop", "0,3", "2", "--input", A, "--output", B),
+        ("convert", "prune", A, "--drop", "0,3", "2", "--output", B),
     ),
     "convert tutel --input-prefix": (
         ("convert", "tutel", "--output", B, "--input-prefix=x-", "--input-size", "2"),
@@ -120,8 +120,7 @@ def test_the_former_option_of_an_input_still_works(name):
     [
         (("convert", "full", "--output", B), "the following arguments are required: INPUT"),
         (("convert", "full", A, "--input", B, "--output", "c"), "unrecognized arguments: a.pt"),
-        (("report", A, "--folow"), "unrecognized arguments: --folow; did you mean --follow?"),
-        (("average", A, "--outptu", B), "unrecognized arguments: --outptu; did you mean --output?"),
+        (("average", A, "--outptu", B), "the following arguments are required: --output"),
         (("average", "--output", B), "the following arguments are required: INPUTS"),
         (("average", A, "--output", "x/"), "argument --output: x/ ends with /; give the name of a file."),
         (("reprot",), "reprot is no tool; give one of report, tokens, "),

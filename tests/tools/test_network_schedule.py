@@ -1,8 +1,6 @@
 """`schedule`: what it prints, writes and refuses."""
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 from tool_in_process import refusal_of, tool
@@ -11,13 +9,11 @@ from fairseq_tutel.plans.checker import check
 from fairseq_tutel.plans.format import from_json
 from fairseq_tutel.plans.network import find
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_it_prints_the_optimum_its_cut_and_its_trees():
     text = tool("schedule", "dgx_a100:2")
     assert "T* = 3/65 (bytes of a shard / GB/s), algbw 346.667 GB/s" in text
-    assert "cut: 15 shard(s) leave all but gpu0.0 over 325 GB/s" in text
+    assert "cut: 15 shard(s) leave gpu0.1, gpu0.2, gpu0.3, gpu0.4, … (15 GPUs) over 325 GB/s" in text
     assert "trees: k = 1 per root, 16 different ones, depth 2; U = 7/150 trees a GB/s; T = 7/150" in text
     assert text.endswith("algbw 342.857 GB/s, 1.1 % over the optimum\n")
 
@@ -25,13 +21,13 @@ def test_it_prints_the_optimum_its_cut_and_its_trees():
 @pytest.mark.parametrize(
     ("words", "least", "chunks"),
     [
-        # Of one shard two chunks in each of three slices, of --bytes one.
+        # Of one shard two chunks in each of three slices.
         (
             ("all_reduce", "--trees", 2, "--slices", 3),
             "optimum of a reduce-scatter and an all-gather: T* = 3 (",
             24,
         ),
-        (("reduce_scatter", "--bytes", 300_000), "arrive as sums in", 1),
+        (("reduce_scatter", "--trees", 1), "arrive as sums in", 1),
     ],
 )
 def test_its_plan_and_its_network_are_files_that_can_be_used(tmp_path, words, least, chunks):
@@ -62,16 +58,3 @@ REFUSED = {
 def test_bad_values_are_refused_in_one_sentence(case):
     words, sentence = REFUSED[case]
     assert refusal_of("schedule", *words).startswith(sentence)
-
-
-def test_the_page_s_rows_are_what_the_benchmark_finds(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    row_of = importlib.import_module("benchmarks.schedule").row_of
-    stored = json.loads((ROOT / "benchmarks" / "results" / "schedule.json").read_text())["rows"]
-    known = {row["network"]: row for row in stored}
-    for name in ("dgx_a100:2", "torus:4x4"):
-        row = json.loads(json.dumps(row_of(name, 1)))
-        for made in ("few", "optimal"):
-            assert row[made].pop("seconds") > 0 < known[name][made].pop("seconds") < 10
-        assert row == known[name]
-    assert all(row["optimal"].get("seconds", 0) < 10 for row in stored)

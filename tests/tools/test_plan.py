@@ -1,23 +1,15 @@
-"""`plan` and `tune`: what they print, write and refuse; the tables of docs/scaling.md."""
+"""`plan`: what it prints, writes and refuses; the tables of docs/scaling.md."""
 
 import importlib.util
 import json
-import os
 import re
-import sys
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
-import forkserver
 import pytest
-from ports import free_port
 from tool_in_process import refusal_of, tool
-from workers import Workers
 
-from fairseq_tutel.__main__ import main
-from fairseq_tutel.parallel.cost import Cluster, Work, memory_bytes, step_seconds
-from fairseq_tutel.parallel.machine import PRESETS, Machine
+from fairseq_tutel.parallel.cost import HOST, Cluster, Work, memory_bytes, step_seconds
+from fairseq_tutel.parallel.machine import PRESETS
 from fairseq_tutel.parallel.strategy import Strategy
 
 CLUSTER = ("--nodes", 32, "--gpus-per-node", 8, "--gpu", "h100")
@@ -70,13 +62,12 @@ def test_plans_that_need_too_much_memory_are_marked():
 def test_zero_and_offload_make_room():
     def gigabytes(*words):
         _, ranking, _, memory = tables(tool("plan", *CLUSTER, *MODEL, *words))
-        return float(ranking[1][6]), {row[0] for row in memory[1:]}
+        return float(ranking[1][6]), float({row[0]: row[1] for row in memory[1:]}[HOST])
 
-    stages = [gigabytes("--zero-stage", stage)[0] for stage in (0, 1, 2)]
+    stages = [gigabytes("--zero-stage", stage) for stage in (0, 1, 2)]
     assert stages == sorted(stages, reverse=True)
-    smallest, kinds = gigabytes("--zero-stage", 2, "--offload-optimizer")
-    assert smallest < stages[2]
-    assert "optimizer state, in host memory" in kinds
+    device, host = gigabytes("--zero-stage", 2, "--offload-optimizer")
+    assert device < stages[2][0] and host > 0
 
 
 def test_links_of_the_command_line_count():
@@ -85,17 +76,15 @@ def test_links_of_the_command_line_count():
 
     usual = best_step()
     assert best_step("--inter-gb-s", 400) < usual < best_step("--inter-gb-s", 5)
-    assert best_step("--alpha-us", 100) > usual
-    assert best_step("--intra-gb-s", 1) > usual
     assert best_step("--gpu", "a100") > usual > best_step("--top-k", 1)
     assert best_step("--dtype", "fp32") > usual
     assert best_step("--glu") > usual
 
 
-def test_a_machine_s_file_gives_its_plans(tmp_path):
-    PRESETS["h100"].to_json(tmp_path / "machine.json")
-    from_file = tool("plan", *CLUSTER[:4], *MODEL, "--machine", tmp_path / "machine.json")
-    assert from_file == tool("plan", *CLUSTER, *MODEL)
+def test_the_file_of_the_plans_gives_their_machine(tmp_path):
+    path = tmp_path / "plans.json"
+    text = tool("plan", *CLUSTER, *MODEL, "--inter-gb-s", 45, "--output", path)
+    assert text == tool("plan", *CLUSTER[:4], *MODEL, "--machine", path) + f"wrote {path}\n"
 
 
 @pytest.mark.parametrize(
@@ -109,81 +98,6 @@ def test_a_machine_s_file_gives_its_plans(tmp_path):
 )
 def test_bad_values_are_refused_in_one_sentence(words, sentence):
     assert refusal_of("plan", *words.split()).startswith(sentence)
-
-
-SMALL = (
-    "tune", "--tokens", 64, "--model-dim", 64, "--hidden-dim", 128, "--repeats", 3,
-    "--max-mib", 32,
-)  # fmt: skip
-
-
-def test_one_rank_measures_all_but_links(tmp_path):
-    path = tmp_path / "machine.json"
-    text = tool(*SMALL, "--output", path)
-    assert "These ranks cannot measure links; " in text
-    machine = Machine.from_json(path)
-    assert 1e8 < machine.memory_bytes_per_s < 1e12
-    assert 1e8 < machine.flops_per_s < 1e13
-    assert machine.inter_shared
-    assert "x " + machine.name in tool("plan", "--machine", path, "--nodes", 2, "--dtype", "fp32")
-
-
-def become_rank(rank, world, local, port):
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(local),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank % local),
-    }
-
-
-def tune(*words):
-    """Run the tool as one rank; return what it printed and how it ended."""
-    sys.argv = ["fairseq_tutel", *map(str, words)]
-    printed = StringIO()
-    try:
-        with redirect_stdout(printed):
-            main()
-    except SystemExit as end:
-        return printed.getvalue(), end.code
-    return printed.getvalue(), None
-
-
-def run_ranks(world, local, *words):
-    """Return every rank's print and end."""
-    ranks = Workers(world, become_rank, lambda: (world, local, free_port()), forkserver.context())
-    try:
-        return ranks.run(tune, *words)
-    finally:
-        ranks.close()
-
-
-def test_two_nodes_of_two_measure_both_kinds_of_links(tmp_path):
-    path = tmp_path / "machine.json"
-    (printed, ended), *others = run_ranks(4, 2, *SMALL, "--output", path)
-    assert ended is None
-    assert others == [("", None)] * 3
-    shapes = {tuple(row[:3]) for row in tables(printed)[1][1:]}
-    assert shapes == {("2", "2", "linear"), ("1", "2", "linear"), ("2", "1", "linear")}
-    machine = Machine.from_json(path)
-    assert machine.inter.bytes_per_s > 1e6
-    assert machine.inter_shared and machine.reduce_scatter_as_all_reduce
-    assert "Error of the model: median" in printed
-
-
-def test_one_node_says_that_links_between_nodes_are_not_measured():
-    (printed, ended), _ = run_ranks(2, 2, *SMALL)
-    assert ended is None
-    assert "These ranks cannot measure links between nodes" in printed
-    assert {tuple(row[:3]) for row in tables(printed)[2][1:]} == {("1", "2", "linear")}
-
-
-def test_experts_that_no_ranks_share_are_refused():
-    for printed, ended in run_ranks(2, 2, *SMALL, "--experts", 3):
-        assert printed == ""
-        assert ended.startswith("error: --experts is 3, which has no divisor in common with the 2")
 
 
 def test_the_tables_of_the_page_are_those_of_the_model():

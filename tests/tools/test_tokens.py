@@ -9,8 +9,7 @@ from tool_in_process import refusal_of
 
 import fairseq_tutel as ft
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
-from fairseq_tutel.tools.tokens.counting import ExpertCounts
-from fairseq_tutel.tools.tokens.observe import Sample
+from fairseq_tutel.tools.tokens.observe import ExpertCounts, Sample
 from fairseq_tutel.tools.tokens.page import content
 from fairseq_tutel.tools.tokens.statistics import statistics
 
@@ -38,13 +37,7 @@ def test_loads_and_typical_tokens_are_counted():
     names = [[token for token, _ in tokens] for tokens in found.typical]
     assert names == [["a"], ["b", "a"], ["b"], []]  # c occurs too rarely
     assert dict(found.typical[2])["b"] == pytest.approx(3 / 5)
-    labels, parts = found.tables["position"]
-    assert labels == ["0", "1 to 3"]
-    assert parts[0].tolist() == pytest.approx([2 / 4, 1 / 4, 1 / 4, 0])
-    labels, parts = found.tables["token's count"]
-    assert labels == ["1 to 3"]
-    assert parts[0].tolist() == pytest.approx([4 / 13, 4 / 13, 5 / 13, 0])
-    assert "language" not in found.tables
+    assert not found.languages
 
 
 def test_the_number_of_experts_per_token_may_differ():
@@ -52,15 +45,15 @@ def test_the_number_of_experts_per_token_may_differ():
     assert found.load_E.tolist() == pytest.approx([0.2, 0.2, 0.2, 0.4])
 
 
-def test_languages_and_images_have_their_tables():
+def test_languages_have_loads_and_patches_count_as_their_image_s_class():
     both = [sample(["x"], [[0]], language="de"), sample(["y", "z"], [[1], [0]], language="en")]
-    labels, parts = statistics(both, LAYER, 2).tables["language"]
-    assert labels == ["de", "en"] and parts.tolist() == [[1, 0], [0.5, 0.5]]
+    found = statistics(both, LAYER, 2)
+    assert found.languages == ["de", "en"] and found.parts_LE.tolist() == [[1, 0], [0.5, 0.5]]
     pixels = np.zeros((2, 2, 1), dtype=np.uint8)
     image = sample(["cat"], [[0], [0], [0], [1]], side="image", pixels=pixels)
     other = sample(["dog"], [[1]] * 4, side="image", pixels=pixels)
     found = statistics([image, other], LAYER, 2)
-    assert found.typical == [[("cat", 0.75)], [("dog", 1.0)]] and list(found.tables) == ["position"]
+    assert found.typical == [[("cat", 0.75)], [("dog", 1.0)]]
 
 
 @pytest.mark.parametrize("options", ({}, {"choice": "experts"}, {"balance_bias": True}))

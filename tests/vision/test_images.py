@@ -6,11 +6,13 @@ import torch
 from PIL import Image
 
 from fairseq_tutel.vision.images import (
+    augmented,
     different_class,
+    draws_of,
     fitted,
     labels_among,
-    normalisation,
     open_images,
+    order_of,
     tensor_of,
 )
 from fairseq_tutel.vision.options import ImageConfig
@@ -89,15 +91,6 @@ def test_an_image_covers_its_size_and_is_cropped_around_its_center():
     assert (tensor_of(fitted(image, 20, 20)) - half).abs().max() < 2 / 255
 
 
-def test_normalization_has_one_number_or_one_of_each_channel():
-    assert normalisation(ImageConfig(), 1)[0].flatten().tolist() == [0.5]
-    assert normalisation(ImageConfig(), 3)[1].flatten().tolist() == pytest.approx([0.229, 0.224, 0.225])
-    mean, std = normalisation(ImageConfig(mean="0.1", std="1,2,3"), 3)
-    assert std.flatten().tolist() == [1, 2, 3] and mean[2] == mean[0]
-    with pytest.raises(ValueError, match="--image-mean is 1,2, but images have 3 channels"):
-        normalisation(ImageConfig(mean="1,2"), 3)
-
-
 OK = {"images": np.zeros((2, 4, 4), np.uint8), "labels": np.array([0, 1])}
 
 
@@ -112,7 +105,7 @@ OK = {"images": np.zeros((2, 4, 4), np.uint8), "labels": np.array([0, 1])}
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(tmp_path, wrong):
-    with pytest.raises(ValueError, match=r"train\.npz (is|has) "):
+    with pytest.raises(ValueError, match=r"train\.npz has images of .* labels from"):
         open_images(arrays_of(tmp_path, **{**OK, **wrong}), "train")
 
 
@@ -124,3 +117,47 @@ def test_a_split_is_a_folder_of_classes_or_a_file(tmp_path):
         open_images(str(tmp_path), "train")
     with pytest.raises(ValueError, match="give exactly one of them"):
         open_images(arrays_of(tmp_path, **OK), "train")
+
+
+PIXELS = torch.randint(256, (3, 9, 7), generator=torch.Generator().manual_seed(1)) / 255
+IMAGE = Image.fromarray((PIXELS * 255).round().byte().permute(1, 2, 0).numpy())
+ALL = ImageConfig(crop_padding=2, flip=0.5)
+
+
+def each(function, count=60):
+    return [function(draws_of(1, 2, i)) for i in range(count)]
+
+
+def test_no_option_changes_and_draws_nothing():
+    draws = draws_of(1, 2, 3)
+    assert augmented(IMAGE, ImageConfig(), draws) is IMAGE
+    assert draws.random() == draws_of(1, 2, 3).random()
+
+
+def test_only_seed_epoch_and_image_decide():
+    keys = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
+    made = {key: augmented(IMAGE, ALL, draws_of(*key)).tobytes() for key in keys}
+    assert all(augmented(IMAGE, ALL, draws_of(*key)).tobytes() == made[key] for key in reversed(keys))
+    assert len({*made.values()}) == 4
+    orders = [order_of(seed, epoch, 50) for seed, epoch in ((1, 1), (1, 2), (2, 1))]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_a_crop_is_a_window_of_the_padded_image():
+    padded = torch.zeros(3, 13, 11)
+    padded[:, 2:11, 2:9] = PIXELS
+    windows = [padded[:, y : y + 9, x : x + 7] for y in range(5) for x in range(5)]
+    config = ImageConfig(crop_padding=2)
+    found = [
+        next(i for i, window in enumerate(windows) if torch.equal(window, tensor_of(image)))
+        for image in each(lambda draws: augmented(IMAGE, config, draws), 200)
+    ]
+    assert set(found) == set(range(25))
+
+
+def test_half_of_the_images_are_mirrored():
+    found = [tensor_of(image) for image in each(lambda d: augmented(IMAGE, ImageConfig(flip=0.5), d))]
+    flips = [torch.equal(image, PIXELS.flip(2)) for image in found]
+    assert all(torch.equal(image, PIXELS) for image, flip in zip(found, flips, strict=True) if not flip)
+    assert 15 < sum(flips) < 45

@@ -57,16 +57,9 @@ class ReleasedFolder:
         """Return whether the folder has an ordinary file of this name."""
         return (self.path / name).is_file()
 
-    def shards(self) -> dict[str, list[str]]:
-        """Return the names of the tensors in each weight file, in the order of the index."""
-        found: dict[str, list[str]] = {}
-        for name, file in self._files.items():
-            found.setdefault(file, []).append(name)
-        return found
-
     def names(self) -> list[str]:
-        """Return the names of all tensors."""
-        return list(self._files)
+        """Return the names of all tensors, file by file."""
+        return sorted(self._files, key=self._files.__getitem__)
 
     def read(self, name: str) -> Tensor:
         """Return a tensor, memory-mapped; its weight file stays open until another file is needed."""

@@ -29,9 +29,9 @@ from fairseq_tutel.convert.released.families import FAMILIES
 from fairseq_tutel.convert.released.families.nllb_moe import TOP_K
 from fairseq_tutel.convert.released.folder import CONFIG, ReleasedFolder
 from fairseq_tutel.convert.released.keep import kept_experts
+from fairseq_tutel.convert.released.output import new_folder
 from fairseq_tutel.convert.released.table import Family, Row, Setup
 from fairseq_tutel.convert.released.vocabulary import TOKENIZER_FILES, Vocabulary, vocabulary_of
-from fairseq_tutel.convert.safetensors_folder import new_folder
 from fairseq_tutel.files import shown
 from fairseq_tutel.tools.arguments import refuse_output_folder
 
@@ -233,10 +233,9 @@ def full_names(folder: ReleasedFolder, family: Family, known: Collection[str]) -
 
     Names in `known` are complete.
     """
-    names = [name for shard in folder.shards().values() for name in shard]
     # A model that was saved without head has names without the prefix.
-    has_prefix = any(name.startswith(family.prefix) for name in names)
-    return {name: name if has_prefix or name in known else family.prefix + name for name in names}
+    has_prefix = any(name.startswith(family.prefix) for name in folder.names())
+    return {name: name if has_prefix or name in known else family.prefix + name for name in folder.names()}
 
 
 def weights_of(

@@ -2,8 +2,6 @@
 
 The file has one of these forms:
 
-- {"encoder_3": [0, 5, …], …}: expert IDs per MoE layer. encoder.layers.3 names the same layer. Layers that
-  are not in the file keep all experts.
 - [0, 5, 130, …]: global IDs; layer n of the MoE layers (encoder first) has the IDs n * E to n * E + E - 1.
 - {"eng_Latn": [0, 5, …], …} or {"eng_Latn-fra_Latn": […], …}: global IDs per language or pair. The experts
   of some pairs are kept: in the encoder, those of the source languages; in the decoder, of the target's.
@@ -15,10 +13,7 @@ from typing import Any
 
 from fairseq_tutel.files import json_of, shown
 
-FORMS = (
-    'give a JSON file such as {"encoder_3": [0, 5]}, a list of global IDs, or a file of naver/nllb-pruning '
-    "with --keep-for"
-)
+FORMS = "give a JSON list of global IDs, or a file of naver/nllb-pruning with --keep-for"
 
 
 def kept_experts(
@@ -40,11 +35,9 @@ def kept_experts(
     def refusal(what: str) -> ValueError:
         return ValueError(f"--keep-experts names {path}, {what}; {FORMS}.")
 
-    def checked(ids: Any, count: int) -> list[int]:
-        if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-            raise refusal(f"which has {shown(ids)} in place of expert IDs")
-        if wrong := [i for i in ids if not 0 <= i < count]:
-            raise refusal(f"which has the expert ID {shown(wrong[0])}, but the IDs are 0 to {count - 1}")
+    def checked(ids: Any) -> list[int]:
+        if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < total for i in ids):
+            raise refusal(f"which has {shown(ids)} in place of expert IDs from 0 to {total - 1}")
         return ids
 
     try:
@@ -52,22 +45,9 @@ def kept_experts(
     except (OSError, ValueError) as error:
         raise refusal(f"which cannot be read ({error})") from error
     total, border = num_experts * len(layers), num_experts * sum(name[0] == "e" for name in layers)
-    if pairs:
-        content = _of_pairs(content, pairs, border, lambda ids: checked(ids, total), refusal)
-    kept = {layer: set(range(num_experts)) for layer in layers}
-    if isinstance(content, list):
-        kept = {layer: set() for layer in layers}
-        for i in checked(content, total):
-            kept[layers[i // num_experts]].add(i % num_experts)
-    else:
-        named = {layer.replace(".layers.", "_"): layer for layer in layers} | {
-            layer: layer for layer in layers
-        }
-        for name, ids in content.items() if isinstance(content, dict) else [("", content)]:
-            if name not in named:
-                known = ", ".join([*named][: len(layers)])
-                raise refusal(f"which has the key {shown(name)}, but the MoE layers are {known}")
-            kept[named[name]] = {*checked(ids, num_experts)}
+    kept: dict[str, set[int]] = {layer: set() for layer in layers}
+    for i in _of_pairs(content, pairs, border, checked, refusal) if pairs else checked(content):
+        kept[layers[i // num_experts]].add(i % num_experts)
     for layer, ids in kept.items():
         if len(ids) < top_k:
             raise refusal(f"which keeps {len(ids)} experts in {layer}, but each token uses {top_k}")

@@ -258,17 +258,6 @@ class Family:
         pairs = ((key, options.get(key), value) for key, value in self.fixed.items())
         return [key for key, own, value in pairs if (own or value) and own != value]
 
-    def distance(self, options: Mapping[str, Any], weights: Iterable[str]) -> tuple[bool, int]:
-        """Return how far a model is from this family; the first entry is the most important.
-
-        Returns:
-            Whether only one of both has an encoder, or a decoder; the number of options that differ or are
-            absent.
-        """
-        is_other = _sides(names.ours for names in self.names) != _sides(weights)
-        absent = [option for option in self.options if not option.keys(options)]
-        return is_other, len(self.differing(options)) + len(absent)
-
     def write_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of config.json for our options.
 
@@ -284,11 +273,6 @@ class Family:
         for option in self.options:
             found |= option.write(options)
         return {**found, **self.written}
-
-
-def _sides(names: Iterable[str]) -> set[str]:
-    texts = list(names)
-    return {side for side in ("encoder", "decoder") if any(f"{side}." in text for text in texts)}
 
 
 def transformer_layer(side: str, theirs: str = "", has_cross_attention: bool | None = None) -> list[Names]:

@@ -16,14 +16,14 @@ from fairseq_tutel.convert.configs import configs_of, counts_text, freq_of
 from fairseq_tutel.convert.released.families import FAMILIES
 from fairseq_tutel.convert.released.families.nllb_moe import NLLB_MOE
 from fairseq_tutel.convert.released.folder import CONFIG
+from fairseq_tutel.convert.released.output import json_text, new_folder, write_text, write_weights
 from fairseq_tutel.convert.released.table import Family
 from fairseq_tutel.convert.released.vocabulary import TOKENIZER_FILES
-from fairseq_tutel.convert.safetensors_folder import as_json, new_folder, write_text, write_weights
 from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.tools.arguments import refuse_output_folder
 
-DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+LAYERS = ("encoder_layers", "decoder_layers")
 # Our tensors that hold no weights.
 BUFFERS = ("version", "_float_tensor")
 
@@ -57,7 +57,7 @@ def convert(saved: SavedModel, output: Path, limit: int, tokenizer: Path | None 
     config |= family.sizes(saved.weights) | family.write_more(saved.options_of("task") | saved.options)
     with new_folder(output) as made:
         write_weights(weights, made, limit)
-        write_text(made / CONFIG, as_json(config | {"dtype": _dtype(weights)}))
+        write_text(made / CONFIG, json_text(config | {"dtype": _dtype(weights)}))
         for file in TOKENIZER_FILES:
             if tokenizer is not None and (tokenizer / file).is_file():
                 shutil.copyfile(tokenizer / file, made / file)
@@ -82,7 +82,13 @@ def _family(saved: SavedModel) -> Family:
     if fitting:
         # RoBERTa and XLM-RoBERTa differ only in the task.
         return min(fitting, key=lambda family: family.task != saved.name("task"))
-    closest = min(dense, key=lambda family: family.distance(saved.options, saved.weights)).name
+
+    def distance(family: Family) -> tuple[int, int]:
+        own = {option.ours for option in family.options}
+        others = [key for key in LAYERS if (key in own) != (key in saved.options)]
+        return len(others), len(family.differing(saved.options))
+
+    closest = min(dense, key=distance).name
     raise ValueError(
         f"{saved.flag} is a {saved.name('model')}, which no class of transformers equals; the closest "
         f"family is {closest}: {reasons[closest]}"
@@ -143,7 +149,7 @@ def _expert(stack: Tensor | ShardedTensor, expert: int) -> Tensor | ShardedExper
 
 def _dtype(weights: Mapping[str, Any]) -> str:
     found = {tensor.dtype for tensor in weights.values() if tensor.dtype.is_floating_point}
-    return DTYPES.get(found.pop(), "float32") if len(found) == 1 else "float32"
+    return str(found.pop()).removeprefix("torch.") if len(found) == 1 else "float32"
 
 
 def _moe_options(saved: SavedModel) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from fairseq_tutel.convert.released.families.translation import languages_of_pair
 from fairseq_tutel.convert.released.folder import ReleasedFolder
+from fairseq_tutel.convert.released.output import write_text
 from fairseq_tutel.convert.released.table import Family
-from fairseq_tutel.convert.safetensors_folder import write_text
 from fairseq_tutel.files import shown
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from fairseq_tutel.parallel.links import Load
 from fairseq_tutel.plans.checker.data import check_data
 from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.checker.shape import check_shape
-from fairseq_tutel.plans.format import Plan, PlanError
+from fairseq_tutel.plans.format import Load, Plan, PlanError
 
 __all__ = ["PlanError", "Report", "check"]
 

@@ -27,7 +27,12 @@ from torch import Tensor
 
 from fairseq_tutel.plans.checker.data import kind_of
 from fairseq_tutel.plans.executors.layout import End, Layout, Move, Sizes, Walked, walk
-from fairseq_tutel.plans.executors.shared_memory import Backoff, SharedMemory, SharedMemoryError
+from fairseq_tutel.plans.executors.shared_memory import (
+    WORDS_OF_LINE,
+    Backoff,
+    SharedMemory,
+    SharedMemoryError,
+)
 from fairseq_tutel.plans.executors.two_sided import add_up
 from fairseq_tutel.plans.format import Place, Plan
 from fairseq_tutel.plans.format import Step as PlanStep
@@ -174,7 +179,7 @@ class OneSided:
         channels = len(self.plan.channels)
         self.memory = SharedMemory(self.group, channels, self._bytes(slot), is_large)
         # The count of each channel is a word that the channel's source writes.
-        self._words = [self.memory.line(channel) for channel in range(channels)]
+        self._words = range(0, channels * WORDS_OF_LINE, WORDS_OF_LINE)
         self._counts, self._slot = [0] * channels, slot
         self._for_sizes.cache_clear()
 
@@ -281,15 +286,13 @@ class OneSided:
 
     def _grow(self, needed: int) -> None:
         """Share memory with larger slots, if there is enough; the plan also works with smaller slices."""
-        slots = [self._slot]
-        while slots[-1] < min(needed, self._most):
-            slots.append(min(GROWTH * slots[-1], self._most))
-        while len(slots) > 1:
-            try:
-                return self._share(slots[-1], is_large=True)
-            except SharedMemoryError:
-                slots.pop()
-                self._most = slots[-1]
+        slot = self._slot
+        while slot < min(needed, self._most):
+            slot = min(GROWTH * slot, self._most)
+        try:
+            self._share(slot, is_large=True)
+        except SharedMemoryError:
+            self._most = self._slot
 
     def _compiled(self, sizes: Sizes, width: int, dtype: torch.dtype) -> list[tuple[int, Steps]]:
         """Return the slices of a call as pairs: the slice's first element in each chunk, and its steps."""

@@ -15,12 +15,11 @@ import platform
 import time
 import uuid
 from collections.abc import Iterable
-from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.guard import name_ranks, timeout_of_groups
@@ -108,10 +107,6 @@ class SharedMemory:
             return f"{needed // 1024} KiB are needed in {FOLDER} ({error.strerror})"
         return ""
 
-    def line(self, index: int) -> int:
-        """Return the index in `words` of the first word of a cache line that the caller can use."""
-        return index * WORDS_OF_LINE
-
     def region(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return a rank's region of the shared memory."""
         return np.frombuffer(self._mapped, np.uint8, self._region, self._start + rank * self._region)
@@ -119,8 +114,6 @@ class SharedMemory:
 
 class Backoff:
     """Pauses while waiting for other ranks: yields the processor, later sleeps, and fails at a timeout."""
-
-    __slots__ = ("_memory", "_start")
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory, self._start = memory, time.perf_counter()
@@ -136,18 +129,11 @@ class Backoff:
             os.sched_yield()
             return
         group = self._memory.group
-        timeout = timeout_of_groups() or timeout_of(group)
+        timeout = timeout_of_groups() or distributed_c10d.default_pg_timeout
         if waited > timeout.total_seconds():
             names = name_ranks(sorted({world.rank_in_job(rank, group) for rank in sources}))
             raise dist.DistBackendError(f"{names} did not respond for {waited:.1f} s")
         time.sleep(min(max(waited * SLEEP_PART, SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
-
-
-def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    """Return the timeout of a process group's CPU backend; None means the default group."""
-    found = group or dist.group.WORLD
-    assert found is not None
-    return cast(timedelta, found._get_backend(torch.device("cpu")).options._timeout)
 
 
 def _whole_pages(size: int) -> int:

@@ -4,9 +4,6 @@ The plan runs in rounds. In each round, a rank sends at most one message to each
 all chunks for that rank, one after another. Between rounds, the rank copies and sums in the plan's order.
 Only a rank itself writes its memory, so each call has its own `tmp`.
 
-On CPUs, a round in which each rank sends to all ranks is one all_to_all of torch. Gloo runs it in its own
-threads, so it takes about half the time of single messages if there are more ranks than cores.
-
 There is no thread. `start` sends the first round, and `wait` sends the later rounds. So all ranks of a
 group must start calls, and wait for them, in the same order. On a GPU the host never waits.
 """
@@ -14,7 +11,6 @@ group must start calls, and wait for them, in the same order. On a GPU the host 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +30,12 @@ Message = tuple[int, list[Run]]  # other rank, runs of elements
 class Round(NamedTuple):
     """The work of one rank in a round of a plan: it exchanges messages, and then it adds chunks.
 
-    A sum is (sources, target). If `is_dense`, all messages are one all_to_all.
+    A sum is (sources, target).
     """
 
     send: list[Message]
     receive: list[Message]
     sums: list[tuple[list[Run], Run]]
-    is_dense: bool
 
 
 class Call:
@@ -82,9 +77,6 @@ class Call:
             self._send(self.rounds[self.current])
 
     def _send(self, messages: Round) -> None:
-        if messages.is_dense and self.buffers["in"].is_cpu:
-            self.works = [self._all_to_all(messages)]
-            return
         operations = []
         for rank, runs in messages.receive:
             operations.append(self._operation(dist.irecv, self._target(runs), rank))
@@ -92,18 +84,6 @@ class Call:
             operations.append(self._operation(dist.isend, self._content(runs), rank))
         if operations:
             self.works = dist.batch_isend_irecv(operations)
-
-    def _all_to_all(self, messages: Round) -> dist.Work:
-        """Start the messages of a round as one all_to_all of bytes; some of them may be empty."""
-        own, ranks = self.buffers["in"], dist.get_world_size(self.group)
-        row_bytes = own.shape[1:].numel() * own.itemsize
-        (received_bytes, target), (sent_bytes, source) = (
-            _side(messages, ranks, row_bytes) for messages in (messages.receive, messages.send)
-        )
-        received, sent = _flat(self._target(target)), _flat(self._content(source))
-        return dist.all_to_all_single(
-            received, sent, received_bytes, sent_bytes, group=self.group, async_op=True
-        )
 
     def _target(self, runs: list[Run]) -> Tensor:
         """Return the tensor in which a message arrives; `_end_round` copies it if it has several runs."""
@@ -116,7 +96,7 @@ class Call:
 
     def _content(self, runs: Sequence[Run]) -> Tensor:
         """Return the tensor of a message that is sent."""
-        views = [self._view(run) for run in runs] or [self.buffers["in"][:0]]
+        views = [self._view(run) for run in runs]
         self.outgoing.append(views[0] if len(views) == 1 else torch.cat(views))
         return self.outgoing[-1]
 
@@ -158,15 +138,11 @@ class TwoSided:
         self._sums: list[list[Move]] = [[] for _ in range(num_rounds)]
         self._messages: list[dict[tuple[int, int], list[Move]]]
         self._messages = [defaultdict(list) for _ in range(num_rounds)]
-        pairs: list[set[tuple[int, int]]] = [set() for _ in range(num_rounds)]  # of all ranks
         for move in self.walked.moves:
-            if move.op == "put":
-                pairs[move.round].add(move.ranks)
             if self.rank in move.ranks and move.op == "put":
                 self._messages[move.round][move.ranks].append(move)
             elif self.rank in move.ranks:
                 self._sums[move.round].append(move)
-        self._are_dense = [found == set(permutations(range(plan.ranks), 2)) for found in pairs]
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
         """Start the collective, and return a handle to wait for it.
@@ -185,7 +161,7 @@ class TwoSided:
         """Return this rank's rounds for shards of the given sizes, and the number of elements of `tmp`."""
         layout = Layout(self.walked, sizes)
         rounds = []
-        for moves, messages, is_dense in zip(self._sums, self._messages, self._are_dense, strict=True):
+        for moves, messages in zip(self._sums, self._messages, strict=True):
             send: list[Message] = []
             receive: list[Message] = []
             for (source, target), puts in messages.items():
@@ -193,24 +169,8 @@ class TwoSided:
                 if runs := _joined(puts, layout, is_sent):
                     (send if is_sent else receive).append((target if is_sent else source, runs))
             sums = [each for move in moves for each in _sums(move, layout)]
-            rounds.append(Round(send, receive, sums, is_dense))
+            rounds.append(Round(send, receive, sums))
         return rounds, layout.starts(self.rank, "tmp")[-1]
-
-
-def _flat(part: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor as a view."""
-    return part.detach().view(-1).view(torch.uint8)
-
-
-def _side(messages: Sequence[Message], ranks: int, row_bytes: int) -> tuple[list[int], list[Run]]:
-    """Return the bytes of the messages to or from each rank, and all runs in the order of ranks."""
-    sizes = [0] * ranks
-    runs: list[Run] = []
-    for rank, own in sorted(messages):
-        sizes[rank] = row_bytes * sum(length for _, _, length in own)
-        for run in own:
-            _append(runs, run)
-    return sizes, runs
 
 
 def _joined(puts: Sequence[Move], layout: Layout, is_sent: bool) -> list[Run]:
@@ -219,17 +179,11 @@ def _joined(puts: Sequence[Move], layout: Layout, is_sent: bool) -> list[Run]:
     for put in puts:
         end = put.sources[0] if is_sent else put.target
         for ((_, buffer, start),), length in layout.runs(put.kinds, end):
-            _append(found, (buffer, start, length))
+            if found and (found[-1][0], sum(found[-1][1:])) == (buffer, start):
+                found[-1] = (buffer, found[-1][1], found[-1][2] + length)
+            else:
+                found.append((buffer, start, length))
     return found
-
-
-def _append(runs: list[Run], run: Run) -> None:
-    """Append a run, or extend the last run if both are adjacent."""
-    buffer, start, length = run
-    if runs and runs[-1][0] == buffer and sum(runs[-1][1:]) == start:
-        runs[-1] = (buffer, runs[-1][1], runs[-1][2] + length)
-    else:
-        runs.append(run)
 
 
 def _sums(move: Move, layout: Layout) -> Iterator[tuple[list[Run], Run]]:

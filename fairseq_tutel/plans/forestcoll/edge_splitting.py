@@ -10,6 +10,7 @@ into T minus k N. Splitting reduces it for sets with w but without u and t, and 
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 from fairseq_tutel.plans.forestcoll.optimum import Share, reaches_all, with_source
@@ -43,11 +44,11 @@ class _Splitting:
     def remove(self, switch: int) -> None:
         """Replace all links of a switch by links between its neighbours.
 
-        Links are split evenly first, which gives lower trees. The rest follows in order of nearness.
+        Links are split evenly first, which gives lower trees. A vertex gets links to itself last.
         """
         self._split_evenly(switch, list(self._even(switch)))
         into, out = self._neighbours(switch)
-        for u, t in sorted(((u, t) for u in into for t in out), key=self._nearness):
+        for u, t in sorted(product(into, out), key=lambda pair: pair[0] == pair[1]):
             most = min(self.graph.left[u][switch], self.graph.left[switch][t])
             self._split(self.graph, switch, (u, t, self._room(switch, u, t, most)))
         assert self._neighbours(switch) == ([], []), "all links of a switch can be replaced"
@@ -56,19 +57,6 @@ class _Splitting:
         """Return the vertices with links to a switch, and the vertices with links from the switch."""
         into = [vertex for vertex, out in enumerate(self.graph.out) if out >> switch & 1]
         return into, list(members(self.graph.out[switch]))
-
-    def _nearness(self, pair: tuple[int, int]) -> tuple[int, int, int]:
-        """Return a key to sort pairs of vertices: the next host and the same local rank come first.
-
-        So different ranks have different neighbours.
-        """
-        places, (u, t) = self.network.places, pair
-        if max(pair) >= len(places):
-            return (u == t, 0, (t - u) % self.source)
-        (host, local), (to_host, to_local) = places[u], places[t]
-        hosts, most = len(self.network.hosts), 1 + max(local for _, local in places)
-        hops = (to_host - host) % hosts or hosts
-        return (u == t, hops, (to_local - local) % most)
 
     def _even(self, switch: int) -> Iterator[Piece]:
         """Yield new links with capacities in proportion to the links of the switch that they replace."""

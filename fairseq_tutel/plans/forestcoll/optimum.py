@@ -127,20 +127,11 @@ def with_source(capacities: Sequence[Sequence[int]], ranks: int, trees: int) -> 
     return graph
 
 
-def fixed_share(network: Network, best: Optimum, trees: int, most: Fraction | None = None) -> Share | None:
-    """Return the fastest assignment of links to `trees` trees per root, or None if there is none.
-
-    The fastest has the least U, at most `most`. After rounding, a switch must still receive as much as it
-    sends. This holds if its links are equal in both directions. Other networks have an assignment for few
-    numbers of trees.
-    """
-    least = best.seconds * trees
-    if most is None:
-        most = least
-        while not is_enough(network, _share(network, trees, most)):
-            most *= 2
-    elif not is_enough(network, _share(network, trees, most)):
-        return None
+def fixed_share(network: Network, best: Optimum, trees: int) -> Share:
+    """Return the fastest assignment of links to `trees` trees per root, which has the least U."""
+    least = most = best.seconds * trees
+    while not is_enough(network, _share(network, trees, most)):
+        most *= 2
     # At the least U, some link gets one more tree, so U is a whole number divided by this link's width.
     too_low = Fraction(0)
     for width in {link.bandwidth for link in network.links}:
@@ -153,27 +144,13 @@ def fixed_share(network: Network, best: Optimum, trees: int, most: Fraction | No
                 most, last = stretch, middle - 1
             else:
                 too_low, first = stretch, middle + 1
-    found = _share(network, trees, most)
-    is_balanced = all(
-        sum(found.capacities[switch]) == sum(row[switch] for row in found.capacities)
-        for switch in network.switches
-    )
-    return found if is_balanced else None
+    return _share(network, trees, most)
 
 
-def default_share(network: Network, best: Optimum, most_trees: int | None = None) -> Share:
-    """Return the assignment of links to the fewest trees with a time within `TOLERANCE` of the optimum.
-
-    With `most_trees`, k is at most this number. If no such assignment is fast enough, return the fastest.
-    """
+def default_share(network: Network, best: Optimum) -> Share:
+    """Return the assignment of links to the fewest trees with a time within `TOLERANCE` of the optimum."""
     optimal = optimal_share(network, best)
-    last = min(most_trees or optimal.trees, optimal.trees)
-    tried = range(1, 1 + min(last, optimal.trees - 1, TRIED))
-    for trees in tried:
-        share = fixed_share(network, best, trees, best.seconds * trees * (1 + TOLERANCE))
-        if share:
-            return share
-    if last == optimal.trees:
-        return optimal
-    shares = (fixed_share(network, best, trees) for trees in tried)
-    return min(filter(None, shares), key=lambda share: share.seconds, default=optimal)
+    for trees in range(1, min(optimal.trees, TRIED + 1)):
+        if is_enough(network, _share(network, trees, best.seconds * trees * (1 + TOLERANCE))):
+            return fixed_share(network, best, trees)
+    return optimal

@@ -15,21 +15,15 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from fairseq_tutel.plans.forestcoll.forest import Forest
-from fairseq_tutel.plans.format import Place, Plan, Writer
+from fairseq_tutel.plans.format import REDUCING, Place, Plan, Writer
 
 
-def forest(
-    collective: str, reducing: Forest | None, distributing: Forest | None, *, slices: int = 1
-) -> Plan:
-    """Return a collective plan that sends data along the trees that `grow_for` returned."""
-    one = distributing or reducing
-    assert one, "a collective reduces or distributes"
-    network = one.network if distributing else one.network.reversed
-    chunks = slices * one.share.trees
-    w = Writer(network.ranks)
-    temporary = _reduce(w, reducing, collective, slices) if reducing else 0
-    if distributing:
-        _distribute(w, distributing, bool(reducing), slices)
+def plan_of(collective: str, forest: Forest, *, slices: int = 1) -> Plan:
+    """Return a collective plan that sends data along trees: sums to the roots, and data from the roots."""
+    network, w = forest.network, Writer(forest.network.ranks)
+    temporary = _reduce(w, forest, collective, slices) if collective in REDUCING else 0
+    if collective != "reduce_scatter":
+        _distribute(w, forest, collective in REDUCING, slices)
     written = {step.channel for lanes in w.lanes for step in lanes[0] if step.op == "put"}
     for (source, target, _), channel in w.channels.items():
         if channel in written:
@@ -37,7 +31,7 @@ def forest(
     return w.plan(
         f"forest {collective}, {network.name}",
         collective,
-        chunks * (network.ranks if collective == "all_reduce" else 1),
+        slices * forest.share.trees * (network.ranks if collective == "all_reduce" else 1),
         temporary=temporary,
         network=network.digest,
     )

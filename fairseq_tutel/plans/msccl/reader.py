@@ -12,23 +12,20 @@ depends. The buffers i, o and s are input, output and scratch.
 
 In MSCCL, the receiver chooses where to write a message when it receives the message, and the sender may be
 ahead. A put to this place would race with earlier accesses. So each message has its own chunks of `tmp`,
-and the receiver's step copies or adds from them. Only a message to scratch that no other step writes is put
-there directly. Each block becomes a lane, and dependencies become posts and pends. A put's source is
-flushed before it is overwritten.
+and the receiver's step copies or adds from them. Each block becomes a lane, and dependencies become posts
+and pends. A put's source is flushed before it is overwritten.
 
 If an algorithm runs in place (inplace is 1 and outofplace is not), its only buffer is `out`, to which `in`
-is copied first. For reduce_scatter, this buffer is a part of `tmp`. If a file writes to its input, this
-part also holds `in`.
+is copied first. For reduce_scatter, this buffer is a part of `tmp`.
 
 Source: the files of MSCCLang (Cowan et al. 2023), as MSCCL's interpreter runs them.
 """
 
 import re
 import xml.etree.ElementTree as ET
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
-from xml.parsers import expat
 
 from fairseq_tutel.plans.format import Place, Plan, PlanError, Writer
 
@@ -92,11 +89,8 @@ def from_xml(text: str | bytes) -> Plan:
         max_bytes=most // scale if most else None,
     )
     scratch = max((_number(gpu, "s_chunks", 0, "0") for gpu in algorithm), default=0)
-    writes_input = any(
-        step.get("dstbuf") == "i" and step.get("type") in STORING for step in algorithm.iter("step")
-    )
     in_place = algorithm.get("inplace") == "1" and algorithm.get("outofplace") != "1"
-    copies = coll == "reduce_scatter" if in_place else writes_input
+    copies = in_place and coll == "reduce_scatter"
     programs: dict[int, list[_Block]] = {}
     homes: dict[int, dict[str, Place]] = {}
     for gpu in algorithm:
@@ -105,14 +99,13 @@ def from_xml(text: str | bytes) -> Plan:
         homes[rank] = {name: Place(name, 0) for name in BUFFERS.values()}
         if copies:
             homes[rank]["in"] = Place("tmp", scratch)
-            if in_place:
-                homes[rank]["out"] = Place("tmp", scratch + rank * plan.chunks)
+            homes[rank]["out"] = Place("tmp", scratch + rank * plan.chunks)
         elif in_place:
             homes[rank]["in"] = Place("out", rank * plan.chunks if coll == "allgather" else 0)
         sizes = {"in": plan.in_chunks, "out": plan.out_chunks, "tmp": _number(gpu, "s_chunks", 0, "0")}
         programs[rank] = _blocks_of(gpu, rank, ranks, sizes, homes[rank])
     _demand(len(programs) == ranks, f"it has {len(programs)} gpus with different ids; give {ranks}")
-    landings, temporary = _land(programs, scratch, scratch + plan.in_chunks * copies)
+    landings, temporary = _land(programs, scratch + plan.in_chunks * copies)
     w = Writer(ranks)
     for rank, blocks in sorted(programs.items()):
         _write_rank(w, rank, plan, blocks, homes[rank], landings)
@@ -121,21 +114,11 @@ def from_xml(text: str | bytes) -> Plan:
 
 
 def _parse(text: str | bytes) -> ET.Element:
-    """Return the root element of an MSCCL file; raise PlanError if the file has a document type."""
-    builder = ET.TreeBuilder()
-    parser = expat.ParserCreate()
-    parser.StartElementHandler = builder.start
-    parser.EndElementHandler = builder.end
-
-    def refuse(*_: object) -> None:
-        raise ValueError("it has a document type; remove <!DOCTYPE …>")
-
-    parser.StartDoctypeDeclHandler = refuse
+    """Return the root element of an MSCCL file."""
     try:
-        parser.Parse(text, True)
-    except (expat.ExpatError, LookupError, ValueError) as error:
+        root = ET.fromstring(text)  # expat limits the expansion of entities
+    except (ET.ParseError, LookupError, ValueError) as error:
         raise PlanError(f"This is not an MSCCL algorithm: {error}.") from None
-    root: ET.Element = builder.close()
     _demand(root.tag == "algo", f"its root element is {root.tag!r}; give 'algo'")
     return root
 
@@ -193,9 +176,7 @@ def cells_of(place: Place, n: int) -> set[Cell]:
     return {(place.buffer, place.chunk + i) for i in range(n)}
 
 
-def _land(
-    programs: Mapping[int, list[_Block]], scratch: int, base: int
-) -> tuple[Mapping[Way, list[Place]], int]:
+def _land(programs: Mapping[int, list[_Block]], base: int) -> tuple[Mapping[Way, list[Place]], int]:
     """Return the places where messages arrive, by (source, target, channel), and the size of `tmp`."""
     sent: dict[Way, list[int]] = defaultdict(list)
     received: dict[Way, list[int]] = defaultdict(list)
@@ -203,7 +184,6 @@ def _land(
     temporary = base
     for rank, blocks in programs.items():
         free = base
-        writes = sum(map(_stored, blocks), Counter[Cell]())
         for block in blocks:
             for way, types, sizes in (
                 ((rank, block.send, block.chan), SENDING, sent),
@@ -212,12 +192,8 @@ def _land(
                 sizes[way] += [step.n for step in block.steps if step.type in types]
             for step in block.steps:
                 if step.type in RECEIVING:
-                    is_alone = all(writes[cell] == 1 for cell in cells_of(step.dst, step.n))
-                    is_scratch = step.dst.buffer == "tmp" and step.dst.chunk < scratch
-                    is_direct = step.type in ("r", "rcs") and is_scratch and is_alone
-                    place = step.dst if is_direct else Place("tmp", free)
-                    free += 0 if is_direct else step.n
-                    landings[block.recv, rank, block.chan].append(place)
+                    landings[block.recv, rank, block.chan].append(Place("tmp", free))
+                    free += step.n
         temporary = max(temporary, free)
     for way in sorted({*sent, *received}):
         given, expected = sent[way], received[way]
@@ -308,10 +284,10 @@ def _effect(step: _Step, arrived: tuple[Place, ...]) -> tuple[tuple[Place, ...],
     return (), dst, None
 
 
-def _stored(block: _Block) -> Counter[Cell]:
-    """Return, for each chunk, the number of steps of a thread block that write it."""
+def _stored(block: _Block) -> set[Cell]:
+    """Return the chunks that the steps of a thread block write."""
     steps = (step for step in block.steps if step.type in STORING)
-    return Counter(cell for step in steps for cell in cells_of(step.dst, step.n))
+    return {cell for step in steps for cell in cells_of(step.dst, step.n)}
 
 
 def _dependencies(

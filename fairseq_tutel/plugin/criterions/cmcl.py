@@ -69,12 +69,6 @@ class CMCLCriterion(FairseqCriterion):
                 "--criterion cmcl trains members of an ensemble, but the model is not an ensemble; choose "
                 "--arch ensemble_of, or --criterion cross_entropy."
             )
-        overlap = self.options.cmcl_overlap
-        if overlap > len(logits_MXC):
-            raise ValueError(
-                f"--cmcl-overlap is {overlap}, but --ensemble-size is {len(logits_MXC)}; give at most "
-                f"{len(logits_MXC)}."
-            )
         return logits_MXC
 
     @classmethod

@@ -27,8 +27,8 @@ PREFIX = "moe_numbers "
 OURS = ("moe_", "all_to_all_")
 # Priority of the numbers in a log line: after fairseq's own numbers.
 PRIORITY = 900
-# A function from sums to pairs (value, weight); the value of a layer without tokens is None.
-View = Callable[[Tensor], list[tuple[float | None, float]]]
+# A function from sums to a list; the value of a layer without tokens is None.
+View = Callable[[Tensor], list[float | None]]
 
 
 class Layout(NamedTuple):
@@ -44,8 +44,6 @@ class Layout(NamedTuple):
     layers: Sequence[str]  # labels of the logged layers
     experts: Sequence[int]  # number of experts in each logged layer
     limited: Sequence[bool]  # for each logged layer, whether its experts have a limited capacity
-    lists: bool  # whether values of layers and experts are logged as lists
-    scalars: bool  # whether values of layers and experts are logged as scalars
 
     @property
     def averages(self) -> list[str]:
@@ -53,15 +51,14 @@ class Layout(NamedTuple):
         return [*self.losses, *metric_names(self.top_k)]
 
 
-def expert_log(
-    layers: list[MoEFeedForward], combined: dict[str, Tensor], *, lists: bool, scalars: bool
-) -> dict[str, Any]:
+def expert_log(layers: list[MoEFeedForward], combined: dict[str, Tensor], lists: bool) -> dict[str, Any]:
     """Return the expert metrics of a micro-batch as entries of the logging output.
 
-    `combined` has the losses that are combined over layers, by log name. A layer that layerdrop skipped has
-    weight 0, and so does a batch without real tokens.
+    With `lists`, the values of each layer and expert are logged, too. `combined` has the losses that are
+    combined over layers, by log name. A layer that layerdrop skipped has weight 0, and so does a batch
+    without real tokens.
     """
-    each = layers if lists or scalars else []
+    each = layers if lists else []
     of_layers = [f"moe_{name}_loss" for name in layers[0].balance_weights]
     layout = Layout(
         losses=[*combined, *of_layers, *(["moe_cmr_gate"] if layers[0].config.cmr else [])],
@@ -72,8 +69,6 @@ def expert_log(
             layer.config.choice == "tokens" and capacity_of(layer.config, layer.training).is_limited
             for layer in each
         ],
-        lists=lists,
-        scalars=scalars,
     )
     seen = [layer for layer in layers if layer.seen]
     if seen:
@@ -155,58 +150,47 @@ def _log_numbers(layout: Layout, numbers: Tensor, index: int) -> None:
         "experts": numbers[-of_experts:].view(2, -1),
     }
     # fairseq's meters cannot hold lists, so lists are computed from two meters of sums, which are hidden.
-    meters = {name: _sum_up(name, table, index) for name, table in tables.items()} if layout.lists else {}
-    for table, name, scalars, digits, view in _views(layout):
-        if layout.lists:
-            rounded = partial(_rounded, meter=meters[table], view=view, digits=digits)
-            metrics.log_derived(name, rounded, PRIORITY)
-        if layout.scalars:
-            for scalar, (value, weight) in zip(scalars, view(tables[table]), strict=True):
-                metrics.log_scalar(scalar, value, weight, PRIORITY, round=digits)
+    meters = {name: _sum_up(name, table, index) for name, table in tables.items()}
+    for table, name, digits, view in _views(layout):
+        rounded = partial(_rounded, meter=meters[table], view=view, digits=digits)
+        metrics.log_derived(name, rounded, PRIORITY)
 
 
-def _views(layout: Layout) -> Iterator[tuple[str, str, list[str], int, View]]:
+def _views(layout: Layout) -> Iterator[tuple[str, str, int, View]]:
     """Yield how to compute and log each metric that has one value per layer or one value per expert.
 
     Yields:
-        The key of the table of sums, the name of the list, the names of its values as scalars, the number
-        of decimal places, and a function that computes (value, weight) pairs from the table.
+        The key of the table of sums, the name of the list, the number of decimal places, and a function
+        that computes the list from the table.
     """
     columns = metric_names(layout.top_k)
     for metric in METRICS:
         names = metric.names(layout.top_k, metric.layers) if metric.layers else []
         for short, column in zip(names, metric.names(layout.top_k), strict=False):
-            # The name moe_dropped_decoder_1 is used for a list over experts.
-            alone = "dropped_percent" if short == "dropped" else short
-            scalars = [f"moe_{alone}_{label}" for label in layout.layers]
             view = partial(_averages, column=columns.index(column))
-            yield "layers", f"moe_layers_{short}", scalars, 4, view
+            yield "layers", f"moe_layers_{short}", 4, view
     ends = accumulate(layout.experts)
     for label, size, end, limited in zip(layout.layers, layout.experts, ends, layout.limited, strict=True):
-        of_experts: list[tuple[str, int, Any]] = [("load", 3, _loads)]
+        part = slice(end - size, end)
+        yield "experts", f"moe_load_{label}", 3, partial(_loads, part=part)
         if limited:
-            of_experts.append(("dropped", 4, _dropped))
-        for short, digits, function in of_experts:
-            name = f"moe_{short}_{label}"
-            scalars = [f"{name}_expert{e}" for e in range(size)]
-            yield "experts", name, scalars, digits, partial(function, part=slice(end - size, end))
+            yield "experts", f"moe_dropped_{label}", 4, partial(_dropped, part=part)
 
 
-def _averages(sums_LN: Tensor, column: int) -> list[tuple[float | None, float]]:
-    return [(row[column] / row[-1] if row[-1] > 0 else None, row[-1]) for row in sums_LN.tolist()]
+def _averages(sums_LN: Tensor, column: int) -> list[float | None]:
+    return [row[column] / row[-1] if row[-1] > 0 else None for row in sums_LN.tolist()]
 
 
-def _loads(sums_2E: Tensor, part: slice) -> list[tuple[float, float]]:
-    """Return each expert's load relative to an even share, paired with the layer's assignment count."""
+def _loads(sums_2E: Tensor, part: slice) -> list[float | None]:
+    """Return each expert's load relative to an even share."""
     assigned_E = sums_2E[0, part].tolist()
-    total = sum(assigned_E)
-    return [(n / (max(total, 1) / len(assigned_E)), total) for n in assigned_E]
+    return [n / (max(sum(assigned_E), 1) / len(assigned_E)) for n in assigned_E]
 
 
-def _dropped(sums_2E: Tensor, part: slice) -> list[tuple[float, float]]:
-    """Return each expert's fraction of dropped assignments, paired with its assignment count."""
+def _dropped(sums_2E: Tensor, part: slice) -> list[float | None]:
+    """Return each expert's fraction of dropped assignments."""
     assigned_E, dropped_E = sums_2E[:, part].tolist()
-    return [(n / max(of, 1), of) for of, n in zip(assigned_E, dropped_E, strict=True)]
+    return [n / max(of, 1) for of, n in zip(assigned_E, dropped_E, strict=True)]
 
 
 def _sum_up(name: str, sums: Tensor, index: int) -> str:
@@ -221,4 +205,4 @@ def _rounded(meters: Any, meter: str, view: View, digits: int) -> list[float | N
     sums = meters[meter].sum
     if not torch.is_tensor(sums):  # nothing was logged since the last reset
         return []
-    return [None if value is None else round(value, digits) for value, _ in view(sums)]
+    return [None if value is None else round(value, digits) for value in view(sums)]

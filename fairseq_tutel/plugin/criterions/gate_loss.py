@@ -58,9 +58,7 @@ class GateLossMixin:
         layers = [layer for layer in all_layers if layer.seen]
         terms = self._terms(layers, all_layers[0].config.cmr, loss.new_zeros(()))
         combined = {term.name: term.value.detach() for term in terms}
-        log |= expert_log(
-            all_layers, combined, lists=self.logs_lists, scalars=self.gate_loss.moe_log_layers
-        )
+        log |= expert_log(all_layers, combined, self.logs_lists)
         log = {key: _logged(value) for key, value in log.items()}
         if not layers or loss.numel() > 1:  # adaptive_loss has shape [1]
             return loss, sample_size, log

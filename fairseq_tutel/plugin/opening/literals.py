@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from fairseq_tutel.checkpoint.files import walk
 from fairseq_tutel.files import shown
 
-# All options that fairseq passes to eval(). tests/plugin/test_literals.py derives this list.
+# All options that fairseq 0.12 passes to eval().
 EVALUATED = frozenset({
     "adafactor_eps", "adam_betas", "adamax_betas", "adaptive_input_cutoff", "adaptive_softmax_cutoff",
     "character_filters", "conv_aggregator_layers", "conv_dec_config", "conv_enc_config",

@@ -16,14 +16,19 @@ from fairseq.utils import import_user_module
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fairseq_tutel.checkpoint.files import IS_CORRUPT, is_whole, mapped, refused_class, unlike_a_file
-from fairseq_tutel.checkpoint.malformed import refuse_malformed
-from fairseq_tutel.checkpoint.recognition import refuse_meta
-from fairseq_tutel.checkpoint.saved import SavedModel, drop_retired
+from fairseq_tutel.checkpoint.files import (
+    IS_CORRUPT,
+    NOT_A_FILE,
+    is_not_a_file,
+    is_whole,
+    mapped,
+    refused_class,
+)
+from fairseq_tutel.checkpoint.foreign import refuse_malformed, refuse_meta
+from fairseq_tutel.checkpoint.saved import drop_retired
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.config import label_of
 from fairseq_tutel.option import is_custom
-from fairseq_tutel.plugin.differences import Saved, saved_model
 from fairseq_tutel.plugin.opening.literals import options_within, refuse_code
 from fairseq_tutel.plugin.options import options_of
 from fairseq_tutel.plugin.registration.flags import refuse_misspelt
@@ -49,14 +54,12 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
         # Only the Trainer gives this argument. Its file is already checked, and its options come from the
         # command line.
         is_for_use = load_on_all_ranks is None
-        kind = unlike_a_file(path)
-        if kind is not None:
-            raise ValueError(f"{path} is {kind}, not a checkpoint; give a file.")
+        if is_not_a_file(path):
+            raise ValueError(f"{path} is {NOT_A_FILE}, not a checkpoint; give a file.")
         try:
             if is_for_use:
                 _refuse_damaged(path)
-            options: dict[str, Any] = {}  # of the model, without the overrides
-            with _mapped_files(options) if is_for_use else nullcontext():
+            with _mapped_files() if is_for_use else nullcontext():
                 state = original(path, arg_overrides, bool(load_on_all_ranks))
             # A checkpoint may repeat values of the run's own configuration, which are trusted.
             given = overrides if is_for_use else {**dict(options_within(RUN.cfg)), **overrides}
@@ -68,7 +71,10 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             refuse_meta(state.get("model") or (), path)
             bind(state, Path(path))
             if is_for_use:
-                _prepare_for_use(state, path, overrides, options)
+                _refuse_unknown_classes(state, path, overrides)
+                if mark_as_opened(state):
+                    refuse_code(state, path, overrides)  # again: the conversion parsed the options
+                _update_task(state, overrides)
             else:
                 _begin_average(state)
         except FOREIGN_FILE_ERRORS as error:
@@ -81,35 +87,21 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
 
 
 @contextmanager
-def _mapped_files(options: dict[str, Any]) -> Iterator[None]:
+def _mapped_files() -> Iterator[None]:
     """Map files into memory in the block, so that the weights are not in memory beside the model's.
 
-    fairseq gives torch.load an open file, which torch cannot map; it needs the path. `options` gets the
-    saved options of the model, before fairseq overrides some.
+    fairseq gives torch.load an open file, which torch cannot map; it needs the path.
     """
     load = torch.load
 
     def mapped_load(file: Any, *args: Any, **kwargs: Any) -> Any:
-        state = mapped(file.name) if hasattr(file, "name") else load(file, *args, **kwargs)
-        if isinstance(state, dict):
-            options.update(SavedModel(state).options_of("model"))
-        return state
+        return mapped(file.name) if hasattr(file, "name") else load(file, *args, **kwargs)
 
     torch.load = mapped_load  # type: ignore[assignment]
     try:
         yield
     finally:
         torch.load = load
-
-
-def _prepare_for_use(
-    state: Any, path: str, overrides: Mapping[str, Any], options: Mapping[str, Any]
-) -> None:
-    """Check and update, in place, the options of a checkpoint that is opened for inference."""
-    _refuse_unknown_classes(state, path, overrides)
-    if mark_as_opened(state, saved_model(state, path, options)):
-        refuse_code(state, path, overrides)  # check again, because the conversion parsed the options
-    _update_task(state, overrides)
 
 
 def _refuse_damaged(path: str) -> None:
@@ -129,8 +121,8 @@ def _foreign_file(path: str, error: BaseException) -> ValueError:
     return ValueError(f"{path} is not a checkpoint that fairseq saved ({holds}); give another file.")
 
 
-def mark_as_opened(state: Any, saved: Saved) -> bool:
-    """Mark the configuration of a checkpoint, in place, as opened for inference from what is saved.
+def mark_as_opened(state: Any) -> bool:
+    """Mark the configuration of a checkpoint, in place, as opened for inference.
 
     Older files have a command line, which is converted to a configuration before fairseq does so. Return
     whether it was converted.
@@ -140,11 +132,9 @@ def mark_as_opened(state: Any, saved: Saved) -> bool:
         state["cfg"], state["args"] = convert_namespace_to_omegaconf(state["args"]), None
     if OmegaConf.is_config(state.get("cfg")):
         state["cfg"]._set_flag(OPENED, True)  # nested configurations inherit the flag
-        with open_dict(state["cfg"]):
-            state["cfg"][OPENED] = saved
     model = (state.get("cfg") or {}).get("model")
     if isinstance(model, argparse.Namespace):
-        setattr(model, OPENED, saved)
+        setattr(model, OPENED, True)
     return is_older
 
 

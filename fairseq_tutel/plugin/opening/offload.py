@@ -9,8 +9,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,8 +20,6 @@ from torch import Tensor, nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-from fairseq_tutel.checkpoint.shards import ShardedTensor
-from fairseq_tutel.inference.expert_statistics import of_layer, pooled, read_statistics
 from fairseq_tutel.inference.expert_store import Counters, ExpertStore
 from fairseq_tutel.inference.options import StoreConfig
 from fairseq_tutel.inference.quantized_linear import quantize_linear_layers
@@ -32,10 +29,8 @@ from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.option import read, refuse_bad_values
 from fairseq_tutel.parallel.groups import Topology
-from fairseq_tutel.parallel.host_memory import refuse_too_little
-from fairseq_tutel.parallel.progress import progress
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
-from fairseq_tutel.plugin.run_state import config_of, is_opened, language_pair
+from fairseq_tutel.plugin.run_state import config_of, is_opened
 
 logger = logging.getLogger(__name__)
 # Logs JSON lines like fairseq's, under a short name: "… | INFO | expert_store | {"calls": …}".
@@ -45,11 +40,10 @@ SMALL_MATRIX = 2**20
 DRAWS = (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaiming_uniform_)
 # The open stores, which models of an ensemble share.
 STORES: "WeakValueDictionary[StoreConfig, ExpertStore]" = WeakValueDictionary()
-PREFETCH, PREFETCH_PAIRS = "--moe-expert-prefetch", "--moe-expert-prefetch-pairs"
 
 
 def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.device) -> StoreConfig:
-    """Return a task's expert store options, with `auto` resolved; warn of a cache without a store."""
+    """Return a task's expert store options, with `auto` resolved."""
     options = read(StoreConfig, task_cfg)
     refuse_bad_values(options)
     policy = options.moe_expert_store
@@ -58,8 +52,6 @@ def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.dev
             f"--moe-expert-store is {policy}, which is only for inference: training needs all experts in "
             "memory; remove it."
         )
-    if options.moe_expert_cache != "0" and not is_offloaded(options):
-        logger.warning("--moe-expert-cache has no effect without --moe-expert-store")
     if policy == "pregated" and not pregated:
         raise ValueError(
             "--moe-expert-store is pregated, but this model has no pre-gating; give a model with "
@@ -68,10 +60,6 @@ def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.dev
     if options.moe_expert_tier == "auto" and is_offloaded(options):
         tier = "host" if device.type == "cuda" else "disk"
         options = dataclasses.replace(options, moe_expert_tier=tier)
-    if options.moe_expert_prefetch and is_offloaded(options):
-        options = dataclasses.replace(
-            options, moe_expert_prefetch_pairs=_pairs_to_prefetch(options, task_cfg)
-        )
     return options
 
 
@@ -158,20 +146,6 @@ def quantize_when_loaded(model: nn.Module, task: Any, device: torch.device) -> N
     model.register_load_state_dict_post_hook(quantize)
 
 
-@contextlib.contextmanager
-def progress_of_loading(model: nn.Module) -> Iterator[None]:
-    """Context manager that shows how many layers of experts `load_state_dict` has loaded."""
-    layers = moe_layers(model)
-    with progress("loading experts", len(layers), "layer") as advance, contextlib.ExitStack() as hooks:
-
-        def loaded(module: nn.Module, keys: Any) -> None:
-            advance(1)
-
-        for layer in layers:
-            hooks.callback(layer.experts.register_load_state_dict_post_hook(loaded).remove)
-        yield
-
-
 def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
     """Register a hook that adds the experts of the next loaded state dict to the expert store."""
 
@@ -180,57 +154,10 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
             return
         store, layers = _store_of(options), moe_layers(module)
         sources = [layer.experts.take_sources() for layer in layers]
-        if options.moe_expert_tier == "host":
-            refuse_too_little(
-                _bytes_on_host(layers, sources), "--moe-expert-tier host", "--moe-expert-tier disk"
-            )
-        with progress("preparing the expert store", len(layers), "layer") as advance:
-            for layer, tensors in zip(layers, sources, strict=True):
-                store.add(layer.experts, tensors)
-                advance(1)
-        if options.moe_expert_prefetch:
-            store.fill_cache(_most_used(layers, options))
+        for layer, tensors in zip(layers, sources, strict=True):
+            store.add(layer.experts, tensors)
 
     model.register_load_state_dict_post_hook(attach)
-
-
-def _bytes_on_host(layers: Sequence[MoEFeedForward], sources: Sequence[Mapping[str, Any]]) -> int:
-    """Return the bytes of this rank's experts in their stored format."""
-    num_bytes = 0
-    for layer, tensors in zip(layers, sources, strict=True):
-        for t in tensors.values():
-            of_all = t.stored_bytes if isinstance(t, ShardedTensor) else t.nbytes
-            num_bytes += of_all * layer.experts.num_local // t.shape[0]
-    return num_bytes
-
-
-def _pairs_to_prefetch(options: StoreConfig, task_cfg: Any) -> str:
-    """Return the language pairs to prefetch for: those given, or the task's if the file has it, or ""."""
-    path = Path(options.moe_expert_prefetch)
-    statistics = read_statistics(path, PREFETCH)
-    if options.moe_expert_prefetch_pairs:
-        pooled(statistics, options.moe_expert_prefetch_pairs.split(","), path, PREFETCH_PAIRS)
-        return options.moe_expert_prefetch_pairs
-    own = language_pair(task_cfg)
-    return own if own in statistics else ""
-
-
-def _most_used(layers: Sequence[MoEFeedForward], options: StoreConfig) -> list[tuple[ExpertStack, int]]:
-    """Return this rank's experts of all layers, with the largest share of their layer's assignments first.
-
-    The experts and their order come from the file of --moe-expert-prefetch. An expert is its stack and its
-    index in the stack. Unused experts are left out.
-    """
-    path, pairs = Path(options.moe_expert_prefetch), options.moe_expert_prefetch_pairs
-    statistics = pooled(
-        read_statistics(path, PREFETCH), pairs.split(",") if pairs else (), path, PREFETCH_PAIRS
-    )
-    found = []
-    for layer in layers:
-        stack, count = layer.experts, layer.config.num_experts
-        loads = of_layer(statistics, layer.label, count, path, PREFETCH).load
-        found += [(loads[stack.first + e] / count, stack, e) for e in range(stack.num_local)]
-    return [(stack, e) for share, stack, e in sorted(found, key=lambda each: -each[0]) if share > 0]
 
 
 def _store_of(options: StoreConfig) -> ExpertStore:

@@ -1,17 +1,15 @@
 """Runs commands that use a model on several ranks, such as fairseq-generate.
 
 With --moe-expert-parallel-size P > 1 on the command line, P ranks share the experts of every model that the
-command opens, and run in lockstep. fairseq-eval-lm logs the perplexity of each rank; this module also logs
-the perplexity of all ranks together.
+command opens, and run in lockstep.
 """
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from fairseq_tutel.inference.lockstep import Lockstep
@@ -28,46 +26,6 @@ from fairseq_tutel.plugin.training.startup import allocate_gather_buffers, limit
 logger = logging.getLogger(__name__)
 
 
-class Scored:
-    """Wraps the batches of fairseq-eval-lm to count the scored tokens, for the mean loss."""
-
-    def __init__(self, batches: Any, dictionary: Any, cfg: Any) -> None:
-        self.batches, self.pad = batches, dictionary.pad()
-        self.tokens = 0
-        self.without_first = bool(getattr(cfg.task, "add_bos_token", False))
-        # All pieces of a word count as one token.
-        mark = cfg.common_eval.post_process
-        ends = mark.rstrip() if mark in ("subword_nmt", "@@ ") else ()
-        self.continues = torch.tensor([word.endswith(ends) for word in dictionary.symbols])
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        for sample in self.batches:
-            for target in sample["target"] if "net_input" in sample else ():
-                words = target[target != self.pad].cpu()[int(self.without_first) :]
-                self.tokens += len(words) - int(self.continues[words[:-1]].sum())
-            yield sample
-
-
-def log_perplexity(results: dict[str, Any], tokens: int) -> None:
-    """Log the mean loss and the perplexity over the tokens of all ranks. Collective."""
-    own = float(results["loss"]) * tokens, tokens
-    parts = world.all_gather_object(own, "the gathering of all ranks' losses")
-    total = sum(count for _, count in parts)
-    if total == 0:
-        raise ValueError(
-            "no rank scored a token, so there is no perplexity: fairseq-eval-lm skips samples that are "
-            "longer than the model allows; give the --tokens-per-sample with which the model was trained."
-        )
-    loss = sum(bits for bits, _ in parts) / total
-    logger.info(
-        "all %d ranks: %s tokens, Loss (base 2): %.4f, Perplexity: %.2f",
-        *(len(parts), f"{total:,}", loss, 2**loss),
-    )
-
-
 class NoSentences(Exception):  # noqa: N818 - not an error
     """Raised on a rank without sentences, to skip generation; fairseq would divide by zero."""
 
@@ -80,7 +38,6 @@ class Command:
         # The command line's value holds for all models; the value in a checkpoint is ignored.
         self.expert_parallel_size = read(TaskConfig, cfg.task).moe_expert_parallel_size or 1
         self.lockstep: Lockstep | None = None
-        self.scored: Scored | None = None
         self._turns: dict[MoEFeedForward, int] = {}
 
     def keep_in_step(self, layers: Sequence[MoEFeedForward]) -> None:
@@ -104,26 +61,19 @@ class Command:
             assert self.lockstep is not None
             self.lockstep.wait_for_turn(self._turns[layer])
 
-    def count(self, batches: Any, dictionary: Any) -> Scored:
-        """Wrap the batches of fairseq-eval-lm so that their tokens are counted."""
-        self.scored = Scored(batches, dictionary, self.cfg)
-        return self.scored
-
     def rest(self) -> None:
         """Run this rank's experts for other ranks until no rank runs a model. Collective."""
         if self.lockstep is not None:
             self.lockstep.rest()
 
-    def end(self, results: Any) -> None:
-        """Run this rank's experts for other ranks until all finish, then log the results of all ranks."""
+    def end(self) -> None:
+        """Run this rank's experts for other ranks until all finish."""
         if self.lockstep is not None:
             self.lockstep.end()
             logger.info(
                 "experts across ranks: %d layer calls for this rank's tokens, %d for other ranks' tokens",
                 *(self.lockstep.calls, self.lockstep.served),
             )
-        if self.scored is not None:
-            log_perplexity(results, self.scored.tokens)
 
 
 # The command that runs in this process, if it uses models on several ranks.
@@ -140,7 +90,7 @@ def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
     if world.size() == 1:
         main(cfg, **kwargs)
         return
-    command, rank, results = Command(cfg), dist.get_rank(), None
+    command, rank = Command(cfg), dist.get_rank()
     if cfg.common_eval.results_path is not None:
         cfg.common_eval.results_path = os.path.join(cfg.common_eval.results_path, f"rank{rank}")
     if command.expert_parallel_size > 1 and rank > 0:
@@ -148,20 +98,16 @@ def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
     allocate_gather_buffers(cfg)
     _running.append(command)
     try:
-        results = main(cfg, **kwargs)
+        main(cfg, **kwargs)
     except NoSentences:
         logger.warning("rank %d has no sentences to generate from", rank)
     finally:
         _running.pop()
-    command.end(results)
+    command.end()
 
 
 def topology_of_opened(
-    requested: int,
-    expert_counts: Sequence[int],
-    ranks_per_node: int,
-    degree_of: Callable[[int], int] | None,
-    is_teacher: bool,
+    requested: int, expert_counts: Sequence[int], ranks_per_node: int, is_teacher: bool
 ) -> Topology:
     """Return which ranks hold which experts of a model that is opened for inference.
 
@@ -169,7 +115,7 @@ def topology_of_opened(
     rank. For the other arguments and the errors, see `make_topology`.
     """
     if is_teacher:  # training calls the teacher in step; RUN.topology stays the student's
-        return make_topology(expert_counts, requested or 1, ranks_per_node, degree_of)
+        return make_topology(expert_counts, requested or 1, ranks_per_node)
     command = running_command()
     if command is None or command.expert_parallel_size == 1:
         if command is None and requested > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -180,7 +126,7 @@ def topology_of_opened(
             )
         return Topology()
     set_timeout(command.cfg.task)
-    topology = make_topology(expert_counts, command.expert_parallel_size, ranks_per_node, degree_of)
+    topology = make_topology(expert_counts, command.expert_parallel_size, ranks_per_node)
     RUN.update(topology=topology)
     limit_fairseq_groups()
     return topology

@@ -1,6 +1,6 @@
 """A mixin that adds experts on several ranks, ZeRO and offload to fairseq's optimizers.
 
-fairseq's fp16, memory-efficient and amp wrappers use the result like an ordinary optimizer of the model's
+fairseq's fp16 and memory-efficient wrappers use the result like an ordinary optimizer of the model's
 parameters. A checkpoint has an ordinary optimizer state.
 """
 
@@ -27,9 +27,6 @@ from fairseq_tutel.plugin.run_state import RUN
 
 logger = logging.getLogger(__name__)
 
-# This key is in an optimizer state that has only the part of one rank.
-ONLY_OF_RANK = "only_of_rank"
-
 
 class MoEOptimizerMixin:
     """Adds experts on several ranks and ZeRO to a FairseqOptimizer class; it is the first base class.
@@ -40,19 +37,13 @@ class MoEOptimizerMixin:
     optimizer: Any  # torch's optimizer
     params: Any
     cfg: Any
-    args: Any
     # Under ZeRO or offload, the optimizer updates these partitions instead of the parameters.
     zero: ZeroState | None = None
     _gathered_state: dict[int, dict[str, Any]] | None = None
-    # Whether the parameters are fp32 master copies of half-precision parameters.
+    # Whether the parameters are fp32 master copies of half-precision parameters, which are saved.
     holds_masters: bool = False
-    # Whether the last step changed the weights: under --amp, a step with an overflow does not.
-    took_step: bool = True
     # Increases once per update, also if an overflow skips its step.
     times_clipped: int = 0
-    # Under --amp fairseq unscales the gradients of torch's optimizer, and passes this object to
-    # GradScaler.step, which would unscale them again. With this attribute, GradScaler only sets found_inf.
-    _step_supports_amp_scaling: bool = True
 
     def __init__(self, cfg: Any, params: Any) -> None:
         options = zero.zero_options(cfg)
@@ -60,11 +51,9 @@ class MoEOptimizerMixin:
             params = list(params)
             self.zero = ZeroState(params, RUN.topology, options.stage, options.offload)
             logger.info(
-                "%s: this rank keeps the optimizer state of %d of %d parameter elements%s",
-                options.flags,
+                "this rank keeps the optimizer state of %d of %d parameter elements",
                 sum(own.numel() for own in self.zero.parameters),
                 sum(parameter.numel() for parameter in params),
-                ", in host memory" if options.offload else "",
             )
             params = self.zero.parameters
         super().__init__(cfg, params)  # type: ignore[call-arg]
@@ -85,10 +74,6 @@ class MoEOptimizerMixin:
             return list(self.params)
         return [partition.parameter for partition in self.zero.partitions]
 
-    def save_masters(self) -> None:
-        """Include the parameters in later optimizer states, because they are fp32 master copies."""
-        self.holds_masters = True
-
     def zero_grad(self) -> None:
         """Reset the gradients of the model's parameters and of their partitions."""
         super().zero_grad()  # type: ignore[misc]
@@ -103,7 +88,7 @@ class MoEOptimizerMixin:
     def finish_backward(self) -> None:
         """Reduce the remaining gradients after a wrapper has run the backward pass."""
         if self.zero is not None:
-            self.zero.finish_backward()
+            self.zero.reducer.finish_backward()
 
     def all_reduce_grads(self, module: Any) -> None:
         """Reduce the gradients of dense parameters and experts over the ranks. Collective.
@@ -112,7 +97,7 @@ class MoEOptimizerMixin:
         data-parallel wrapper or a collective plan reduces dense gradients, before expert gradients.
         """
         if self.zero is not None and self.zero.stage > 0:
-            self.zero.reduce()
+            self.zero.reducer.reduce()
             return
         topology = RUN.topology
         if _reduces_here(module):
@@ -123,8 +108,6 @@ class MoEOptimizerMixin:
             gradients.reduce_expert_gradients(module.parameters(), topology)
         if topology.world_size > 1:
             gradients.rescale_expert_gradients(module.parameters(), topology.world_size)
-        if topology.expert_parallel_size > 1 and self._is_scaled_by_torch():
-            gradients.spread_overflow(module.parameters())
 
     def multiply_grads(self, c: float | Tensor) -> None:
         """Multiply the gradients by c; under ZeRO, the step does this when it converts them to fp32."""
@@ -148,14 +131,6 @@ class MoEOptimizerMixin:
         gradients.clip_gradients(params, max_norm, norm)
         return norm
 
-    def _is_scaled_by_torch(self) -> bool:
-        # fairseq's older optimizers keep the configuration as `args`, or have the complete command line.
-        cfg = self.cfg if hasattr(self, "cfg") else self.args
-        if not hasattr(cfg, "_get_root"):
-            return bool(getattr(cfg, "amp", False))
-        root = cfg._get_root()
-        return "common" in root and root.common.amp
-
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Update the parameters, under ZeRO bucket by bucket; free state gathered for a checkpoint."""
         if self.zero is None:
@@ -165,10 +140,7 @@ class MoEOptimizerMixin:
 
     def _step(self, *args: Any, **kwargs: Any) -> None:
         self._gathered_state = None
-        found_inf = getattr(self, "found_inf", None)  # set by torch's GradScaler, see above
-        self.took_step = found_inf is None or found_inf.item() == 0
-        if self.took_step:
-            super().step(*args, **kwargs)  # type: ignore[misc]
+        super().step(*args, **kwargs)  # type: ignore[misc]
 
     def expert_state(self, index: int) -> dict[str, Tensor]:
         """Return this rank's experts' optimizer state [e, ...], with fp32 master weights. Collective.
@@ -223,7 +195,7 @@ class MoEOptimizerMixin:
         return {key: whole[key] for key in sorted(whole) if getattr(whole[key], "shape", None) == shape}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer state for a checkpoint, and mark it if it has only this rank's part.
+        """Return the optimizer state for a checkpoint.
 
         It includes fp32 masters. fairseq saves only half-precision weights, from which a run could not
         resume exactly.
@@ -239,18 +211,10 @@ class MoEOptimizerMixin:
                     state[index] = self.zero.whole_state(index, state.get(index, {}))
         for index, tensors in (self._gathered_state or {}).items():
             state[index] = {**state.get(index, {}), **tensors}
-        if self.is_apart and self._gathered_state is None:
-            state_dict[ONLY_OF_RANK] = RUN.topology.rank
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None) -> None:
         """Load a complete optimizer state; keep this rank's part, and restore fp32 master weights."""
-        if ONLY_OF_RANK in state_dict:
-            raise ValueError(
-                f"the checkpoint has only rank {state_dict[ONLY_OF_RANK]}'s part of the optimizer state, "
-                "as crash files of runs with --moe-zero-stage do; give an older checkpoint, or "
-                "--reset-optimizer to continue from the weights alone."
-            )
         topology = RUN.topology
         # Changed in place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
         state = state_dict.get("state", {})
@@ -307,7 +271,7 @@ def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> di
 
 
 def innermost_optimizer(optimizer: FairseqOptimizer) -> Any:
-    """Return the optimizer inside fairseq's fp16, memory-efficient or amp wrapper."""
+    """Return the optimizer inside fairseq's fp16 or memory-efficient wrapper."""
     for name in ("fp32_optimizer", "wrapped_optimizer"):
         inner = getattr(optimizer, name, None)
         if isinstance(inner, FairseqOptimizer):

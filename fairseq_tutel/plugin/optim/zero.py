@@ -1,6 +1,5 @@
 """ZeRO and optimizer offload for fairseq's optimizers: options, checks, and the fp16 wrapper."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,6 @@ from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.options import TaskConfig
 
-# Optimizers whose update of an element depends on others: a rank with some of them would diverge.
-NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
-
 
 @dataclass(frozen=True)
 class ZeroOptions:
@@ -22,12 +18,6 @@ class ZeroOptions:
 
     stage: int
     offload: bool
-
-    @property
-    def flags(self) -> str:
-        """The command-line flags of these options, for messages."""
-        given = [f"--moe-zero-stage {self.stage}"] if self.stage else []
-        return " ".join(given + ["--moe-offload-optimizer"] * self.offload)
 
 
 def zero_options(cfg: Any) -> ZeroOptions | None:
@@ -47,44 +37,6 @@ def zero_options(cfg: Any) -> ZeroOptions | None:
     if not (stage or options.moe_offload_optimizer) or RUN.topology.world_size != ranks:
         return None
     return ZeroOptions(stage, options.moe_offload_optimizer)
-
-
-def refuse_with_zero(root: Any, asked: ZeroOptions) -> None:
-    """Raise ValueError for options that do not work with ZeRO or optimizer offload."""
-    common, name = root.common, str(root.optimizer._name)
-    bad = [
-        (
-            name.removeprefix("moe_") in NOT_ELEMENTWISE,
-            f"--optimizer is {name}, whose updates need complete parameters, but {asked.flags} gives the "
-            "optimizer only parts of them; use moe_adam, or remove the ZeRO and offload options.",
-        ),
-        (
-            getattr(root.optimizer, "fp16_adam_stats", False),
-            f"--fp16-adam-stats is set, which needs complete parameters for its scales, but {asked.flags} "
-            "shards them; remove one of the two options.",
-        ),
-        (
-            common.amp,
-            f"--amp is set, whose scaler checks only a rank's own gradients, but {asked.flags} moves them "
-            "to other ranks; use --fp16 or --bf16.",
-        ),
-        *(
-            (
-                common[f"memory_efficient_{precision}"],
-                f"--memory-efficient-{precision} is set, which has no fp32 master weights, but "
-                f"{asked.flags} keeps such weights; use --{precision}.",
-            )
-            for precision in ("fp16", "bf16")
-        ),
-    ]
-    refuse_first(bad)
-
-
-def refuse_first(rules: Iterable[tuple[Any, str]]) -> None:
-    """Raise ValueError with the message of the first rule whose condition is true."""
-    for condition, message in rules:
-        if condition:
-            raise ValueError(message)
 
 
 class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
@@ -115,7 +67,7 @@ def half_optimizer(cfg: Any, params: list[Any]) -> Any:
     if zero_options(cfg) is not None:
         return ZeroFP16Optimizer.build_optimizer(cfg, params)
     optimizer = FP16Optimizer.build_optimizer(cfg, params)
-    optimizer.fp32_optimizer.save_masters()
+    optimizer.fp32_optimizer.holds_masters = True
     return optimizer
 
 

@@ -5,16 +5,13 @@ has `GateLossOptions`. `layer_config` makes the MoEConfig of one layer from the 
 and the task.
 """
 
-import argparse
 import dataclasses
 import difflib
 import logging
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
-from fairseq.models import ARCH_MODEL_REGISTRY
 
 from fairseq_tutel.files import shown
 from fairseq_tutel.moe.config import LAYER, MoEConfig
@@ -56,45 +53,15 @@ def refuse_misspelt(overrides: dict[str, Any]) -> None:
             raise ValueError(f"{key} is not an option (--model-overrides); did you mean {close[0]}?")
 
 
-def warn_of_given(task_cfg: Any, dense: str) -> None:
-    """Warn of every system option on the command line that has no effect on a dense model."""
-    for option in options_of("task"):
-        value = plain(getattr(task_cfg, option.key, option.default))
-        if value != option.default and not option.of_any_training:
-            logger.warning("%s %s has no effect: %s has no experts", option.flag, value, dense)
+def drop_is_moe(argv: list[str]) -> None:
+    """Remove --is-moe from a fairseq command line, in place.
 
-
-def has_user_dir(argv: list[str]) -> bool:
-    """Return whether a command line has --user-dir, the flag with which fairseq loads a plugin."""
-    return any(word.split("=")[0] == "--user-dir" for word in argv)
-
-
-def check_command_line(argv: list[str]) -> None:
-    """Check the flags of a fairseq command that loads the plugin, before argparse parses them."""
-    if not has_user_dir(argv):
-        return
-    _refuse_flags_of_moe_variant(argv[1:])
-    # Meta's evaluation commands need --is-moe; this package recognizes MoE checkpoints itself. The parser
-    # of fairseq-eval-lm cannot be extended, so the flag is removed from sys.argv, which it reads later.
-    if "--is-moe" in argv:
+    Meta's evaluation commands need the flag; this package recognizes MoE checkpoints itself. The parser of
+    fairseq-eval-lm cannot be extended, so the flag is removed from sys.argv, which it reads later.
+    """
+    if "--is-moe" in argv and any(word.split("=")[0] == "--user-dir" for word in argv):
         argv.remove("--is-moe")
         logger.info("--is-moe is not needed: checkpoints of MoE models are recognized")
-
-
-def _refuse_flags_of_moe_variant(argv: list[str]) -> None:
-    """Exit with an error if MoE flags are combined with a dense --arch instead of its MoE variant."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--arch", "-a")
-    arch = parser.parse_known_args(argv)[0].arch
-    if arch not in ARCH_MODEL_REGISTRY or f"moe_{arch}" not in ARCH_MODEL_REGISTRY:
-        return
-    known = {option.flag for option in options_of("model")}
-    given = [word for word in argv if word.split("=")[0] in known]
-    if given:
-        sys.exit(
-            f"error: {given[0]} was given with --arch {arch}, which is dense; give --arch "
-            f"moe_{arch}, or remove the flag."
-        )
 
 
 def fill_in(args: Any, options: type) -> None:

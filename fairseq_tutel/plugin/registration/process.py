@@ -44,17 +44,10 @@ EXPLAINED: tuple[tuple[type[Exception], re.Pattern, str], ...] = (
         "the data file {0} does not exist; give the folder that fairseq-preprocess wrote.",
     ),
     (
-        ValueError,
-        re.compile("cannot mmap an empty file"),
-        "a data file is empty; run fairseq-preprocess on a text with at least one line, or add "
-        "--disable-validation if only the validation set is empty.",
-    ),
-    (
         Exception,
-        re.compile("The dataset is empty"),
-        "there is no batch: every example is longer than --max-tokens, or there are fewer examples than "
-        "--required-batch-size-multiple; raise --max-tokens, lower --required-batch-size-multiple, or "
-        "shorten the examples (--tokens-per-sample).",
+        re.compile("cannot mmap an empty file|The dataset is empty"),
+        "there is no batch: a data file is empty, or every example is longer than --max-tokens, or there "
+        "are fewer than --required-batch-size-multiple; check the data and these options.",
     ),
     (
         Exception,

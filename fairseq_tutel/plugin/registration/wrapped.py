@@ -38,10 +38,7 @@ No environment variable is set. Only the plugin's loggers are configured.
 
 import atexit
 import functools
-import hashlib
 import inspect
-import logging
-import math
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -54,10 +51,8 @@ from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.utils import import_user_module
 
 from fairseq_tutel import plugin
-from fairseq_tutel.option import flag_of
 from fairseq_tutel.parallel import rendezvous, world
 from fairseq_tutel.parallel.failures import keeps_the_store
-from fairseq_tutel.plugin.opening.literals import options_within
 from fairseq_tutel.plugin.opening.load import load_checkpoint_to_cpu
 from fairseq_tutel.plugin.opening.several_ranks import run_on_several_ranks
 from fairseq_tutel.plugin.registration.process import (
@@ -69,19 +64,6 @@ from fairseq_tutel.plugin.registration.process import (
 from fairseq_tutel.plugin.registration.variants import give_system_options
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training import preemption, save, startup
-
-logger = logging.getLogger(__name__)
-
-
-def _check_source(function: Any, digest: str) -> None:
-    """Warn if the source of a wrapped fairseq function differs from the source that the wrapper expects."""
-    if hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12] != digest:
-        logger.warning(
-            "the source of fairseq's %s differs from fairseq-fixed 0.12.3.1, for which the wrapper was "
-            "written; check whether the reasons in %s still hold",
-            function.__qualname__,
-            __file__,
-        )
 
 
 def call_main(original: Any) -> Any:
@@ -129,18 +111,9 @@ def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
     # A spawned rank has already imported the package, so fairseq skips it as a --user-dir.
     plugin.register()
     give_system_options()
-    _refuse_nan(cfg)
     _check_model(cfg)
     with RUN.having(cfg=cfg):
         return main(cfg, **kwargs)
-
-
-def _refuse_nan(cfg: Any) -> None:
-    """Raise an error if any option is NaN, because comparisons with NaN in fairseq are silently false."""
-    for key, value in options_within(cfg):
-        numbers = value if isinstance(value, list) else [value]
-        if any(isinstance(number, float) and math.isnan(number) for number in numbers):
-            raise ValueError(f"{flag_of(key)} is nan; give a number, or remove the option.")
 
 
 def _check_model(cfg: Any) -> None:
@@ -154,13 +127,13 @@ def _check_model(cfg: Any) -> None:
     startup.refuse_stock_options(cfg)
 
 
-# Each wrapped function: its owner, its name, the wrapper, and the digest of its source.
+# Each wrapped function: its owner, its name and the wrapper.
 WRAPPED = (
-    (checkpoint_utils, "save_checkpoint", save.save_checkpoint, "61513534b9b3"),
-    (checkpoint_utils, "load_checkpoint_to_cpu", load_checkpoint_to_cpu, "96f7d33cde8e"),
-    (checkpoint_utils, "torch_persistent_save", save.persistent_save, "5f397c23bc88"),
-    (PathManager, "copy", save.copy, "1d3c09d3f196"),
-    (distributed_utils, "call_main", call_main, "c2a32fa44fa2"),
+    (checkpoint_utils, "save_checkpoint", save.save_checkpoint),
+    (checkpoint_utils, "load_checkpoint_to_cpu", load_checkpoint_to_cpu),
+    (checkpoint_utils, "torch_persistent_save", save.persistent_save),
+    (PathManager, "copy", save.copy),
+    (distributed_utils, "call_main", call_main),
 )
 
 # Names of numpy that fairseq uses and that numpy 1.24 and 2.0 removed; they were Python's types.
@@ -174,22 +147,22 @@ CHANGED = {
     "plugin/registration/process.py": "_max_len",  # ends a thread that reads batches
     "plugin/registration/wrapped.py": "excepthook",  # prints error sentences
     "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm",  # a layer's forward calls them
-    # fairseq's tasks read the languages, and one reads args, which it does not set.
-    "plugin/hub_interfaces.py": "args source_langs target_langs",
-    "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore",  # for DistributedDataParallel
+    # fairseq's tasks read the languages, and one reads args, which it does not set; bpe may be None.
+    "plugin/hub_interfaces.py": "args source_langs target_langs bpe",
+    "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore max_epoch",  # of DDP; ends a run
+    # What fairseq's save_checkpoint reads of a trainer, in a thread.
+    "plugin/training/background_save.py": "get_checkpoint_dict no_save save_checkpoint",
     "plugin/opening/load.py": "load",  # of torch, while fairseq opens a file: maps the file
-    "plugin/training/preemption.py": "valid_step",  # ends a validation after a signal
-    # No hook exists for the sums over ranks. The file also replaces functions of fairseq's training loop,
-    # because no hooks exist before an epoch and after an update.
-    "plugin/training/loop.py": "_aggregate_logging_outputs",
+    # A signal ends a validation. No hook exists for the sums over ranks. `training/loop.py` also replaces
+    # functions of fairseq's training loop, because no hooks exist before an epoch and after an update.
+    "plugin/training/preemption.py": "valid_step _aggregate_logging_outputs",
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list puts them on a GPU
     "plugin/criterions/teacher.py": "is_of_teacher",  # of the copy of a task that builds a teacher
     # fairseq would replace the loaded state; the Trainer compares the name with the name in a checkpoint.
-    "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__",
+    "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__ holds_masters",
     "parallel/groups.py": "param_group",  # the only attribute that fairseq copies to fp32 masters
     "parallel/gradients.py": "expert _tutel_expert root_scaled",  # marks of experts' parameters
     "parallel/call_id.py": "_torchdynamo_disable count",  # torch does not trace it; counts a layer's calls
-    "parallel/background.py": "has_raised",  # of a worker thread
     "parallel/rendezvous.py": "daemon",  # a timer must not keep the process alive
     "parallel/zero_state.py": "zero_hook",  # fairseq may build another optimizer, with its own hook
 }
@@ -197,8 +170,7 @@ CHANGED = {
 
 def install() -> None:
     """Wrap the fairseq functions of `WRAPPED` and install the exit handlers; called once, at import."""
-    for owner, name, wrap, digest in WRAPPED:
-        _check_source(getattr(owner, name), digest)
+    for owner, name, wrap in WRAPPED:
         static = inspect.getattr_static(owner, name)
         if isinstance(static, staticmethod | classmethod):
             setattr(owner, name, type(static)(wrap(static.__func__)))

@@ -67,7 +67,7 @@ class ExpertEMA(EMA):
                 if average.is_floating_point() and "version" not in key:
                     average.mul_(self.decay).add_(value.to(average.dtype), alpha=1 - self.decay)
                 else:
-                    average.copy_(value)  # such as a hash gate's table
+                    average.copy_(value)
             if averages is not current:
                 current[key].copy_(average)
 

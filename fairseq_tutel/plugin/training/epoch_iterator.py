@@ -145,11 +145,6 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         if resumed is None or resumed.epoch != epoch:
             resumed = _Resumed(epoch, 0, 0, size)
         in_order = self._global_order(epoch, fix_batches_to_gpus, shuffle, resumed.order_shards)
-        if self.skip_remainder_batch and len(in_order) < size:
-            raise ValueError(
-                f"--moe-micro-batches is {size}, but an epoch has {len(in_order)} batches, all of which "
-                "--skip-remainder-batch would skip; remove --skip-remainder-batch, or give a smaller N."
-            )
         batches: list[Any] = [[]] * resumed.start  # the sampler drops them
         for first in range(resumed.consumed, len(in_order), size):
             update = in_order[first : first + size]
@@ -199,11 +194,6 @@ def set_update_freq(root: Any, ranks: int) -> None:
             f"--moe-micro-batches is {count}, but this run has {ranks} ranks, and some of them would have "
             f"no micro-batch; give at least {ranks}, or start at most {count} ranks."
         )
-    given, rounds = list(root.optimization.update_freq), [rounds_of(count, ranks)]
-    if given not in ([1], rounds):
-        raise ValueError(
-            f"--update-freq is {', '.join(map(str, given))}, but --moe-micro-batches {count} sets it to "
-            f"{rounds[0]} on this number of ranks ({ranks}); remove --update-freq."
-        )
+    rounds = [rounds_of(count, ranks)]
     root.optimization.update_freq = rounds
     logger.info("--moe-micro-batches %d: set --update-freq %d on %d ranks", count, rounds[0], ranks)

@@ -1,10 +1,8 @@
-"""Wraps functions of fairseq's training loop, and adds numbers to the sums that ranks compute."""
+"""Wraps functions of fairseq's training loop."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-
-from fairseq_tutel.parallel import world
 
 
 def globals_of(main: Any) -> dict[str, Any] | None:
@@ -19,51 +17,15 @@ def globals_of(main: Any) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def wrapping(main: Any, **wrappers: Callable[[Any], Any]) -> Iterator[bool]:
-    """Context manager that wraps functions that `main`, fairseq's main function, calls.
+def wrapping(main: Any, **wrappers: Callable[[Any], Any]) -> Iterator[None]:
+    """Context manager that wraps functions that `main` calls, if it is fairseq's main function.
 
-    A wrapper returns the wrapped form of the function, or class, of its name. The block gets whether `main`
-    is fairseq's main function; otherwise nothing is wrapped.
+    A wrapper returns the wrapped form of the function, or class, of its name.
     """
-    names = globals_of(main)
-    if names is None:
-        yield False
-        return
-    before = {name: names[name] for name in wrappers}
-    names.update({name: wrap(before[name]) for name, wrap in wrappers.items()})
+    names = globals_of(main) or {}
+    before = {name: names[name] for name in wrappers if names}
+    names.update({name: wrappers[name](stock) for name, stock in before.items()})
     try:
-        yield True
+        yield
     finally:
         names.update(before)
-
-
-class Votes:
-    """Numbers that all ranks add up in each update, with the sums that fairseq computes for its log.
-
-    So ranks agree on something after the same update without another collective; each number adds 8 bytes.
-
-    Args:
-        own: functions that return this rank's numbers, by name.
-    """
-
-    def __init__(self, **own: Callable[[], float]) -> None:
-        self._own = own
-        self._sums: dict[str, Any] = {}  # tensors on the device: they are read only on demand
-
-    def join(self, trainer: Any) -> None:
-        """Add the numbers to the sums of a Trainer."""
-        original = trainer._aggregate_logging_outputs
-
-        def aggregate(logging_outputs: Any, *extra: Any, ignore: bool = False) -> Any:
-            own = [count() for count in self._own.values()]
-            outputs, sums = original(logging_outputs, *extra, *own, ignore=ignore)
-            self._sums = dict(zip(self._own, sums[len(extra) :], strict=True))
-            return outputs, sums[: len(extra)]
-
-        trainer._aggregate_logging_outputs = aggregate
-
-    def total(self, name: str) -> float:
-        """Return the sum of a number over all ranks at the latest update or validation step."""
-        if world.size() == 1:
-            return self._own[name]()
-        return float(self._sums.get(name, 0.0))

@@ -54,19 +54,14 @@ class TaskConfig:
     )
     moe_machine_file: str = communication(
         "",
-        help="hardware profile written by `fairseq-tutel tune`, for --moe-a2a-algorithm auto and "
-        "--moe-adaptive auto; empty: typical values of the device",
+        help="hardware profile, such as `fairseq-tutel plan --output` writes, for --moe-a2a-algorithm auto "
+        "and --moe-adaptive auto; empty: typical values of the device",
     )
     moe_collective_plans: str = communication(
         "",
         help="FILE.json with a collective plan, or a folder of such files (`fairseq-tutel "
         "plans` and `schedule` write plans), for gradients, ZeRO, gathered experts and "
         "--moe-a2a-algorithm plan:NAME; other collectives run in torch; empty: no plan",
-    )
-    moe_adaptive_file: str = parallelism(
-        "",
-        help="file in which --moe-adaptive auto keeps its measurements for the next run; empty: "
-        "moe_adaptive.json in --save-dir",
     )
     moe_adaptive_window: int = parallelism(
         128, unit="slots per expert", rule=whole(1, unit="slots"),
@@ -95,9 +90,8 @@ class TaskConfig:
         help="keep the optimizer state and fp32 master weights in host memory, and run the update on the "
         "CPU; the result is the same",
     )
-    # parallel/guard.py checks the bounds before the other options are read.
     moe_comm_timeout: int = communication(
-        1800, unit="seconds", of_any_training=True,
+        1800, unit="seconds",
         help="how long a collective waits for another rank before the job ends with an error that names "
         "that rank; 0 uses torch's limits",
     )
@@ -115,12 +109,12 @@ class PreemptionConfig:
 
     # fmt: off
     moe_preemption_signals: str = checkpoints(
-        "SIGTERM,SIGUSR1", rule=(lambda v: _signals_of(v) is not None, SIGNAL_NAMES), of_any_training=True,
+        "SIGTERM,SIGUSR1", rule=(lambda v: _signals_of(v) is not None, SIGNAL_NAMES),
         help="signals, separated by commas, after which all ranks finish the current update, save "
         "checkpoint_last.pt and end with exit code 75; none: signals end a process at once",
     )
     moe_preemption_seconds: float = checkpoints(
-        25.0, unit="seconds", rule=POSITIVE, of_any_training=True,
+        25.0, unit="seconds", rule=POSITIVE,
         help="time that a rank has to save and end after a signal; then it ends at once. A validation ends "
         "after half of this time. It should be shorter than the time that the launcher and scheduler wait",
     )

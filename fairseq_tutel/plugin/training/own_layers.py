@@ -6,6 +6,7 @@ of the user, and its layers have created their process groups.
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,23 +20,22 @@ from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.gradients import is_expert, unmark_expert
 from fairseq_tutel.parallel.groups import Topology, make_topology
-from fairseq_tutel.plugin.differences import log_changes
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.optim.moe_optimizer import MoEOptimizerMixin
 from fairseq_tutel.plugin.optim.zero import half_optimizer
-from fairseq_tutel.plugin.registration.flags import warn_of_given
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.ema import ExpertEMA
 from fairseq_tutel.plugin.training.epoch_iterator import set_update_freq
+from fairseq_tutel.plugin.training.finite import refuse_loaded
 from fairseq_tutel.plugin.training.loop import wrapping
-from fairseq_tutel.plugin.training.resume import resumed_model
 from fairseq_tutel.plugin.training.startup import (
     complete,
     refuse_run,
-    refuse_stock_options,
     start_together,
 )
 from fairseq_tutel.plugin.training.task import give_mixin
+
+logger = logging.getLogger(__name__)
 
 
 class MoETrainer(Trainer):
@@ -44,6 +44,17 @@ class MoETrainer(Trainer):
     def __init__(self, cfg: Any, task: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         prepare(cfg, task, model)
         super().__init__(cfg, task, model, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint if there is one, and check its content; end a run that reached --max-update."""
+        extra_state = super().load_checkpoint(*args, **kwargs)
+        if extra_state is not None:
+            refuse_loaded(self.cfg, self)
+        options = self.cfg.optimization
+        if 0 < options.max_update <= self.get_num_updates():  # fairseq checks this only after an update
+            logger.info("--max-update %d is already reached, so nothing was trained", options.max_update)
+            options.max_epoch = -1
+        return extra_state
 
     def _build_ema(self) -> None:
         """Build the moving average of --store-ema; each rank averages only its own experts."""
@@ -55,7 +66,7 @@ class MoETrainer(Trainer):
     def _build_optimizer(self) -> None:
         """Build the optimizer; MoE optimizers of half-precision parameters may shard their state."""
         common, name = self.cfg.common, self.cfg.optimizer._name
-        other = common.amp or common.memory_efficient_fp16 or common.memory_efficient_bf16
+        other = common.memory_efficient_fp16 or common.memory_efficient_bf16
         is_half = (common.fp16 or common.bf16) and not other
         is_moe = issubclass(OPTIMIZER_REGISTRY[name], MoEOptimizerMixin)
         if not (is_half and is_moe) or self.cfg.optimization.use_bmuf:
@@ -75,15 +86,11 @@ def prepared(main: Any) -> contextlib.AbstractContextManager[Any]:
 def prepare(root: Any, task: Any, model: Any) -> None:
     """Let a model with layers of this package train, save and resume on any number of ranks. Collective.
 
-    Warn of options for experts if the model has no such layer.
-
     Raises:
         ValueError: a checkpoint could not hold all experts, or an option does not work with experts.
     """
     layers = {name: each for name, each in model.named_modules() if isinstance(each, MoELayer)}
     if not layers:
-        if world.is_first():
-            warn_of_given(root.task, f"--arch {getattr(root.model, '_name', None)}")
         return
     are_placed = bool(moe_layers(model))
     if not are_placed:
@@ -92,19 +99,12 @@ def prepare(root: Any, task: Any, model: Any) -> None:
     _prepare_experts(model, layers.values(), topology)
     if are_placed:  # by install_experts; other layers may be beside them
         return
-    refuse_stock_options(root)
     RUN.update(topology=topology)
     set_update_freq(root, topology.world_size)
     talks = any("gshard_global" in layer.balance_weights for layer in layers.values())
     sliced = any(layer.experts.part.slices > 1 for layer in layers.values())
     refuse_run(root, model, topology, talks, sliced, ahead=0)
-    if topology.expert_parallel_size > 1 and getattr(root.task, "eval_bleu", False):
-        raise ValueError(
-            "--eval-bleu is set, with which ranks generate different numbers of words and wait for each "
-            "other's experts for ever; remove it, or give an --arch whose name begins with moe_."
-        )
     complete(root)
-    log_changes(resumed_model(root), root.model)
     give_mixin(task)
     task.take_experts(list(layers.values()), None)
 
@@ -114,7 +114,6 @@ def _prepare_experts(model: Any, layers: Iterable[MoELayer], topology: Topology)
     for layer in layers:
         if isinstance(layer, MoEFeedForward):  # of `install_experts`
             continue
-        layer.experts.save_by_rank(False)
         for parameter in layer.experts.parameters() if topology.expert_parallel_size == 1 else ():
             unmark_expert(parameter)  # a `scan_expert_func` marks the experts on any number of ranks
     # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.

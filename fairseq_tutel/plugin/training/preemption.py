@@ -1,13 +1,13 @@
 """Ends a run after a signal: all ranks finish the same update, save a checkpoint, and exit with EXIT_CODE.
 
-A signal may reach one rank only. In each update and validation step, ranks add up how many of them received
-one (`loop.Votes`), so all ranks stop after the same update.
+A signal may reach one rank only. In each update and validation step, the sums that fairseq computes for its
+log also count the ranks that received one. So all ranks stop after the same update, without another
+collective.
 """
 
 import contextlib
 import functools
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -18,8 +18,8 @@ from torch.multiprocessing import ProcessExitedException
 from fairseq_tutel.option import read, refuse_bad_values
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.failures import write_for_torchrun
-from fairseq_tutel.parallel.signals import EXIT_CODE, SignalWatch, watched
-from fairseq_tutel.plugin.training.loop import Votes, globals_of, wrapping
+from fairseq_tutel.parallel.signals import EXIT_CODE, SignalWatch
+from fairseq_tutel.plugin.training.loop import globals_of, wrapping
 from fairseq_tutel.plugin.training.options import PreemptionConfig
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[SignalWatch 
     if not options.names or cfg.common.model_parallel_size > 1 or cfg.common.tpu:
         yield None
         return
-    with watched(options.names, options.moe_preemption_seconds, spawns) as watch:
+    with SignalWatch(options.names, options.moe_preemption_seconds, spawns) as watch:
         try:
             yield watch
         except ProcessExitedException as error:
@@ -69,7 +69,7 @@ class Preemption:
 
     def __init__(self, watch: SignalWatch, count_saves: Callable[[], int]) -> None:
         self._watch, self._count_saves = watch, count_saves
-        self._votes = Votes(signal=self._vote)
+        self._count: Any = 0.0  # ranks with a signal; on several ranks, as a tensor that is read on demand
         self.result = ""  # text for the log about what was saved, if a signal ended the run
 
     @contextlib.contextmanager
@@ -77,9 +77,6 @@ class Preemption:
         """Context manager that wraps functions in the module of `main`, fairseq's main function."""
         with wrapping(main, train=self._train, validate_and_save=self._validate_and_save):
             yield
-
-    def _vote(self) -> float:
-        return float(self._watch.received is not None)
 
     def _train(self, original: Any) -> Any:
         is_first = True
@@ -92,12 +89,27 @@ class Preemption:
                 if self._received_by_any():
                     self.result = "there is nothing to save before the first update"
                     return [None], True
-                self._votes.join(trainer)
+                self._count_signals(trainer)
                 self._end_validation(trainer)
                 self._watch.begin_work()
             return original(cfg, trainer, task, epoch_itr)
 
         return train
+
+    def _count_signals(self, trainer: Any) -> None:
+        """Add the number of ranks with a signal to the sums of a Trainer."""
+        original = trainer._aggregate_logging_outputs
+
+        def aggregate(logging_outputs: Any, *extra: Any, ignore: bool = False) -> Any:
+            own = float(self._watch.received is not None)
+            outputs, (*sums, self._count) = original(logging_outputs, *extra, own, ignore=ignore)
+            return outputs, sums
+
+        trainer._aggregate_logging_outputs = aggregate
+
+    def _is_ending(self) -> bool:
+        """Return whether any rank received a signal before the latest update or validation step."""
+        return bool(self._count) if world.size() > 1 else self._watch.received is not None
 
     def _end_validation(self, trainer: Any) -> None:
         """End validations after the step in which a signal comes."""
@@ -105,7 +117,7 @@ class Preemption:
 
         def valid_step(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            if self._votes.total("signal"):
+            if self._is_ending():
                 raise ValidationEndedError
             return result
 
@@ -124,13 +136,13 @@ class Preemption:
                 logger.info("ended the validation after a signal")
             is_saved = self._count_saves() > saves
             # A signal may have come during the save, in which ranks add up no numbers.
-            if not (self._votes.total("signal") or (is_saved and self._received_by_any())):
+            if not (self._is_ending() or (is_saved and self._received_by_any())):
                 return losses, False
             if not is_saved:
                 path = checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
                 if path is not None and hasattr(task, "post_save"):
                     task.post_save(path, trainer.get_num_updates())
-            self.result = _what_was_saved(cfg, trainer.get_num_updates())
+            self.result = _what_was_saved(cfg.checkpoint, trainer.get_num_updates())
             return losses, True
 
         return validate_and_save
@@ -142,12 +154,9 @@ class Preemption:
 
 
 def _what_was_saved(cfg: Any, updates: int) -> str:
-    for key in ("no_save", "no_last_checkpoints"):
-        if getattr(cfg.checkpoint, key):
-            return f"update {updates} is not in checkpoint_last.pt because of --{key.replace('_', '-')}"
-    name = f"checkpoint_last{cfg.checkpoint.checkpoint_suffix or ''}.pt"
-    path = os.path.join(cfg.checkpoint.save_dir, name)
-    return f"update {updates} is saved in {path}, and the same command continues the run"
+    if cfg.no_save or cfg.no_last_checkpoints:
+        return f"update {updates} is not in checkpoint_last.pt"
+    return f"update {updates} is saved in {cfg.save_dir}, and the same command continues the run"
 
 
 def end_process(result: str) -> NoReturn:

@@ -3,27 +3,26 @@
 import glob
 import logging
 import os
-import pickle
 import re
-import zipfile
+import socket
 from pathlib import Path
 from typing import Any
 
 from fairseq.file_io import PathManager
 
 from fairseq_tutel.checkpoint import files
-from fairseq_tutel.checkpoint.files import NOT_CHECKPOINTS, mapped
-from fairseq_tutel.checkpoint.saved import SavedModel
+from fairseq_tutel.checkpoint.files import NOT_A_FILE, mapped
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.guard import name_ranks
-from fairseq_tutel.parallel.world import Work, run_on_rank_zero
-from fairseq_tutel.plugin.differences import Saved, saved_model
+from fairseq_tutel.parallel.world import run_on_rank_zero
 
 logger = logging.getLogger(__name__)
 
 # Results of a rank that finds no complete local file.
 NOTHING, CORRUPT, ELSEWHERE = "nothing", "corrupt", "no local file"
+KINDS = (NOTHING, CORRUPT, ELSEWHERE, NOT_A_FILE)
+CHECK = "the check of the checkpoint"  # for the errors of collectives
 # Names of checkpoints that a run saves in addition to checkpoint_last.pt.
 SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 
@@ -39,8 +38,12 @@ def check_checkpoint(cfg: Any) -> None:
         path = os.path.join(cfg.save_dir, newest)
         cfg.restore_file, cfg.continue_once, cfg.finetune_from_model = path, None, None
     flag, path = flag_and_path(cfg)
-    found = _found_by_all(path)
-    if CORRUPT in found:
+    mine = _found(path), socket.gethostname()
+    of_ranks = world.all_gather_object(mine, CHECK)
+    found = [identity for identity, _ in of_ranks]
+    # The first rank of each machine reads all of its file.
+    reads = mine[0] not in KINDS and of_ranks.index(mine) == world.rank()
+    if CORRUPT in found or not all(world.all_gather_object(not reads or files.is_whole(path), CHECK)):
         others = set(glob.glob(os.path.join(os.path.dirname(path), "checkpoint*.pt"))) - {path}
         such_as = f", such as --restore-file {max(others, key=os.path.getmtime)}" if others else ""
         raise ValueError(
@@ -53,7 +56,7 @@ def check_checkpoint(cfg: Any) -> None:
             f"{flag} is {path}, which {what} on rank 0, but {ranks} found something else; give a file or "
             "--save-dir that all ranks share, or copy rank 0's file to the same path on every node."
         )
-    if found[0] in NOT_CHECKPOINTS:
+    if found[0] == NOT_A_FILE:
         raise ValueError(f"{flag} is {path}, which is {found[0]}; give a checkpoint file.")
     # Scripts that restart a job may give checkpoint_last.pt at the first start, when it does not exist.
     if found[0] == NOTHING and os.path.abspath(path) != os.path.abspath(_last(cfg)):
@@ -124,47 +127,10 @@ def _updates_of(path: str) -> int:
         return -1
 
 
-def _found_by_all(path: str) -> list[str]:
-    """Check on every rank whether a path is a valid checkpoint; return all results. Collective.
-
-    A result is NOTHING, CORRUPT, ELSEWHERE, a kind of NOT_CHECKPOINTS, or the identity of a file.
-    If ranks share a file, only the first of them reads it completely.
-    """
-    own = _found(path)
-    operation = "the check of the checkpoint"
-    status = os.stat(path) if os.path.isfile(path) else None
-    # The inode distinguishes a file from copies on other nodes, which may be corrupt.
-    inode = status and (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-    found = world.all_gather_object((own, inode), operation)
-    is_file = own not in (NOTHING, CORRUPT, ELSEWHERE, *NOT_CHECKPOINTS)
-    reads = is_file and found.index(found[world.rank()]) == world.rank()
-    reading = Work(lambda: files.is_whole(path) if reads else True)
-    # Repeat short collectives, because reading a large file may take longer than a collective's time-out.
-    while True:
-        ended, whole, error = reading.look()
-        if all(world.all_gather_object(ended, operation)):
-            if any(errors := world.all_gather_object(error, operation)):
-                raise OSError(f"{path} could not be read: {next(filter(None, errors))}")
-            return world.all_gather_object(own if whole else CORRUPT, operation)
-
-
 def _found(path: str) -> str:
-    kind = files.unlike_a_file(path)
-    if kind is not None:
-        return kind
+    """Return one of KINDS, or the identity of a checkpoint file."""
+    if files.is_not_a_file(path):
+        return NOT_A_FILE
     if not os.path.isfile(path):
         return ELSEWHERE if PathManager.exists(path) else NOTHING
     return files.identity(path) if files.has_an_end(path) else CORRUPT
-
-
-def resumed_model(root: Any) -> Saved | None:
-    """Read what the checkpoint from which a run resumes says of its model; None without a local file."""
-    path = flag_and_path(root.checkpoint)[1]
-    if not zipfile.is_zipfile(path):
-        return None
-    try:
-        state = mapped(path)
-    except pickle.UnpicklingError:
-        return None  # fairseq's load will raise an error that explains it
-    bind(state, Path(path))
-    return saved_model(state, path, SavedModel(state).options_of("model"))

@@ -19,19 +19,18 @@ from fairseq_tutel.checkpoint import atomic_save, experts, folders
 from fairseq_tutel.checkpoint.lock import locked
 from fairseq_tutel.files import is_temporary
 from fairseq_tutel.option import read
+from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.signals import SignalWatch
 from fairseq_tutel.parallel.world import run_on_rank_zero
 from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
-from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.run_state import RUN, config_of
 from fairseq_tutel.plugin.training import finite
 from fairseq_tutel.plugin.training.background_save import BackgroundSave
-from fairseq_tutel.plugin.training.ema import ExpertEMA
 from fairseq_tutel.plugin.training.expert_states import ExpertStates
 from fairseq_tutel.plugin.training.options import TaskConfig
 from fairseq_tutel.plugin.training.own_layers import prepared
 from fairseq_tutel.plugin.training.preemption import Preemption, end_process
 from fairseq_tutel.plugin.training.resume import check_checkpoint
-from fairseq_tutel.plugin.training.startup import saves_shards
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +43,14 @@ class SaveSession:
         self.count = 0  # calls of save_checkpoint that have ended
 
     @contextlib.contextmanager
-    def in_background(self, main: Any) -> Iterator[None]:
-        """Context manager in which fairseq's `main` saves sharded checkpoints in the background."""
+    def in_background(self) -> Iterator[None]:
+        """Context manager in which sharded checkpoints are saved in the background. Collective."""
         self.background = BackgroundSave()
         try:
-            with self.background.installed(main):
-                yield
+            yield
+            self.background.finish()
         finally:
+            self.background.stop()
             self.background = None
 
     def save(self, original: Any, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> Any:
@@ -85,18 +85,15 @@ def run_training(main: Any, cfg: Any, signals: SignalWatch | None = None, **kwar
     preemption = None if signals is None else Preemption(signals, lambda: SESSION.count)
     with contextlib.ExitStack() as stack:
         stack.enter_context(writing(save_dir, writes))
-        stack.enter_context(finite.checked_at_start(main))
         if preemption is not None:
             stack.enter_context(preemption.installed(main))
         if in_background:
-            stack.enter_context(SESSION.in_background(main))
+            stack.enter_context(SESSION.in_background())
         stack.enter_context(prepared(main))
         # With FSDP's sharded state, each rank has its own file, whose suffix is set later.
         if not cfg.distributed_training.use_sharded_state:
             check_checkpoint(cfg.checkpoint)
         result = main(cfg, **kwargs)
-        if SESSION.background is not None:
-            SESSION.background.finish()
     if preemption is not None and preemption.result:
         end_process(preemption.result)
     return result
@@ -106,30 +103,24 @@ def run_training(main: Any, cfg: Any, signals: SignalWatch | None = None, **kwar
 def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
     """Context manager that keeps other runs from writing to a folder. Collective when it is entered."""
     with contextlib.ExitStack() as stack:
-        held: list[bool] = []  # on rank 0
 
         def lock() -> None:
             try:
-                if writes:
-                    held.append(stack.enter_context(locked(save_dir)))
+                if writes and stack.enter_context(locked(save_dir)):
+                    _remove_temporary(Path(save_dir))
             except OSError as error:
                 raise ValueError(atomic_save.unwritable(save_dir, error)) from error
 
         run_on_rank_zero(lock, "rank 0's lock of --save-dir")
-        if any(held):
-            _remove_temporary(Path(save_dir))
-        if held:
-            # Also after an error: a full disk needs the space of experts without a checkpoint file.
-            stack.callback(_collect, save_dir)
-        yield
-
-
-def _collect(save_dir: str) -> None:
-    """Delete unreferenced expert folders."""
-    try:
-        folders.collect(Path(save_dir))
-    except OSError as error:
-        logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)
+        try:
+            yield
+        finally:
+            if writes and world.is_first():
+                try:
+                    # Also after an error: a full disk needs the space of experts without a checkpoint file.
+                    folders.collect(Path(save_dir))
+                except OSError as error:
+                    logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)
 
 
 def _remove_temporary(save_dir: Path) -> None:
@@ -161,7 +152,7 @@ def _completed(cfg: Any, trainer: Any, states: ExpertStates | None) -> Iterator[
     They are gathered, or with `states` written to shard files, when the context is entered.
     """
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
-    model, ema = trainer.get_model(), _expert_average(trainer)
+    model = trainer.get_model()
     has_experts = bool(experts.expert_modules(model))
     shared = (topology.expert_parallel_size > 1 and has_experts) or getattr(inner, "is_apart", False)
     with contextlib.ExitStack() as until_saved:
@@ -173,28 +164,23 @@ def _completed(cfg: Any, trainer: Any, states: ExpertStates | None) -> Iterator[
             experts.gather_experts(model, topology)
             if not cfg.no_save_optimizer_state:
                 inner.gather_state(topology)
-            if ema is not None:
-                until_saved.enter_context(ema.gathered(topology))
+            if trainer.ema is not None:
+                until_saved.enter_context(trainer.ema.gathered(topology))
         try:
             yield
         finally:
             experts.release(model)
 
 
-def _expert_average(trainer: Any) -> ExpertEMA | None:
-    """Return the moving average of the weights (--store-ema) if the model has experts."""
-    average = getattr(trainer, "ema", None)
-    return average if isinstance(average, ExpertEMA) else None
-
-
 def _states_in_shards(cfg: Any, trainer: Any) -> ExpertStates | None:
     """Return the tensors that shard files have besides the parameters; None if no experts are sharded."""
-    if not (saves_shards(trainer.task) and experts.expert_modules(trainer.get_model())):
+    options = read(TaskConfig, config_of(trainer.task))
+    if options.moe_checkpoint != "sharded" or not experts.expert_modules(trainer.get_model()):
         return None
     inner = innermost_optimizer(trainer.optimizer)
     # The state of a composite optimizer, which works on one rank only, stays in the checkpoint file.
     by_parameter = not cfg.no_save_optimizer_state and hasattr(inner.optimizer, "state")
-    return ExpertStates(trainer, inner if by_parameter else None, _expert_average(trainer))
+    return ExpertStates(trainer, inner if by_parameter else None, trainer.ema)
 
 
 def copy(original: Any) -> Any:

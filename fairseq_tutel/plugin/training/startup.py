@@ -20,18 +20,21 @@ from omegaconf import OmegaConf, open_dict
 from torch import nn
 
 from fairseq_tutel import __version__
-from fairseq_tutel.option import flag_of, read
+from fairseq_tutel.option import flag_of, plain, read
 from fairseq_tutel.parallel import guard, rendezvous
 from fairseq_tutel.parallel.agreement import agree
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin.feed_forward import named_stacks
 from fairseq_tutel.plugin.optim.moe_optimizer import variant_name
-from fairseq_tutel.plugin.optim.zero import NOT_ELEMENTWISE, refuse_first, refuse_with_zero, zero_options
+from fairseq_tutel.plugin.optim.zero import zero_options
 from fairseq_tutel.plugin.plans import check_together, plans_of
 from fairseq_tutel.plugin.run_state import config_of, device_of
 from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
+
+# Optimizers whose update of an element depends on others: a rank with some of them would diverge.
+NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
 
 
 def drop_tpu(cfg: Any) -> None:
@@ -93,17 +96,10 @@ def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     return rendezvous.meeting(distributed.distributed_rank, distributed.distributed_world_size, seconds)
 
 
-# Options that may differ between ranks: those of the rank itself, files, data loading and logging.
-# Values that are paths may also differ.
+# Options that may differ between ranks: those of the rank itself. Values that are paths may also differ.
 OF_ONE_RANK = {
     *("distributed_rank", "device_id", "shard_id", "distributed_init_method", "distributed_port"),
-    *("distributed_no_spawn", "distributed_num_procs", "nprocs_per_node", "heartbeat_timeout"),
-    *("data", "save_dir", "restore_file", "finetune_from_model", "user_dir", "num_workers"),
-    *("num_workers_valid", "data_buffer_size", "dataset_impl", "use_plasma_view", "plasma_path"),
-    *("no_progress_bar", "log_interval", "log_format", "log_file", "tensorboard_logdir"),
-    *("wandb_project", "azureml_logging", "aim_repo", "aim_run_hash", "profile", "reset_logging"),
-    *("suppress_crashes", "empty_cache_freq", "keep_last_epochs", "keep_best_checkpoints"),
-    *("keep_interval_updates", "keep_interval_updates_pattern"),
+    *("distributed_no_spawn", "distributed_num_procs", "nprocs_per_node"),
 }
 # Sections of fairseq's configuration that training does not read.
 OF_OTHER_COMMANDS = {"common_eval", "generation", "eval_lm", "interactive"}
@@ -113,7 +109,6 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
     """Check that all ranks have equal options; set the time-out of their collectives. Collective."""
     set_timeout(config_of(task))
     if dist.is_initialized():
-        guard.limit(None)
         check_together(config_of(task))
         agree(_facts_of(root, model, task))
         limit_fairseq_groups()
@@ -126,15 +121,10 @@ def set_timeout(task_cfg: Any) -> None:
 
 
 def limit_fairseq_groups() -> None:
-    """Create fairseq's own process groups now, and set their time-out. Collective.
-
-    Otherwise fairseq would create the groups later, with torch's default time-out.
-    """
-    operation = "the creation of fairseq's group of all ranks"
-    with guard.guarded(operation):
-        of_fairseq = distributed_utils.get_global_group()
-    for group in (None, of_fairseq):
-        guard.limit(group)
+    """Create fairseq's group of all ranks, which would get torch's time-out later; limit it. Collective."""
+    guard.limit(None)
+    with guard.guarded("the creation of fairseq's group of all ranks"):
+        guard.limit(distributed_utils.get_global_group())
 
 
 def allocate_gather_buffers(cfg: Any) -> None:
@@ -189,27 +179,23 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
-def saves_shards(task: Any) -> bool:
-    """Return whether a task saves experts in shard files (--moe-checkpoint sharded)."""
-    return read(TaskConfig, config_of(task)).moe_checkpoint == "sharded"
+# Options of fairseq that treat the experts of different ranks as replicas, skip an update on one rank only,
+# or write files in place: the section, the option, refused values, and what to do instead.
+BREAK_EXPERTS = (
+    ("distributed_training", "ddp_backend", ("fully_sharded", "slowmo"), "give legacy_ddp"),
+    ("distributed_training", "zero_sharding", ("os",), "give --moe-zero-stage instead"),
+    ("checkpoint", "write_checkpoints_asynchronously", (True,), "give --moe-save-async instead"),
+    ("optimization", "use_bmuf", (True,), "remove it"),
+    ("common", "amp", (True,), "give --bf16 or --fp16"),
+)
 
 
 def refuse_stock_options(cfg: Any) -> None:
     """Raise an error for options of fairseq that break experts."""
-    backend = str(cfg.distributed_training.ddp_backend)
-    rules = [
-        (
-            backend in ("fully_sharded", "slowmo"),
-            f"--ddp-backend is {backend}, which would shard or average different experts as if they were "
-            "replicas; give legacy_ddp, or pytorch_ddp on a GPU.",
-        ),
-        (
-            cfg.checkpoint.write_checkpoints_asynchronously,
-            "--write-checkpoints-asynchronously is set, which writes files in place; give --moe-checkpoint "
-            "sharded and --moe-save-async instead.",
-        ),
-    ]
-    refuse_first(rules)
+    for section, key, refused, fix in BREAK_EXPERTS:
+        value = plain(cfg[section][key])
+        if value in refused:
+            raise ValueError(f"{flag_of(key)} is {value}, which does not work with experts; {fix}.")
 
 
 def refuse_run(
@@ -220,86 +206,64 @@ def refuse_run(
     `model` is still the stock model. `in_step`: layers communicate even if each rank holds all experts;
     `sliced`: ranks hold shards of experts; `ahead`: the value of --moe-pregate.
     """
-    _refuse_options(root, on_gpu=device_of(root).type == "cuda")
-    name, dropped, shares = root.optimizer._name, _layerdrop_of(model), topology.expert_parallel_size > 1
-    recomputes = any(hasattr(module, "precheckpoint_forward") for module in model.modules())
+    refuse_stock_options(root)
+    common, options, zero = root.common, read(TaskConfig, root.task), zero_options(root)
+    name, dropped, shares = (
+        str(root.optimizer._name or ""),
+        _layerdrop_of(model),
+        topology.expert_parallel_size > 1,
+    )
+    # fairseq's layers have `precheckpoint_forward`; Swin's stages have `checkpoints`.
+    recomputes = any(
+        hasattr(module, "precheckpoint_forward") or getattr(module, "checkpoints", False)
+        for module in model.modules()
+    )
     local_drop = float(getattr(root.model, "moe_local_drop", 0.0))
+    half = next((key for key in ("memory_efficient_fp16", "fp16") if common[key]), "")
+    # These have no fp32 master weights.
+    without_masters = ("memory_efficient_fp16", "memory_efficient_bf16")
+    not_with_zero = next((key for key in without_masters if zero and common[key]), "")
+    needs_whole = ""
+    if sliced and local_drop > 0:
+        needs_whole = f"--moe-local-drop is {local_drop}"
+    elif (zero or (shares and sliced)) and getattr(root.optimizer, "fp16_adam_stats", False):
+        needs_whole = "--fp16-adam-stats is set"
+    elif (zero or shares) and name.removeprefix("moe_") in NOT_ELEMENTWISE:
+        needs_whole = f"--optimizer is {name}"
     rules = [
+        (not name, "--optimizer is not given; choose one, such as moe_adam."),
+        (
+            half and device_of(root).type == "cpu",
+            f"{flag_of(half)} is set on a CPU, but needs a GPU; remove it.",
+        ),
+        (
+            options.moe_save_async and options.moe_checkpoint != "sharded",
+            "--moe-save-async is set, which needs --moe-checkpoint sharded; add it.",
+        ),
         (
             dropped and (shares or (in_step and topology.world_size > 1)),
             f"{dropped}, so ranks would drop different layers and wait for each other for ever; set it to "
             "0, or give --moe-expert-parallel-size 1 and no gshard_global in --moe-balance-loss.",
         ),
         (
-            ahead and recomputes,
-            f"--moe-pregate is {ahead}, which reads the input of an earlier layer, but "
-            "--checkpoint-activations recomputes each layer alone; remove one of them "
-            "(with --moe-pregate, --moe-recompute-experts can save memory).",
+            ahead and (recomputes or dropped),
+            f"--moe-pregate is {ahead}, so gates read the input of an earlier layer, which must be neither "
+            "dropped nor recomputed alone; remove layerdrop and --checkpoint-activations, or this option.",
         ),
         (
-            ahead and dropped,
-            f"{dropped}, but with --moe-pregate {ahead} a layer's gate reads the input of another layer, "
-            "which must not be dropped; set one of them to 0.",
+            needs_whole,
+            f"{needs_whole}, which needs complete experts and parameters, but ranks hold only parts of "
+            "them; remove it, or give --moe-expert-parallel-size 1 without ZeRO and offload.",
         ),
         (
-            sliced and local_drop > 0,
-            f"--moe-local-drop is {local_drop}, which needs complete experts on each rank, but ranks hold "
-            "shards of them; remove it, or give an --moe-expert-parallel-size that divides the number of "
-            "experts.",
-        ),
-        (
-            shares and sliced and getattr(root.optimizer, "fp16_adam_stats", False),
-            "--fp16-adam-stats is set, which needs complete experts, but ranks hold shards of them; remove "
-            "it, or give an --moe-expert-parallel-size that divides the number of experts.",
-        ),
-        (
-            shares and name.removeprefix("moe_") in NOT_ELEMENTWISE,
-            f"--optimizer is {name}, whose updates depend on all experts of a layer, but each rank holds "
-            "only some of them; give moe_adam, or --moe-expert-parallel-size 1.",
+            not_with_zero,
+            f"{flag_of(not_with_zero)} is set, which does not work with --moe-zero-stage and "
+            "--moe-offload-optimizer; use --fp16 or --bf16.",
         ),
     ]
-    refuse_first(rules)
-    zero = zero_options(root)
-    if zero is not None:
-        refuse_with_zero(root, zero)
-
-
-def _refuse_options(root: Any, on_gpu: bool) -> None:
-    distributed, common = root.distributed_training, root.common
-    options = read(TaskConfig, root.task)
-    half = next((key for key in ("memory_efficient_fp16", "fp16", "amp") if common[key]), "")
-    several, launched = distributed.distributed_world_size > 1, int(os.environ.get("WORLD_SIZE", 1))
-    rules = [
-        (
-            launched > 1 and not dist.is_initialized(),
-            f"the environment variable WORLD_SIZE is {launched}, but this process would train alone and "
-            "overwrite the others' checkpoints; start it with `torchrun … -m fairseq_tutel.train`.",
-        ),
-        (
-            several and not on_gpu and str(distributed.ddp_backend) not in ("legacy_ddp", "no_c10d"),
-            f"--ddp-backend is {distributed.ddp_backend}, which needs a GPU; add --ddp-backend legacy_ddp.",
-        ),
-        (half and not on_gpu, f"{flag_of(half)} is set on a CPU, but needs a GPU; remove it."),
-        (
-            str(distributed.zero_sharding) != "none",
-            f"--zero-sharding is {distributed.zero_sharding}, which would treat different experts as "
-            "replicas; set it to none, and give --moe-zero-stage instead.",
-        ),
-        (
-            options.moe_save_async and options.moe_checkpoint != "sharded",
-            "--moe-save-async is set, which needs --moe-checkpoint sharded; add it, or remove "
-            "--moe-save-async.",
-        ),
-        (
-            not (root.optimizer and root.optimizer._name),
-            "--optimizer is not given; choose one, such as moe_adam.",
-        ),
-        (
-            several and root.optimization.use_bmuf,
-            "--use-bmuf is set, which would average different experts; remove it.",
-        ),
-    ]
-    refuse_first(rules)
+    for condition, message in rules:
+        if condition:
+            raise ValueError(message)
 
 
 def _layerdrop_of(model: nn.Module) -> str:

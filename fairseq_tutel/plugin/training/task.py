@@ -34,7 +34,6 @@ class InferenceMixin:
     """Mixin for a fairseq task class that lets commands use one model on several ranks."""
 
     _iterator: Any = None
-    target_dictionary: Any  # only in language modeling tasks
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
         """Return fairseq's batch iterator."""
@@ -54,16 +53,14 @@ class InferenceMixin:
         return super().build_generator(*args, **kwargs)  # type: ignore[misc]
 
     def eval_lm_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of fairseq-eval-lm, wrapped in a token counter on several ranks."""
-        batches, command = super().eval_lm_dataloader(*args, **kwargs), running_command()  # type: ignore[misc]
-        if command is None:
-            return batches
-        if command.cfg.eval_lm.context_window > 0:
+        """Return the batches of fairseq-eval-lm."""
+        command = running_command()
+        if command is not None and command.cfg.eval_lm.context_window > 0:
             raise ValueError(
                 f"--context-window is {command.cfg.eval_lm.context_window}, which does not work on several "
                 "ranks, because each batch needs the previous one; run fairseq-eval-lm on one rank."
             )
-        return command.count(batches, self.target_dictionary)
+        return super().eval_lm_dataloader(*args, **kwargs)  # type: ignore[misc]
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
         """Validate one batch if this rank has one, then run this rank's experts for the other ranks."""
@@ -175,9 +172,7 @@ class MoETaskMixin(InferenceMixin):
     def optimizer_step(self, optimizer: Any, model: nn.Module, update_num: int) -> None:
         """Run the optimizer step, then update the balance biases with the expert loads of all ranks."""
         super().optimizer_step(optimizer, model, update_num)  # type: ignore[misc]
-        # Under --amp this also runs after an overflow, whose batch is repeated.
-        if getattr(innermost_optimizer(optimizer), "took_step", True):
-            update_biases(model)
+        update_biases(model)
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
         """Run fairseq's validation step; an out-of-memory error ends the job."""
@@ -229,12 +224,6 @@ class MoETaskMixin(InferenceMixin):
             raise ValueError(
                 f"--moe-micro-batches is {micro_batches}, but {type(self).__name__} uses its own "
                 f"{type(iterator).__name__}, whose batches cannot be divided; remove --moe-micro-batches."
-            )
-        elif world.is_first():
-            logger.info(
-                "%s can resume in the middle of an epoch only on the same number of ranks; on several "
-                "ranks with --update-freq above 1, it miscounts the last update of an epoch",
-                type(iterator).__name__,
             )
         return iterator
 

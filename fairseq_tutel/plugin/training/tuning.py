@@ -1,7 +1,6 @@
 """Chooses the initial all-to-all algorithm of a training run, and makes the tuner for later updates."""
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -60,34 +59,20 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
     if not is_tuned(first.config) or first.topology.expert_parallel_size == 1:
         return None
     options = read(TaskConfig, task_cfg)
-    path = options.moe_adaptive_file or os.path.join(root.checkpoint.save_dir, "moe_adaptive.json")
     choices: dict[str, Any] = {}
     machine = _machine_of(task_cfg, root)
     if first.config.adaptive != "auto":  # only r is tuned
         choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
     elif options.moe_collective_plans:
-        size = 4 * _tokens_of(root, task_cfg) * first.config.top_k * first.config.model_dim
-        # Rank 0 decides, because ranks with different files might try different algorithms.
-        algorithms = tuned_algorithms(first, task_cfg, machine, size)
-        choices = {"algorithms": world.broadcast_object(algorithms, "the agreement on all-to-alls")}
-    precisions = ("fp16", "bf16", "amp", "memory_efficient_fp16", "memory_efficient_bf16")
-    conditions = {
-        "precision": [key for key in precisions if root.common[key]],
-        "update_freq": list(root.optimization.update_freq),
-        "zero_stage": options.moe_zero_stage,
-        "checkpoint_activations": bool(option(cfg, "checkpoint_activations")),
-    }
+        choices = {"algorithms": tuned_algorithms(first, task_cfg)}
     window = options.moe_adaptive_window
-    return UpdateTuner(layers, window, path, conditions=conditions, machine=machine, **choices)
+    return UpdateTuner(layers, window, machine=machine, **choices)
 
 
 def _machine_of(task_cfg: Any, root: Any) -> Machine:
     path = read(TaskConfig, task_cfg).moe_machine_file
     name = torch.cuda.get_device_name() if device_of(root).type == "cuda" else None
-    try:
-        return Machine.from_json(Path(path)) if path else typical(name)
-    except ValueError as error:
-        raise ValueError(f"--moe-machine-file: {error}") from None
+    return Machine.from_json(Path(path)) if path else typical(name)
 
 
 def _tokens_of(root: Any, task_cfg: Any) -> int:

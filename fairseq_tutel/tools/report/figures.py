@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize, PowerNorm
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
@@ -21,36 +21,10 @@ MOST_POINTS, MOST_COLUMNS = 400, 200  # of a curve and of a map; neighbours of l
 FEW_POINTS = 40  # a curve with at most this many points has markers
 
 
-@dataclass(frozen=True)
-class Scale:
-    """The colour scale of a heat map: a range of values, its colours, its label and named values."""
-
-    norm: Normalize
-    colors: Colormap
-    label: str
-    ticks: dict[float, str] | None = None
-
-
-# These scales are the same in all reports. White means an even load, or that nothing is dropped.
-LOAD_SCALE = Scale(
-    LogNorm(0.25, 4, clip=True),
-    matplotlib.colormaps["PuOr_r"].resampled(17),
-    "load, even shares",
-    {0.25: "≤ ¼", 0.5: "½", 1: "1", 2: "2", 4: "≥ 4"},
-)
-DROPPED_SCALE = Scale(
-    PowerNorm(0.5, 0, 1, clip=True),
-    LinearSegmentedColormap.from_list("dropped", ["#ffffff", "#E69F00", "#7a2d00", "#000000"]),
-    "dropped share",
-    {0: "0", 0.01: "1 %", 0.05: "5 %", 0.2: "20 %", 0.5: "50 %", 1: "100 %"},
-)
-
-
-def scale_of(label: str, values: Sequence[Sequence[float]]) -> Scale:
-    """Return a colour scale for a heat map, from the smallest to the largest finite value."""
-    finite = np.ma.masked_invalid(values)
-    return Scale(Normalize(finite.min(), finite.max()), matplotlib.colormaps["viridis"], label)
-
+# The same colors in all reports. White means an even load.
+LOAD_NORM = LogNorm(0.25, 4, clip=True)
+LOAD_COLORS = matplotlib.colormaps["PuOr_r"].resampled(17)
+LOAD_TICKS = {0.25: "≤ ¼", 0.5: "½", 1: "1", 2: "2", 4: "≥ 4"}
 
 _STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
@@ -87,25 +61,22 @@ def line_chart(
     *,
     log: bool = False,
     from_zero: bool = False,
-    references: Sequence[tuple[float, str]] = (),
 ) -> str:
     """Return a line chart of several curves as SVG, with gaps at values that are not finite.
 
-    With `log`, the y axis is logarithmic if all values are positive. `references` are horizontal lines.
+    With `log`, the y axis is logarithmic if all values are positive.
     """
     figure = Figure(figsize=(5, 3.2))
     axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
     _mark(axes.xaxis)
     for curve in curves:
         _draw(axes, curve)
-    for height, name in references:
-        axes.axhline(height, color="black", linewidth=1.4, linestyle=":", label=name)
     if log and all(value > 0 for curve in curves for value in curve.y):
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     if from_zero:
         axes.set_ylim(bottom=0)
-    labels = [c.label for c in curves] + [name for _, name in references]
+    labels = [c.label for c in curves]
     fitting = max(1, LINE_LETTERS // (max(map(len, labels)) + 7))
     lines = -(-len(labels) // fitting)
     figure.legend(loc="outside upper left", ncols=-(-len(labels) // lines), frameon=False, fontsize=9)
@@ -113,40 +84,34 @@ def line_chart(
 
 
 @matplotlib.rc_context(_STYLE | {"axes.grid": False})
-def heat_map(
-    updates: Sequence[int],
-    values_UR: Sequence[Sequence[float]],
-    scale: Scale,
-    rows: str = "expert",
-) -> str:
-    """Return a heat map as SVG, with a row for each expert or layer and a column for each record.
+def heat_map(updates: Sequence[int], loads_UE: Sequence[Sequence[float]]) -> str:
+    """Return a heat map of loads as SVG, with a row for each expert and a column for each record.
 
     A column spans the updates since the previous record, over which fairseq averages.
     """
-    values_RU = averaged(np.asarray(values_UR, dtype=float).T, MOST_COLUMNS)
+    loads_EU = averaged(np.asarray(loads_UE, dtype=float).T, MOST_COLUMNS)
     right = np.asarray(updates, dtype=float)
     step = -(-len(right) // MOST_COLUMNS)
     first = 2 * right[0] - right[1] if len(right) > 1 else 0
     edges = np.concatenate([[max(first, 0)], right[step - 1 :: step]])
-    if len(edges) == values_RU.shape[1]:  # the last block is not full
+    if len(edges) == loads_EU.shape[1]:  # the last block is not full
         edges = np.append(edges, right[-1])
     figure = Figure(figsize=(4, 2.7))
-    axes = figure.add_subplot(xlabel="updates", ylabel=rows)
+    axes = figure.add_subplot(xlabel="updates", ylabel="expert")
     mesh = axes.pcolormesh(
         edges,
-        np.arange(len(values_RU) + 1) - 0.5,
-        np.clip(values_RU, scale.norm.vmin, scale.norm.vmax),
-        norm=scale.norm,
-        cmap=scale.colors,
+        np.arange(len(loads_EU) + 1) - 0.5,
+        loads_EU,
+        norm=LOAD_NORM,
+        cmap=LOAD_COLORS,
         rasterized=True,
     )
     axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     axes.invert_yaxis()
     _mark(axes.xaxis)
-    bar = figure.colorbar(mesh, label=scale.label)
-    if scale.ticks:
-        bar.set_ticks([*scale.ticks], labels=[*scale.ticks.values()])
-        bar.minorticks_off()
+    bar = figure.colorbar(mesh, label="load, even shares")
+    bar.set_ticks([*LOAD_TICKS], labels=[*LOAD_TICKS.values()])
+    bar.minorticks_off()
     return _svg(figure)
 
 

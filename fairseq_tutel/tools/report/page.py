@@ -1,8 +1,7 @@
 """report: draw training curves and expert loads of one or several runs as one HTML page.
 
 Each run is given as a log of --log-format json (a --log-file, a captured output or hydra_train.log), or as
-a --save-dir that contains such a log. The curves of several runs are drawn in the same charts. With
---follow, the page is rewritten while the runs go on.
+a --save-dir that contains such a log. The curves of several runs are drawn in the same charts.
 """
 
 # ruff: noqa: RUF001 - dashes and crosses are meant
@@ -10,15 +9,13 @@ a --save-dir that contains such a log. The curves of several runs are drawn in t
 import argparse
 import math
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fairseq_tutel.tools.arguments import needing, refuse_output, template_of, writing
+from fairseq_tutel.tools.arguments import refuse_output, template_of, writing
 from fairseq_tutel.tools.parser import add_output
-from fairseq_tutel.tools.report.follow import Page, follow
-from fairseq_tutel.tools.training_log import Record, Run, default_names, find_log, join
+from fairseq_tutel.tools.training_log import Record, Run, find_log, join
 
 NOTHING = "–"
 
@@ -29,12 +26,8 @@ def add_to(tools: Any) -> None:
     parser = tools.add_parser("report", description=__doc__, example=example)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a log or a --save-dir")
     add_output(parser, "the page to write", "report.html")
-    text = "name of a run; give the flag once per run, in order [the differing parts of the paths]"
+    text = "name of a run; give the flag once per run, in order [the paths]"
     parser.add_argument("--name", action="append", dest="names", metavar="NAME", help=text)
-    text = "rewrite the page while the logs grow, until the runs are over or Ctrl-C is pressed"
-    parser.add_argument("--follow", action="store_true", help=text)
-    text = "seconds between checks of the logs by --follow, and between reloads of the page [30]"
-    parser.add_argument("--interval", type=float, default=30.0, metavar="SECONDS", help=text)
     parser.set_defaults(run=run)
 
 
@@ -42,44 +35,31 @@ def run(arguments: argparse.Namespace) -> None:
     """Read the logs of the runs, and write the report as an HTML page."""
     output, paths = arguments.output, arguments.runs
     refuse_output(output, overwrite=arguments.overwrite)
-    if not arguments.interval > 0:
-        raise ValueError(f"--interval is {arguments.interval:g}; give a number above 0.")
-    _names(arguments.names, paths)  # refuses wrong names before the work
-    with needing("report", "report"):
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-
-    def write(text: str) -> None:
-        with writing(output) as file:
-            file.write_text(text, encoding="utf-8")
-
-    if not arguments.follow:
-        page, _ = draw(arguments.names, paths)
-        write(page(None))
-    elif not follow(paths, arguments.interval, partial(draw, arguments.names, paths, grows=True), write):
-        print("no training record was found, so no page was written")
-        return
+    page = draw(arguments.names, paths)
+    with writing(output) as file:
+        file.write_text(page, encoding="utf-8")
     print(f"wrote {output}")
 
 
-def draw(names: list[str] | None, paths: list[Path], grows: bool = False) -> tuple[Page, bool]:
-    """Read the logs of the runs and draw them; return the page, and whether all runs are over.
+def draw(names: list[str] | None, paths: list[Path]) -> str:
+    """Read the logs of the runs, which may be in folders, and return the page of the report.
 
-    Args:
-        names: names of the runs; by default, the differing parts of the paths.
-        paths: logs, or folders with logs.
-        grows: ignore a last line of a log that has no end yet.
+    `names` are the names of the runs; by default, they are the paths.
     """
+    from fairseq_tutel.tools.report.sections import sections_of
+
     names = _names(names, paths)
-    logs = {name: find_log(path, grows) for name, path in zip(names, paths, strict=True)}
+    logs = {name: find_log(path) for name, path in zip(names, paths, strict=True)}
     runs = {name: join(log) for name, (log, _) in logs.items()}
-    page = _page(runs, {name: file for name, (_, file) in logs.items()})
-    return page, all(log.is_over for log, _ in logs.values())
+    files = {name: file for name, (_, file) in logs.items()}
+    sections = [section for section in sections_of(runs) if any(section.groups.values())]
+    template = template_of(Path(__file__).parent / "report.html.j2")
+    return template.render(rows=summary(runs), sections=sections, runs=runs, files=files)
 
 
 def _names(names: list[str] | None, paths: list[Path]) -> list[str]:
     """Return a unique name for each run."""
-    names = default_names(paths) if names is None else names
+    names = list(map(str, paths)) if names is None else names
     if len(names) != len(paths):
         raise ValueError(
             f"--name is given {len(names)} time(s) for {len(paths)} run(s); give it once for each run."
@@ -90,16 +70,6 @@ def _names(names: list[str] | None, paths: list[Path]) -> list[str]:
             f"two runs are named {repeated[0]}; give different names with --name, or remove a run."
         )
     return names
-
-
-def _page(runs: dict[str, Run], files: dict[str, Path]) -> Page:
-    """Draw the charts of the report; `files` are the log files of the runs."""
-    from fairseq_tutel.tools.report.sections import sections_of
-
-    sections = [section for section in sections_of(runs) if any(section.groups.values())]
-    parts = {"rows": summary(runs), "sections": sections, "runs": runs, "files": files}
-    template = template_of(Path(__file__).parent / "report.html.j2")
-    return lambda reload: template.render(**parts, reload=reload)
 
 
 # Quality measures of a model: the key in the log, its name, and the function that selects the best value.

@@ -5,24 +5,8 @@ import math
 import re
 from dataclasses import dataclass, field
 
-from fairseq_tutel.tools.report.figures import (
-    DROPPED_SCALE,
-    LOAD_SCALE,
-    Curve,
-    Scale,
-    heat_map,
-    line_chart,
-    scale_of,
-)
-from fairseq_tutel.tools.training_log import (
-    DROPPED,
-    LAYERS,
-    LOAD,
-    Record,
-    Run,
-    layer_of,
-    list_keys,
-)
+from fairseq_tutel.tools.report.figures import Curve, heat_map, line_chart
+from fairseq_tutel.tools.training_log import LOAD, Record, Run
 
 HOUR = 3600  # seconds
 
@@ -55,7 +39,7 @@ class Section:
 def sections_of(runs: dict[str, Run]) -> list[Section]:
     """Return all sections of a report in the order of the page; some may have no pictures."""
     loss, experts, *others = curve_sections(runs)
-    return [loss, experts, layer_section(runs), *expert_sections(runs), *others]
+    return [loss, experts, load_section(runs), *others]
 
 
 @dataclass(frozen=True)
@@ -70,7 +54,6 @@ class Chart:
     log: bool = False  # logarithmic y axis
     from_zero: bool = False  # the y axis begins at 0
     unless_zero: bool = False  # leave the chart out if all values are 0
-    layers: str = ""  # pattern of the name of the same quantity's list over layers
 
 
 SECTIONS = {
@@ -92,21 +75,19 @@ SECTIONS = {
         Chart("Balance loss", "moe_gate_loss", "balance loss",
               "Without its weight. gshard, switch: 1 at an even load, E if one of E experts gets all."),
         Chart("Gate entropy", "entropy_gating", "entropy (nats)",
-              "How undecided the gate is about a token: ln E if all E experts are alike, 0 if one is sure.",
-              layers="entropy"),
+              "How undecided the gate is about a token: ln E if all are alike, 0 if one is sure."),
         Chart("Weights", r"expert(\d+)_weight", "mean weight",
-              "Factors of the outputs of a token's choices.", part="choice {}", layers=r"weight(\d+)"),
+              "Factors of the outputs of a token's choices.", part="choice {}"),
         Chart("Dropped share by choice", r"overflow_expert(\d+)", "dropped (%)",
               "Later choices are dropped more often, since first choices come before them.",
               part="choice {}", from_zero=True, unless_zero=True),
         Chart("Dead experts", "moe_dead_experts", "experts",
-              "Experts that no token of a micro-batch chose.", from_zero=True, layers="dead_experts"),
+              "Experts that no token of a micro-batch chose.", from_zero=True),
         Chart("Dropped share", "moe_dropped", "dropped (%)",
               "Percent of all assignments whose expert was full. Always 0 without a capacity.",
-              from_zero=True, unless_zero=True, layers="dropped"),
+              from_zero=True, unless_zero=True),
         Chart("Busiest expert", "moe_max_violation", "load (even shares)",
-              "Its load, over all choices and before dropping: 1 if even, E if one of E experts has all.",
-              layers="max_violation"),
+              "Its load, over all choices and before dropping: 1 if even, E if one of E experts has all."),
     ],
     ("speed", "Speed", ""): [
         Chart("Speed", "wps", "tokens or images per second",
@@ -146,16 +127,12 @@ def _pictures(section: str, chart: Chart, runs: dict[str, Run], time: bool = Fal
     curves = _curves_of(chart, runs, has_subsets, seconds if time else None)
     if not curves or (chart.unless_zero and not any(any(curve.y) for curve in curves)):
         return []
-    # The entropy of uniform probabilities, for every number of experts in the runs.
-    is_entropy = chart.keys == "entropy_gating"
-    uniform = {e for run in runs.values() for e in run.experts.values() if is_entropy}
     svg = line_chart(
         curves,
         f"training time ({x_unit})" if time else "updates",
         chart.unit,
         log=chart.log,
         from_zero=chart.from_zero,
-        references=[(math.log(e), f"ln {e} = {math.log(e):.2f}") for e in sorted(uniform)],
     )
     title = f"{chart.title} against {'time' if time else 'updates'}"
     ends = [f"{c.label} from {c.y[0]:g} at {c.x[0]:g} to {c.y[-1]:g} at {c.x[-1]:g}" for c in curves]
@@ -185,77 +162,28 @@ def _curves_of(chart: Chart, runs: dict[str, Run], has_subsets: bool, seconds: f
     return curves
 
 
-LAYERS_TEXT = """
-One map for each metric in training: a row is a MoE layer, the first one on top. If a layer differs from its
-neighbors, see the map of this layer below.
-"""
-
-
-def layer_section(runs: dict[str, Run]) -> Section:
-    """Return the section with charts for each layer, without non-negative metrics that are always 0."""
-    section = Section("layers", "Layer by layer", LAYERS_TEXT)
-    for name, run in runs.items():
-        for key in list_keys(LAYERS, run.training):
-            title, unit, from_zero = _quantity(key.removeprefix(LAYERS))
-            updates, values_UL = _values(run.training, key)
-            if not from_zero or _any_above_0(values_UL):
-                svg = heat_map(updates, values_UL, scale_of(unit, values_UL), rows="MoE layer")
-                last = ", ".join(f"{value:g}" for value in values_UL[-1])
-                alt = f"{name}, {title.lower()} by layer: at update {updates[-1]} {last}."
-                section.groups.setdefault(name, []).append(Picture(title, "", alt, svg))
-    return section
-
-
-def _quantity(name: str) -> tuple[str, str, bool]:
-    """Return how to draw a logged list: its title, its axis label, and whether the axis begins at 0."""
-    for chart in (chart for charts in SECTIONS.values() for chart in charts):
-        if match := re.fullmatch(chart.layers, name):
-            choice = f" of choice {match[1]}" if match.groups() else ""
-            return chart.title + choice, chart.unit, chart.from_zero
-    return name, "", False
-
-
-def _values(records: list[Record], key: str) -> tuple[list[int], list[list[float]]]:
-    """Return the update numbers, and the logged lists, of all records that contain the list `key`."""
-    found = [record for record in records if key in record.lists]
-    return [record.update for record in found], [record.lists[key] for record in found]
-
-
-def _any_above_0(rows: list[list[float]]) -> bool:
-    return any(value > 0 for row in rows for value in row)
-
-
 LOAD_TEXT = """
 One picture for each MoE layer. A row is an expert; a column is the updates from one record to the next.
 White is an even share, orange is more, and violet is less. An expert whose row stays dark violet hardly
 learns. The colors end at a quarter of an even share and at four.
 """
-DROPPED_TEXT = """
-The dropped share of each expert's assignments, for layers with dropped assignments. Rows and columns are as
-above. White is 0. If a row stays dark, the expert's load always exceeds its capacity.
-"""
 
 
-def expert_sections(runs: dict[str, Run]) -> list[Section]:
-    """Return the sections with heat maps of each expert's load and fraction of dropped assignments."""
-    load = Section("load", "Load of every expert", LOAD_TEXT)
-    _add_maps(load, runs, LOAD, LOAD_SCALE, "have {:.2f} to {:.2f} even shares")
-    dropped = Section("dropped", "Dropped share of every expert", DROPPED_TEXT)
-    _add_maps(dropped, runs, DROPPED, DROPPED_SCALE, "drop a share of {:.3f} to {:.3f}")
-    return [load, dropped]
+def load_section(runs: dict[str, Run]) -> Section:
+    """Return the section with a heat map of the loads of each MoE layer's experts, over updates."""
+    section = Section("load", "Load of every expert", LOAD_TEXT)
+    for name, run in runs.items():
+        for subset, records in {"training": run.training, **run.subsets}.items():
+            for key in dict.fromkeys(key for record in records for key in record.lists if LOAD in key):
+                picture = _load_picture(f"{name}, {subset}", key, records)
+                section.groups.setdefault(f"{name}, {subset}", []).append(picture)
+    return section
 
 
-def _add_maps(section: Section, runs: dict[str, Run], prefix: str, scale: Scale, words: str) -> None:
-    """Add a heat map for each logged list whose key has the prefix, except lists that are always 0."""
-    shown = [
-        (f"{name}, {what}", layer_of(key, prefix), *_values(records, key))
-        for name, run in runs.items()
-        for what, records in {"training": run.training, **run.subsets}.items()
-        for key in list_keys(prefix, records)
-    ]
-    shown = [row for row in shown if _any_above_0(row[3])]
-    for group, layer, updates, values in shown:
-        last = words.format(min(values[-1]), max(values[-1]))
-        alt = f"{group}, {layer}: at update {updates[-1]} the {len(values[-1])} experts {last}."
-        svg = heat_map(updates, values, scale)
-        section.groups.setdefault(group, []).append(Picture(layer, "", alt, svg))
+def _load_picture(group: str, key: str, records: list[Record]) -> Picture:
+    layer = key.removeprefix(LOAD).replace("_", " layer ")
+    updates, loads_UE = zip(*((r.update, r.lists[key]) for r in records if key in r.lists), strict=True)
+    last_E = loads_UE[-1]
+    words = f"have {min(last_E):.2f} to {max(last_E):.2f} even shares"
+    alt = f"{group}, {layer}: at update {updates[-1]} the {len(last_E)} experts {words}."
+    return Picture(layer, "", alt, heat_map(updates, loads_UE))

@@ -1,6 +1,6 @@
 """Runs a model on texts, sentences or images, and records the experts of each token.
 
-T is the number of tokens of a sample, K is the layer's top_k. The tokens of an image are its patches.
+T tokens of a sample, E experts, K is the layer's top_k. The tokens of an image are its patches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,14 @@ import torch
 from fairseq import utils
 from torch import Tensor, nn
 
-from fairseq_tutel.inference.expert_statistics import ALL
+from fairseq_tutel.inference.expert_statistics import ALL, LayerStatistics, Statistics
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+from fairseq_tutel.plugin.hub_interfaces import Translation
 from fairseq_tutel.plugin.run_state import config_of, language_pair
-from fairseq_tutel.tools.tokens.counting import ExpertCounts
+from fairseq_tutel.vision.images import statistics
 
 BATCH = 8
 
@@ -44,6 +45,56 @@ class Sample:
     experts: dict[str, np.ndarray] = field(default_factory=dict)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     pixels: np.ndarray | None = None
+
+
+class ExpertCounts:
+    """Sums over all routings of a run, from which `statistics` computes the file's numbers."""
+
+    def __init__(self) -> None:
+        # By pair and layer: tokens by first choice, their summed probabilities, assignments; [3, E] fp64.
+        self._sums: dict[str, dict[str, torch.Tensor]] = {}
+
+    def add(self, pair: str, layer: MoEFeedForward, routing: Routing) -> None:
+        """Count a routing of a layer in a batch of one language pair."""
+        probs_TE = routing.probs_TE.double()
+        num_experts = probs_TE.shape[1]
+        # If experts choose tokens, the columns of expert_ids_TK are not sorted by score.
+        by_experts = layer.config.choice == "experts"
+        first_T = probs_TE.argmax(dim=1) if by_experts else routing.expert_ids_TK[:, 0]
+        if routing.real_T is not None:
+            first_T, probs_TE = first_T[routing.real_T], probs_TE[routing.real_T]
+        prob_T = probs_TE.gather(1, first_T.unsqueeze(1)).squeeze(1)
+        sums_3E = torch.stack([
+            first_T.bincount(minlength=num_experts).double(),
+            first_T.bincount(prob_T, minlength=num_experts),
+            routing.assigned_KE.sum(dim=0).double(),
+        ]).cpu()  # fmt: skip
+        layers = self._sums.setdefault(pair, {})
+        layers[layer.label] = layers.get(layer.label, 0) + sums_3E
+
+    def statistics(self) -> Statistics:
+        """Return the statistics of every pair and layer that routed a token.
+
+        Raises:
+            ValueError: a gate gave probabilities that are not finite, for example because weights are NaN.
+        """
+        sums = [sums_3E for layers in self._sums.values() for sums_3E in layers.values()]
+        if not all(sums_3E.isfinite().all() for sums_3E in sums):
+            raise ValueError("a gate gives probabilities that are not finite; give another MODEL.")
+        return {
+            pair: {label: _statistics(sums_3E) for label, sums_3E in layers.items() if sums_3E[2].any()}
+            for pair, layers in self._sums.items()
+        }
+
+
+def _statistics(sums_3E: torch.Tensor) -> LayerStatistics:
+    first_E, prob_E, assigned_E = sums_3E
+    return LayerStatistics(
+        tokens=int(first_E.sum()),
+        activity=(first_E / first_E.sum()).tolist(),
+        confidence=(prob_E / first_E.clamp_min(1)).tolist(),
+        load=(assigned_E / assigned_E.mean()).tolist(),
+    )
 
 
 class Recorder:
@@ -75,12 +126,12 @@ def recording(model: nn.Module) -> Iterator[dict[str, Recorder]]:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoEFeedForward)}
     recorders = {name: Recorder(layer) for name, layer in layers.items()}
     for name, layer in layers.items():
-        layer.route_by(recorders[name])
+        layer.router = recorders[name]
     try:
         yield recorders
     finally:
         for name, layer in layers.items():
-            layer.route_by(recorders[name].before)
+            layer.router = recorders[name].before
 
 
 def of_texts(model: Any, opened: Any, texts: Sequence[str], counts: ExpertCounts) -> Iterator[Sample]:
@@ -96,7 +147,7 @@ def of_texts(model: Any, opened: Any, texts: Sequence[str], counts: ExpertCounts
     for text in texts:
         tokens = opened.encode(text).cpu()
         batch = {"src_tokens": tokens[None], "src_lengths": torch.tensor([len(tokens)])}
-        if "translate" in opened.offers:
+        if isinstance(opened, Translation):
             batch["prev_output_tokens"] = opened.generate([tokens])[0][0]["tokens"].cpu().roll(1)[None]
         elif hasattr(model, "encoder") and hasattr(model, "decoder"):
             batch["prev_output_tokens"] = tokens.roll(1)[None]
@@ -119,7 +170,7 @@ def of_data(model: Any, task: Any, split: str, limit: int, counts: ExpertCounts)
         for start in numbers[::BATCH]:
             batch = dataset.collater([dataset[i] for i in numbers[start : start + BATCH]])
             if "images" in batch.get("net_input", ()):
-                yield from _images(model, batch, dataset, task.class_names, counts)
+                yield from _images(model, batch, task.class_names, counts)
             elif "net_input" in batch:
                 pair = "-".join(languages) if all(languages) else pair_of(task)
                 with _counted(model, counts, pair) as recorders:
@@ -205,12 +256,13 @@ def _sentences(
 
 
 def _images(
-    model: Any, batch: dict[str, Any], dataset: Any, classes: Sequence[str], counts: ExpertCounts
+    model: Any, batch: dict[str, Any], classes: Sequence[str], counts: ExpertCounts
 ) -> Iterator[Sample]:
     images = batch["net_input"]["images"].to(next(model.parameters()).device)
     with _counted(model, counts, ALL) as recorders:
         model(images)
-    scaled = (images.float().cpu() * dataset.std + dataset.mean).clamp(0, 1) * 255
+    mean, std = statistics(images.shape[1])
+    scaled = (images.float().cpu() * std + mean).clamp(0, 1) * 255
     for row, (pixels, target) in enumerate(zip(scaled, batch["target"].tolist(), strict=True)):
         sample = Sample("image", "", [classes[target]], pixels=pixels.permute(1, 2, 0).byte().numpy())
         for name, recorder in recorders.items():

@@ -2,8 +2,8 @@
 
 MODEL is a checkpoint or a --save-dir, DATA the folder of its data set, or --text gives sentences. The page
 colors the tokens by expert, layer by layer. It lists the most typical tokens of each expert and the load of
-the experts by position, by how often a token occurs, and by language. For image classifiers, tokens are
-patches. One process opens every checkpoint, also of a run on several ranks.
+the experts by language. For image classifiers, tokens are patches. One process opens every checkpoint, also
+of a run on several ranks.
 """
 
 import argparse
@@ -29,7 +29,7 @@ OVERRIDES = (
 )
 STATISTICS = (
     "also write how often and with which probability the gates chose each expert, per language pair, to "
-    "this JSON file, which convert prune and --moe-expert-prefetch read"
+    "this JSON file, which convert prune reads"
 )
 
 
@@ -58,8 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
     template = template_of(Path(__file__).parent / "tokens.html.j2")
     from fairseq_tutel.inference.expert_statistics import text_of
     from fairseq_tutel.plugin.feed_forward import MoEFeedForward
-    from fairseq_tutel.tools.tokens.counting import ExpertCounts
-    from fairseq_tutel.tools.tokens.observe import of_data, of_texts
+    from fairseq_tutel.tools.tokens.observe import ExpertCounts, of_data, of_texts
 
     model, task, interface = _opened(arguments)
     experts = {
@@ -107,8 +106,8 @@ def _opened(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
     overrides = _overrides(arguments.model_overrides)
     if arguments.text:
         opened = hub.from_checkpoint(files[0], arguments.data, **overrides)
-        if "classify" in opened.offers:
-            raise ValueError(f"MODEL is {arguments.model}, {opened.kind}; remove --text.")
+        if hasattr(opened, "classify"):
+            raise ValueError(f"MODEL is {arguments.model}, an image classifier; remove --text.")
         return (opened.models[0] if hasattr(opened, "models") else opened.model), opened.task, opened
     plugin.register()
     if arguments.data:
@@ -144,10 +143,8 @@ def content(samples: Sequence[Any], experts: dict[str, int]) -> dict[str, Any]:
                 "key": name,
                 "load": found.load_E.round(4).tolist(),
                 "typical": found.typical,
-                "tables": {
-                    title: {"labels": labels, "parts": parts.round(4).tolist()}
-                    for title, (labels, parts) in found.tables.items()
-                },
+                "languages": found.languages,
+                "parts": found.parts_LE.round(4).tolist(),
             })  # fmt: skip
     return {"layers": layers, "samples": [_shown(sample) for sample in islice(samples, SHOWN)]}
 

@@ -1,11 +1,10 @@
 """Computes which tokens go to each expert of a layer, for the tool `tokens`.
 
-N is the number of tokens in all samples, E of experts, B of bins. K is top_k. V counts distinct tokens.
+N is the number of tokens in all samples, V of distinct tokens, E of experts, L of languages. K is top_k.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -23,12 +22,14 @@ class LayerStatistics:
     Attributes:
         load_E: each expert's fraction of all assignments.
         typical: for each expert, (token, fraction of the token's assignments), most typical first.
-        tables: title -> (labels of the bins, each expert's fraction of a bin's assignments [B, E]).
+        languages: the languages of the samples, or an empty list if there is only one.
+        parts_LE: each expert's fraction of a language's assignments.
     """
 
     load_E: np.ndarray
     typical: list[list[tuple[str, float]]]
-    tables: dict[str, tuple[list[str], np.ndarray]]
+    languages: list[str]
+    parts_LE: np.ndarray
 
 
 def statistics(samples: Sequence[Sample], layer: str, num_experts: int) -> LayerStatistics:
@@ -47,18 +48,12 @@ def statistics(samples: Sequence[Sample], layer: str, num_experts: int) -> Layer
     names, token_N = np.unique(texts, return_inverse=True)
     counts_VE = _counts(token_N, experts_NK, len(names), num_experts)
     load_E = counts_VE.sum(0) / max(1, counts_VE.sum())
-    tables = {}
-    position_N = np.concatenate([np.arange(n) for n in lengths])
-    tables["position"] = _binned(position_N, experts_NK, num_experts, _powers(position_N.max()))
-    if seen[0].side != "image":
-        often_N = np.bincount(token_N)[token_N]
-        tables["token's count"] = _binned(often_N, experts_NK, num_experts, _powers(often_N.max()))
     languages = sorted({sample.language for sample in seen})
-    if len(languages) > 1:
-        number_N = np.repeat([languages.index(sample.language) for sample in seen], lengths)
-        bins = [(language, i, i + 1) for i, language in enumerate(languages)]
-        tables["language"] = _binned(number_N, experts_NK, num_experts, bins)
-    return LayerStatistics(load_E, _typical(names, counts_VE, load_E), tables)
+    language_N = np.repeat([languages.index(sample.language) for sample in seen], lengths)
+    counts_LE = _counts(language_N, experts_NK, len(languages), num_experts)
+    parts_LE = counts_LE / np.maximum(1, counts_LE.sum(1, keepdims=True))
+    shown = languages if len(languages) > 1 else []
+    return LayerStatistics(load_E, _typical(names, counts_VE, load_E), shown, parts_LE)
 
 
 def _padded(experts_TK: np.ndarray, width: int) -> np.ndarray:
@@ -91,22 +86,3 @@ def _typical(names: np.ndarray, counts_VE: np.ndarray, load_E: np.ndarray) -> li
         ]
         for e in range(counts_VE.shape[1])
     ]
-
-
-def _powers(largest: int) -> list[tuple[str, int, int]]:
-    """Split 0 to `largest` into ranges between powers of 4; return (label, start, end) of each."""
-    borders = [0, 1]
-    while borders[-1] <= largest:
-        borders.append(borders[-1] * 4)
-    return [(str(a) if b == a + 1 else f"{a} to {b - 1}", a, b) for a, b in pairwise(borders)]
-
-
-def _binned(
-    value_N: np.ndarray, experts_NK: np.ndarray, num_experts: int, bins: Sequence[tuple[str, int, int]]
-) -> tuple[list[str], np.ndarray]:
-    """Group tokens by value into bins; return labels, and each expert's fraction of a bin's assignments."""
-    after = np.array([last for _, _, last in bins])
-    counts_BE = _counts(np.searchsorted(after, value_N, side="right"), experts_NK, len(bins), num_experts)
-    filled = counts_BE.sum(1) > 0
-    parts = counts_BE[filled] / counts_BE[filled].sum(1, keepdims=True)
-    return [bins[i][0] for i in np.flatnonzero(filled)], parts

@@ -14,12 +14,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.parallel import collectives
 from fairseq_tutel.plugin import register
+from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
+from fairseq_tutel.plugin.training.task import MoETaskMixin
 
 register()
 
@@ -34,7 +37,7 @@ LIMIT = 120_000
 def is_due(place):
     """Count a rank's visits of a place; return whether the fault happens now, and write the marker."""
     _times[place] = _times.get(place, 0) + 1
-    here = _fault.get("place") == place and _rank == _fault["rank"] and not _happened
+    here = _fault["place"] == place and _rank == _fault["rank"] and not _happened
     due = here and _times[place] == _fault["when"]
     if due:
         Path(_fault["marker"]).write_text(f"{_fault['what']} in {place} {_fault['when']}\n")
@@ -49,8 +52,6 @@ def reach(place):
 
 def happen():
     """Inject the fault into this process."""
-    if _fault["launcher"]:
-        return  # the parent strikes torchrun, when it sees the marker
     what = _fault["what"]
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -58,6 +59,8 @@ def happen():
         os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "error":
         raise OSError(5, "an injected fault: Input/output error")
+    elif what == "oom":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     elif what == "signal":
         os.kill(os.getpid(), getattr(signal, _fault["number"]))
     elif what == "full":  # for every file, so for the log too: above that, below a checkpoint
@@ -79,7 +82,7 @@ def break_numbers(original):
     """Wrap a task's training step: the embeddings of a batch become NaN."""
 
     def wrapper(self, sample, model, *args, **kwargs):
-        if _fault.get("what") != "nan":
+        if _fault["what"] != "nan":
             reach("train")
         elif is_due("train"):
             embedding = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding))
@@ -100,6 +103,25 @@ def break_batches(original):
         if is_due("samples"):
             samples = [*samples[:-1], {}]
         return original(self, samples, *args, **kwargs)
+
+    return wrapper
+
+
+def ruin(original):
+    """Wrap a task's optimizer step: afterwards a number of an expert, a master or a moment is NaN."""
+
+    def wrapper(self, optimizer, model, update_num):
+        original(self, optimizer, model, update_num)
+        if is_due("update"):
+            inner = innermost_optimizer(optimizer)
+            zero = getattr(inner, "zero", None)
+            master = list(zero.parameters if zero else inner.params)[-1]
+            tensors = {
+                "expert": lambda: next(p for name, p in model.named_parameters() if ".experts." in name),
+                "master": lambda: master,
+                "exp_avg_sq": lambda: inner.optimizer.state[master]["exp_avg_sq"],
+            }
+            tensors[_fault["what"]]().data.view(-1)[-1] = torch.nan
 
     return wrapper
 
@@ -151,6 +173,9 @@ for name in ("_reduce_scatter", "_all_gather"):  # names of torch's, taken at im
     before(collectives, name, "collective")
 FairseqTask.train_step = break_numbers(FairseqTask.train_step)
 before(FairseqTask, "valid_step", "valid")
+before(Trainer, "__init__", "built")
+before(SequenceGenerator, "generate", "generate")
+MoETaskMixin.optimizer_step = ruin(MoETaskMixin.optimizer_step)
 Trainer.train_step = break_batches(Trainer.train_step)
 before(experts, "write_file", "shard")
 torch.save = write_in_two(torch.save)

@@ -1,7 +1,12 @@
-"""Recognizes the system that wrote a checkpoint, such as Meta's moe branch, by the names of its tensors."""
+"""Recognizes the system that wrote a checkpoint, and rejects weights that a model would load wrongly."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from fairseq_tutel.files import shown
 
 META = "Meta's moe branch"
 # Description of a checkpoint -> pattern of a part of a tensor's name that identifies such a checkpoint.
@@ -27,3 +32,25 @@ def refuse_meta(names: Collection[str], path: str) -> None:
             f"{path} is a file of {kind}; convert it with `fairseq-tutel convert meta {path} "
             "--output model.pt`, and give the output."
         )
+
+
+def refuse_malformed(state: Any, path: str) -> None:
+    """Raise ValueError if a file holds no dictionary, or weights of a wrong dtype."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{path} holds a {type(state).__name__}; give a fairseq checkpoint.")
+    refuse_weights(state.get("model") or {}, path)
+
+
+def refuse_weights(weights: Mapping[str, Any], path: str) -> None:
+    """Raise ValueError for a weight or bias of whole numbers, which torch would convert."""
+    for key, value in weights.items():
+        # In some models, attention masks are named "bias".
+        if (
+            torch.is_tensor(value)
+            and str(key).endswith(("weight", "bias"))
+            and not (value.is_floating_point() or value.dtype in (torch.bool, torch.uint8))
+        ):
+            raise ValueError(
+                f"{path} has a tensor of the dtype {value.dtype} as the weight {shown(key)}; give a file "
+                "with floating-point weights."
+            )

@@ -1,4 +1,4 @@
-"""`convert merge`, `prune` and `dense` on small files: tensors, options, outputs, refusals."""
+"""`convert prune` and `dense` on small files: tensors, options, outputs, refusals."""
 
 import itertools
 import re
@@ -70,28 +70,6 @@ def test_convert_prune_keeps_the_other_experts_in_every_tensor(name, convert, tm
     outputs(tmp_path / "b.pt", tokens())  # it opens
 
 
-@pytest.mark.parametrize("name", PER_EXPERT)
-@pytest.mark.parametrize("load_", [None, (1, 3, 0, 0)])
-def test_convert_merge_averages_every_tensor_evenly_or_by_load(name, load_, convert, tmp_path):
-    options, per_expert = PER_EXPERT[name]
-    save(tmp_path / "a.pt", **options)
-    by_load = () if load_ is None else ("--load", ",".join(map(str, load_)))
-    printed = convert("merge", "--groups", "decoder_0=0,1/2,3", *by_load)
-    a, b = load(tmp_path / "a.pt")["model"], load(tmp_path / "b.pt")["model"]
-    assert ("means are weighted by load" in printed) == bool(by_load)
-    first = 0.5 if load_ is None else 0.25
-    for key in a:
-        expected = a[key]
-        if key in [f"{STEP.format(0)}{key}" for key in (*per_expert, *FFN)]:
-            # Without any load the mean is even.
-            expected = torch.stack(
-                [first * a[key][0] + (1 - first) * a[key][1], 0.5 * a[key][2] + 0.5 * a[key][3]]
-            )
-        torch.testing.assert_close(b[key], expected, msg=key)
-    assert load(tmp_path / "b.pt")["cfg"]["model"]["moe_expert_count"] == "2,4"
-    outputs(tmp_path / "b.pt", tokens())
-
-
 def no_token_chooses_the_last(model):
     """Make the last expert's gate row that of two others before it: of equals the first are chosen."""
     for i in range(2):
@@ -107,50 +85,19 @@ def test_convert_prune_of_a_dead_expert_changes_no_output(convert, tmp_path):
     assert not same_outputs(tmp_path)
 
 
-def test_convert_merge_makes_neighbours_one_by_default(convert, tmp_path):
-    save(tmp_path / "a.pt", num_experts=5)
-    text = convert("merge", "--moe-expert-count", "2,3")
-    assert "decoder_0: 5 -> 2 experts, 0,1/2,3,4\n" in text
-    assert "decoder_1: 5 -> 3 experts, 0/1,2/3,4\n" in text
-
-
 def equal_experts(model):
     for key in model:
         if ".experts.fc" in key:
             model[key] = model[key][:1].repeat(E, *(1 for _ in model[key].shape[1:]))
 
 
-def test_convert_merge_of_equal_experts_changes_no_output(convert, tmp_path):
-    save(tmp_path / "a.pt", change=equal_experts)
-    convert("merge", "--moe-expert-count", 2)
-    assert same_outputs(tmp_path)
-
-
 def test_convert_keeps_even_groups_of_experts(convert, tmp_path):
     save(tmp_path / "a.pt", num_experts=6, expert_groups=2, groups_per_token=2)
     convert("prune", "--drop", "1,5")
     outputs(tmp_path / "b.pt", tokens())
-    convert("merge", "--groups", "0,1/2/3/4,5")
-    outputs(tmp_path / "b.pt", tokens())
-    for kind, words in (
-        ("prune", ("--drop", "0,1")),
-        ("merge", ("--groups", "0/1/2,3/4,5")),
-        ("merge", ("--moe-expert-count", 3)),
-    ):
-        with pytest.raises(SystemExit, match="has 2 groups of 3 neighboring experts"):
-            convert(kind, *words)
-
-
-def test_convert_prune_of_a_hash_gate_drops_the_last_alone(convert, tmp_path):
-    save(tmp_path / "a.pt", gate_type="hash", top_k=1)
-    convert("prune", "--drop", "2,3")
-    x = tokens()
-    a, b = outputs(tmp_path / "a.pt", x), outputs(tmp_path / "b.pt", x)
-    stays = (a["decoder_0"] == b["decoder_0"]).all(dim=1)
-    assert 0.3 < stays.float().mean() < 0.7  # tokens of the experts that stay have the same ones
-    for kind, words in (("prune", ("--drop", 0)), ("merge", ("--moe-expert-count", 2))):
-        with pytest.raises(SystemExit, match=r"has a hash gate .* remove only the last experts"):
-            convert(kind, *words)
+    for dropped in ("0,1", "0,1,2", "0,1,2,3"):
+        with pytest.raises(SystemExit, match=r"2 groups of 3 neighboring experts|decoder_0: "):
+            convert("prune", "--drop", dropped)
 
 
 DENSE = {
@@ -163,8 +110,6 @@ DENSE = {
         {"change": equal_experts, "eom": 0.2, "fom": 0.3, "shared_experts": 2}, "1", True),
     "equal experts, layer norm": ({"change": equal_experts, "hidden_layer_norm": True}, "0", True),
     "one expert": ({"num_experts": 1, "top_k": 1}, "0", True),
-    "hash, half of all": ({"gate_type": "hash", "top_k": E}, "0,1", False),
-    "hash": ({"gate_type": "hash", "top_k": 2}, "all", False),
     "drawn apart": ({}, "0", False),
     "drawn apart, all": ({"top_k": E}, "all", False),
     "equal experts, top-1": ({"change": equal_experts, "top_k": 1}, "0", False),
@@ -199,24 +144,6 @@ def test_convert_dense_takes_one_expert_bit_for_bit_and_stock_s_names(convert, t
         "criterion": {"_name": "cross_entropy", "sentence_avg": False},
         "optimizer": {"_name": "adam"},
     }
-
-
-def test_convert_dense_gives_the_experts_a_weight(convert, tmp_path):
-    save(tmp_path / "a.pt", change=equal_experts, top_k=1, routed_scaling_factor=4.0)
-    convert("dense", "--experts", 0)  # a probability times 4 is no number to go by
-    found = [outputs(tmp_path / "b.pt", tokens())["decoder_0"]]
-    assert "has an effect in decoder_0" in convert("dense", "--experts", "0,1", "--weight", 2)
-    found.append(outputs(tmp_path / "b.pt", tokens())["decoder_0"])
-    torch.testing.assert_close(found[1], 2 * found[0])
-    model = load(tmp_path / "a.pt")["model"]
-    hidden = torch.relu(
-        tokens() @ model[STEP.format(0) + "experts.fc1_weight"][0].T
-        + model[STEP.format(0) + "experts.fc1_bias"][0]
-    )
-    expected = hidden @ model[STEP.format(0) + "experts.fc2_weight"][0].T
-    torch.testing.assert_close(
-        found[0], expected + model[STEP.format(0) + "experts.fc2_bias"][0], rtol=1e-5, atol=1e-5
-    )
 
 
 def test_convert_dense_makes_all_layers_equally_wide(convert, tmp_path):
@@ -306,7 +233,7 @@ def test_globally_each_layer_covers_the_same_fraction_of_its_scores(least):
 
 REFUSED = {
     "truncated": ({"input": "cut.pt"}, ("prune", "--drop", 0), "is corrupt or not a checkpoint"),
-    "dense": ({"input": "dense.pt"}, ("merge", "--moe-expert-count", 2), "has no experts; give a MoE"),
+    "dense": ({"input": "dense.pt"}, ("prune", "--drop", 1), "has no experts; give a MoE"),
     "a crash file": (
         {"change": lambda m: m.update({k: t[:2] for k, t in m.items() if ".experts." in k})},
         ("prune", "--drop", 0), "has 2 experts in decoder_0, but decoder.layers.0.fc1.gate.weight",
@@ -318,13 +245,13 @@ REFUSED = {
     "no such expert": ({}, ("prune", "--drop", "1,4"), "--drop names expert 4, but decoder_0 has 4"),
     "no word": ({}, ("prune", "--drop", ""), "--drop has an empty word, but '' is not an expert ID"),
     "below zero": ({}, ("dense", "--experts", "-1"), "--experts has -1, but '-1' is not an expert ID"),
-    "no such layer": ({}, ("prune", "--drop", "decoder_2=1"), "--drop is decoder_2=1; give one"),
+    "no such layer": ({}, ("prune", "--drop", "decoder_2=1"), "layers from decoder_0, decoder_1"),
     "two for all": ({}, ("prune", "--drop", "1", "2"), "give one value for all layers, or LAYER="),
-    "too few left": ({}, ("prune", "--drop", "0,1,2"), "decoder_0: top_k (--moe-top-k) is 2 but there are"),
+    "too few left": ({}, ("prune", "--drop", "0,1,2"), "decoder_0: top_k (--moe-top-k) is 2, but"),
     "none left": ({}, ("prune", "--drop", "decoder_1=0,1,2,3"), "decoder_1: num_experts"),
     "top-k": ({}, ("prune", "--drop", "0", "--moe-top-k", 0), "decoder_0: top_k (--moe-top-k) is 0"),
-    "no loads but zero": ({}, ("merge", "--moe-expert-count", 2, "--load", "0,0,0,0"), "only loads of 0"),
-    "no number of a load": ({}, ("merge", "--moe-expert-count", 2, "--load", "nan,1,1,1"), "load has nan"),
+    "no loads but zero": ({}, ("prune", "--share", 0.5, "--load", "0,0,0,0"), "only loads of 0"),
+    "no number of a load": ({}, ("prune", "--share", 0.5, "--load", "nan,1,1,1"), "load has nan"),
     "importance of loads": ({}, ("prune", "--share", 0.5, "--by", "importance", "--load", "1,1,1,1"),
                             "--by is importance, but only a file of `tokens --output-statistics` has it"),
     "pairs of loads": ({}, ("prune", "--share", 0.5, "--keep-for", "de-en", "--load", "1,1,1,1"),
@@ -334,13 +261,10 @@ REFUSED = {
     "no statistics": ({}, ("prune", "--share", 0.5, "--statistics", "none.json"), "names none.json, which"),
     "too few loads": ({}, ("prune", "--share", 0.1, "--load", "1,2"), "has 2 loads for decoder_0"),
     "no log": ({}, ("prune", "--share", 0.1, "--log", "none.log"), "does not exist; give a log"),
-    "missing from groups": ({}, ("merge", "--groups", "0,1/3"), "--groups names 3 of the 4 experts of"),
-    "twice in groups": ({}, ("merge", "--groups", "0,3/3,2,1"), "expert 3 is named twice; name it once"),
-    "more experts": ({}, ("merge", "--moe-expert-count", 5), "is 5, but decoder_0 has 4 experts; give at"),
+    "twice": ({}, ("prune", "--drop", "3,2,3"), "expert 3 is named twice; name it once"),
     "a gate of one's own": ({"gate_type": "custom_parts.CalmGate"}, ("prune", "--drop", 0),
                             "has the custom gate custom_parts.CalmGate"),
     "not every layer": ({}, ("dense", "--experts", "decoder_1=0"), "names no expert of decoder_0"),
-    "weight": ({}, ("dense", "--experts", 0, "--weight", -1), "--weight is -1; give a number"),
     "glu": ({"expert_type": "glu"}, ("dense", "--experts", 0), "has experts of the type glu"),
     "residual": ({"residual": True}, ("dense", "--experts", 0), "which a dense layer cannot"),
     "CMR": ({"cmr": True}, ("dense", "--experts", 0), "accepts only models without --moe-cmr"),

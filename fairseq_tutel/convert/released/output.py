@@ -1,0 +1,106 @@
+"""Writes a folder: under a temporary name until it is complete, with weights in safetensors files.
+
+The weights are in model-00001-of-0000N.safetensors, and model.safetensors.index.json has the file of each
+weight.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from fairseq_tutel.checkpoint.atomic_save import synced
+from fairseq_tutel.checkpoint.folders import sync
+from fairseq_tutel.checkpoint.saved import Weights, not_written
+from fairseq_tutel.checkpoint.shards import ShardedExpert, write_pieces
+from fairseq_tutel.files import temporary_of
+from fairseq_tutel.parallel.progress import progress
+
+INDEX = "model.safetensors.index.json"
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write to; rename it to `output` if the block succeeds.
+
+    An older folder is replaced only when the new folder is complete.
+
+    Raises:
+        ValueError: the folder could not be written.
+    """
+    folder = Path(temporary_of(str(output)))
+    try:
+        folder.mkdir()
+        yield folder
+        sync(folder)
+        older = temporary_of(str(output))
+        if output.exists():
+            os.rename(output, older)
+        os.rename(folder, output)
+        shutil.rmtree(older, ignore_errors=True)
+    except OSError as error:
+        raise not_written(output, error) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # exists only after an error
+
+
+def write_weights(weights: Weights, folder: Path, limit: int) -> None:
+    """Write weights to safetensors files in a folder, with an index.
+
+    A file has at most `limit` bytes, except if a single weight is larger.
+    """
+    shards = list(_shards(weights, limit))
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    where = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+    total = sum(map(_bytes, weights.values()))
+    with progress("writing weights", total, "B") as advance:
+
+        def value(key: str) -> Tensor:
+            advance(_bytes(weights[key]))
+            return _value(weights[key])
+
+        for name, keys in zip(names, shards, strict=True):
+            layout = {key: (weights[key].dtype, tuple(weights[key].shape)) for key in keys}
+            write_pieces(layout, value, folder / name, {"format": "pt"})
+    write_text(folder / INDEX, json_text({"metadata": {"total_size": total}, "weight_map": where}))
+
+
+def json_text(content: object) -> str:
+    """Return the text of a JSON file with this content."""
+    return json.dumps(content, indent=2) + "\n"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, and flush it to disk."""
+    with synced(path) as file:
+        file.write(text.encode())
+
+
+def _shards(weights: Weights, limit: int) -> Iterator[list[str]]:
+    """Split weights into groups of at most `limit` bytes, one per file; yield each group's names."""
+    keys: list[str] = []
+    size = 0
+    for key, value in weights.items():
+        if keys and size + _bytes(value) > limit:
+            yield keys
+            keys, size = [], 0
+        keys.append(key)
+        size += _bytes(value)
+    yield keys
+
+
+def _bytes(value: Tensor | ShardedExpert) -> int:
+    return math.prod(value.shape) * value.dtype.itemsize
+
+
+def _value(value: Tensor | ShardedExpert) -> Tensor:
+    """Return a weight as a tensor that shares no storage, as safetensors requires."""
+    if isinstance(value, ShardedExpert):
+        return value.whole()
+    value = value.detach().contiguous()
+    return value if value.untyped_storage().nbytes() == _bytes(value) else value.clone()
