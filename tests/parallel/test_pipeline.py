@@ -198,3 +198,8 @@ def test_messages_and_bytes_are_those_of_the_formulas(ranks, experts, degree, ov
         within, across = (local - 1) * nodes * rows, (nodes - 1) * local * rows
         assert sent["bytes"] == 2 * (within + across) * row
         assert sent["counts"] == [(local, world), (nodes, world)]
+
+
+def test_ranks_that_gather_experts_send_call_ids_and_no_rows(ranks):
+    for sent in ranks(4).run(traffic, Strategy(adaptive_r=0), 8, 4):
+        assert (sent["messages"], sent["counts"]) == (0, [(4, 4)])
