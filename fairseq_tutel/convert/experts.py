@@ -24,8 +24,8 @@ from fairseq_tutel.convert.configs import (
     without_experts,
 )
 from fairseq_tutel.convert.upcycle import sums_to_1
-from fairseq_tutel.moe.capacity import capacity_of
 from fairseq_tutel.moe.config import GATE_TYPES, LAYER, MoEConfig, label_of
+from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.option import options_in
 from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.plugin.options import BY_OWNER, options_of
@@ -284,7 +284,7 @@ def kept_by_share(
 
     Args:
         scores: scores of at least 0 of the E experts of each layer, not all of them 0.
-        share: the share to keep, above 0 and at most 1; the number is rounded.
+        share: the share to keep, above 0 and at most 1; share times E is rounded to whole experts.
         least: the minimum number of experts of each layer, at most E.
         globally: whether layers may keep different shares.
     """

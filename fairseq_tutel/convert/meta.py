@@ -162,7 +162,7 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
         else:
             model[name.replace(CMR_GATE, ".fc1.beside.cmr_gate.")] = tensor
     for path, rank in zip(paths, ranks, strict=False):
-        for name in rank:  # all others were taken out
+        for name in rank:  # the names that no rule above has converted
             what = f"which has the weight {name}, but fairseq_tutel's models have no such weight"
             _refuse(path, what, "give a checkpoint without it")
     saved.rename("task", TASKS.get(saved.name("task"), saved.name("task")))

@@ -21,11 +21,11 @@ from fairseq_tutel.convert.command import OF_EXPERTS, Variation
 from fairseq_tutel.convert.configs import SWIN, Tensors, counts_text, replaced, use_moe_variants
 from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.moe.build import seeded_generator
-from fairseq_tutel.moe.capacity import capacity_of
 from fairseq_tutel.moe.config import GATE_TYPES, MoEConfig, label_of
 from fairseq_tutel.moe.experts import Experts
 from fairseq_tutel.moe.gates import CosineGate, LinearGate
 from fairseq_tutel.moe.layer import MoELayer
+from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.option import flag_of, options_in, read, refuse_bad_values
 from fairseq_tutel.parallel.groups import Part
 from fairseq_tutel.plugin.feed_forward import SIDES

@@ -28,7 +28,7 @@ from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.option import require
 from fairseq_tutel.parallel.call_id import CallId, compare_later
-from fairseq_tutel.parallel.collectives import all_gather, start_all_gather, start_reduce_scatter
+from fairseq_tutel.parallel.collectives import all_to_all, start_all_gather, start_reduce_scatter
 from fairseq_tutel.parallel.groups import Topology, slice_of
 from fairseq_tutel.parallel.links import faster_algorithm
 from fairseq_tutel.parallel.machine import Machine, typical
@@ -71,8 +71,8 @@ def weights_of(
     tensors: dict[str, Any] = dict(named)
     if call_id is not None and group is not None:
         nothing_P0 = torch.empty(dist.get_world_size(group), 0, dtype=torch.int64, device=experts.device)
-        received_PPX = all_gather(call_id.prepended_to(nothing_P0), OPERATION, group)
-        compare_later(received_PPX[:, 0, 0], OPERATION, group)
+        received_PX = all_to_all(call_id.prepended_to(nothing_P0), OPERATION, group)
+        compare_later(received_PX[:, 0], OPERATION, group)
     if group is not None:
         for name, stack in zip(named, _Gather.apply(group, *named.values()), strict=True):
             tensors[name] = _merge(stack, joined, slice_of(named[name]).dim)

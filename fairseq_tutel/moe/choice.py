@@ -17,8 +17,8 @@ from torch import Tensor
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.reference_route import choose_experts, normalized, row_softmax
-from fairseq_tutel.moe.capacity import MicroBatch
 from fairseq_tutel.moe.config import MoEConfig, check_top_k
+from fairseq_tutel.moe.slots import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)

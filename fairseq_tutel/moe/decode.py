@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.few_rows import ffn_of_few
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.moe.capacity import MicroBatch
 from fairseq_tutel.moe.choice import choose
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
 from fairseq_tutel.moe.routing import GateOutput, Routing, placed, scaled
+from fairseq_tutel.moe.slots import MicroBatch
 
 # The decode path is faster up to this number of assignments.
 MOST_ASSIGNMENTS = 256

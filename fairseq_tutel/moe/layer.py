@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fairseq_tutel.moe.adaptive import static_strategy
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
 from fairseq_tutel.moe.call import Call
-from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.config import MoEConfig, parse_balance_loss
 from fairseq_tutel.moe.decode import are_few, can_defer, decide_few
 from fairseq_tutel.moe.dispatch import Dispatcher, OwnExperts, choose_dispatcher
@@ -27,6 +26,7 @@ from fairseq_tutel.moe.gates import (
 )
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts
+from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.option import is_whole, require
 from fairseq_tutel.parallel.call_id import CallCounter
 from fairseq_tutel.parallel.groups import Topology

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.reference_route import normalized, row_maps, token_of
-from fairseq_tutel.moe.capacity import Capacity, MicroBatch, place_assignments, sentence_order
 from fairseq_tutel.moe.choice import (
     Chosen,
     choose,
@@ -22,6 +21,7 @@ from fairseq_tutel.moe.choice import (
     scores_of,
 )
 from fairseq_tutel.moe.config import MoEConfig, check_top_k
+from fairseq_tutel.moe.slots import Capacity, MicroBatch, place_assignments, sentence_order
 from fairseq_tutel.parallel.groups import Topology
 
 

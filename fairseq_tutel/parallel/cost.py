@@ -143,14 +143,12 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
         shape = cluster.group_nodes, cluster.group_local
         return exchange_seconds(num_bytes, machine, *shape, strategy.algorithm)
 
-    # The forward pass gathers all ranks' row counts and reads them on the host. The backward pass reuses
-    # them.
+    # The forward pass exchanges the row counts and reads them on the host. The backward pass reuses them.
     counts_bytes = _COUNT_BYTES * max(work.experts, cluster.expert_parallel_size)
-    counts_s = all_gather_seconds(counts_bytes, machine, cluster.group_nodes, cluster.group_local)
     parts = {
         "gate": 6 * work.tokens * work.model_dim * work.experts / machine.gate_flops_per_s,
         "dispatch and combine": _local_seconds(work, machine, layer),
-        "counts": counts_s + machine.launch_s if layer.sends_rows else 0.0,
+        "counts": exchange(counts_bytes) + (machine.launch_s if layer.sends_rows else 0.0),
         "exchange": 0.0,
         "experts": 0.0,
         "gather weights": _gather_seconds(work, machine, cluster, layer),

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fairseq_tutel.moe.capacity import evaluates_as_in_training
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.layer import MoELayer
+from fairseq_tutel.moe.slots import evaluates_as_in_training
 
 logger = logging.getLogger(__name__)
 

@@ -80,7 +80,7 @@ def drawn(dice: Random, plan: Plan, edits: int) -> Plan:
         elif what == "put":
             plan = _inserted(plan, dice, ends.source, Step("put", channel, (src,), dst, 1))
         elif what == "lane":
-            # Later steps move to their own lane, which may wait for the first.
+            # Move the later steps to a new lane, which may wait for the first lane.
             tells, waits = ((Step("post", None, semaphore=9),), (Step("pend", None, semaphore=9),))
             if dice.random() < 0.3:
                 tells = waits = ()

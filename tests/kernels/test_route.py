@@ -9,10 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairseq_tutel import MoEConfig, MoELayer, kernels
 from fairseq_tutel.kernels import reference
-from fairseq_tutel.moe.capacity import Capacity, MicroBatch
 from fairseq_tutel.moe.choice import softmax_top_k
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.routing import decide, padded
+from fairseq_tutel.moe.slots import Capacity, MicroBatch
 
 
 def close(got: Tensor, expected: Tensor) -> None:

@@ -14,10 +14,10 @@ from option_values import ROUTING, WAYS_TO_CHOOSE, config_of, draws, settings_of
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, kernels, route
-from fairseq_tutel.moe.capacity import MicroBatch
 from fairseq_tutel.moe.choice import choose, scores_of
 from fairseq_tutel.moe.config import LAYER
 from fairseq_tutel.moe.routing import decide
+from fairseq_tutel.moe.slots import MicroBatch
 
 E = 4
 # Of chi-square by degrees of freedom: one run in a thousand is above.

@@ -9,9 +9,9 @@ from option_values import settings_of
 from fairseq_tutel.inference.options import StoreConfig
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.moe.balance import LOSSES
-from fairseq_tutel.moe.capacity import DROP_POLICIES
 from fairseq_tutel.moe.config import EXCLUDED, LAYER, MoEConfig, parse_balance_loss
 from fairseq_tutel.moe.gates import GATES
+from fairseq_tutel.moe.slots import DROP_POLICIES
 from fairseq_tutel.option import flag_of, key_of, read, refuse_bad_values
 from fairseq_tutel.plugin.options import BY_OWNER, CriterionConfig, ModelConfig, SidesConfig, options_of
 from fairseq_tutel.plugin.training.options import PreemptionConfig, TaskConfig

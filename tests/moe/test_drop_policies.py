@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from normal import normal
 
 from fairseq_tutel import route
-from fairseq_tutel.moe.capacity import DROP_POLICIES
+from fairseq_tutel.moe.slots import DROP_POLICIES
 
 E = 4
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.moe.build import draw_linear
-from fairseq_tutel.moe.capacity import at_random
 from fairseq_tutel.moe.choice import sampled_choices
+from fairseq_tutel.moe.slots import at_random
 from fairseq_tutel.parallel.gradients import square_norm
 
 SIZES = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4, "activation": "gelu"}

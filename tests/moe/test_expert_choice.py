@@ -13,8 +13,8 @@ from normal import normal
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer, route
-from fairseq_tutel.moe.capacity import Capacity, MicroBatch
 from fairseq_tutel.moe.routing import decide
+from fairseq_tutel.moe.slots import Capacity, MicroBatch
 
 E = 4
 EXPERTS = {"choice": "experts"}

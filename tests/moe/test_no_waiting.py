@@ -6,8 +6,8 @@ from option_values import ROUTING, E, config_of, mixed
 from torch.overrides import TorchFunctionMode
 
 from fairseq_tutel.moe import balance, metrics
-from fairseq_tutel.moe.capacity import Capacity, MicroBatch
 from fairseq_tutel.moe.routing import GateOutput, decide
+from fairseq_tutel.moe.slots import Capacity, MicroBatch
 
 COPIES = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.from_numpy)
 RULES = ({}, *mixed(ROUTING))

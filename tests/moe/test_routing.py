@@ -9,9 +9,9 @@ from normal import normal
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, Routing, route
-from fairseq_tutel.moe.capacity import Capacity, MicroBatch
 from fairseq_tutel.moe.choice import choose_experts
 from fairseq_tutel.moe.routing import decide, padded
+from fairseq_tutel.moe.slots import Capacity, MicroBatch
 
 E = 5
 

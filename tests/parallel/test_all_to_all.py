@@ -33,10 +33,13 @@ def compare_exchanges(parallel, local, dtype, seed):
     rows = (100 * rows).to(dtype)
     results = []
     call_id = CallId(CallCounter(topology.expert_group, "a test", EXPERTS_PER_RANK))
-    agreed, _ = all_to_all.exchange_counts(counts, topology.expert_group, "a test", call_id)
+    group, grid = topology.expert_group, topology.grid
+    agreed, _ = all_to_all.exchange_counts(counts, group, "a test", call_id)
+    in_hops, _ = all_to_all.exchange_counts(counts, group, "a test", call_id, grid)
+    assert torch.equal(in_hops.arriving_PE, agreed.arriving_PE)
     for forth, back in (
-        all_to_all.linear(agreed, topology.expert_group, "a test"),
-        all_to_all.hierarchical(agreed, agreed, topology.grid, "a test"),
+        all_to_all.linear(agreed, group, "a test"),
+        all_to_all.hierarchical(in_hops, in_hops, grid, "a test"),
     ):
         rows_exchange = all_to_all.AllToAll(forth=forth, back=back)
         x = rows.clone().requires_grad_(dtype.is_floating_point)
@@ -65,6 +68,14 @@ def test_a_hierarchical_exchange_is_the_linear_one(ranks, world, parallel, local
             for expected, got in zip(linear, hierarchical, strict=True):
                 assert torch.equal(got, expected)
         assert len(cases[0][0][0]) > 0
+
+
+def test_blocks_of_equal_size_are_transposed_without_row_maps(monkeypatch):
+    monkeypatch.setattr(all_to_all, "regroup_maps", None)
+    counts_AB, rows = torch.full((2, 3), 2), torch.arange(12).unsqueeze(1)
+    forth, back = all_to_all._regrouping(counts_AB, counts_AB)
+    assert forth(rows).flatten().tolist() == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+    assert torch.equal(back(forth(rows)), rows)
 
 
 def grids(locals_):

@@ -8,7 +8,7 @@ from round_machine import ROUND
 
 from fairseq_tutel.parallel import cost
 from fairseq_tutel.parallel.cost import Cluster, Work
-from fairseq_tutel.parallel.links import all_gather_seconds, all_reduce_seconds, exchange_seconds
+from fairseq_tutel.parallel.links import all_reduce_seconds, exchange_seconds
 from fairseq_tutel.parallel.machine import PRESETS
 from fairseq_tutel.parallel.strategy import Strategy
 
@@ -26,7 +26,7 @@ def test_the_parts_of_a_step_by_hand():
     assert parts["gate"] == pytest.approx(3 * 2 * 8 * dim * 2 / 1e5)
     touched = 2 * ((rows + 2 * rows) + 4 * 2 * rows + (2 * rows + 8)) + 2 * rows
     assert parts["dispatch and combine"] == pytest.approx(touched * dim * 2 / 1000)
-    counts = all_gather_seconds(8 * 4, ROUND, 2, 2) + 0.5
+    counts = exchange_seconds(8 * 4, ROUND, 2, 2, "linear") + 0.5
     assert parts["counts"] == counts
     trip = exchange_seconds(2 * rows * dim * 2, ROUND, 2, 2, "linear")
     assert parts["exchange"] == pytest.approx(4 * trip)

@@ -86,7 +86,7 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
     lines = []
     monkeypatch.setattr(background, "start", lambda f, rows: lines.append("start") or (lambda: f(rows)))
     x = torch.randn(4, 2, requires_grad=True)
-    counts = Counts(torch.full((1, 1, 1), 4), 0)
+    counts = Counts(*[torch.full((1, 1), 4)] * 3)
     monkeypatch.setattr(exchange, "_counts", lambda *_: (counts, counts))
     names, numbers = iter("01"), iter(range(2))
 
@@ -155,7 +155,8 @@ def traffic(strategy, tokens, experts):
     topology = make_topology([experts], 4, 2)
     layer = MoELayer(dataclasses.replace(CONFIG, num_experts=experts, top_k=experts), topology, seed=2)
     layer.follow(strategy)
-    rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0}
+    width = 1 + max(other.num_local for other in layer.calls.layers)  # a call ID and row counts
+    rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0, "counts": []}
     original = dist.all_to_all_single
 
     def counting(out, rows, receive=None, send=None, group=None, **kwargs):
@@ -165,6 +166,8 @@ def traffic(strategy, tokens, experts):
                 sent["messages"] += other != rank and n > 0
                 sent["bytes"] += (other != rank) * n * rows.shape[1] * rows.element_size()
                 sent["across"] += other // 2 != rank // 2 and n > 0
+        else:
+            sent["counts"].append((dist.get_world_size(group), rows.numel() / width))
         return original(out, rows, receive, send, group=group, **kwargs)
 
     dist.all_to_all_single = counting
@@ -186,6 +189,7 @@ def test_messages_and_bytes_are_those_of_the_formulas(ranks, experts, degree, ov
         assert sent["messages"] == 2 * overlap * (world - 1)
         assert sent["across"] == 2 * overlap * (world - local)
         assert sent["bytes"] == 2 * rows * (world - 1) * row
+        assert sent["counts"] == [(world, world)]
     strategy = dataclasses.replace(strategy, algorithm="2dh")
     for sent in ranks(4).run(traffic, strategy, tokens, experts):
         nodes = world // local
@@ -193,3 +197,9 @@ def test_messages_and_bytes_are_those_of_the_formulas(ranks, experts, degree, ov
         assert sent["across"] == 2 * overlap * (nodes - 1)
         within, across = (local - 1) * nodes * rows, (nodes - 1) * local * rows
         assert sent["bytes"] == 2 * (within + across) * row
+        assert sent["counts"] == [(local, world), (nodes, world)]
+
+
+def test_ranks_that_gather_experts_send_call_ids_and_no_rows(ranks):
+    for sent in ranks(4).run(traffic, Strategy(adaptive_r=0), 8, 4):
+        assert (sent["messages"], sent["counts"]) == (0, [(4, 4)])

@@ -50,6 +50,10 @@ def test_it_is_the_criterion_that_is_named(name, tmp_path):
         ({"teacher": "no.pt"}, "--distill-teacher is no.pt, but"),
         ({"criterion": "ctc"}, "--distill-criterion is ctc; choose one of cross_entropy"),
         ({"alpha": 0}, "--distill-alpha is 0.0; give a finite number above 0"),
+        (
+            {"criterion": "sentence_prediction", "regression_target": True},
+            "needs probabilities; remove --regression-target",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )

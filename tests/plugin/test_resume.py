@@ -91,7 +91,7 @@ def test_a_pretrained_model_is_used_only_at_the_first_start(tmp_path, flag):
     saved = save(folder, "checkpoint_1_4.pt", 4)
     assert checked(cfg) == saved
     assert (cfg.restore_file, getattr(cfg, flag)) == (saved, None)
-    # A file of the same folder was chosen with the others in sight.
+    # The user named a file of the save folder, so it is used although there are newer ones.
     shutil.copy(begin, folder / "checkpoint_best.pt")
     cfg = config(folder, **{flag: str(folder / "checkpoint_best.pt")})
     assert checked(cfg) == str(folder / "checkpoint_best.pt")

@@ -44,7 +44,7 @@ def test_evaluation_takes_the_mean_of_training_s_masks():
     torch.manual_seed(1)
     drawn = torch.stack([torch.stack(shared(features, 0.7, training=True)) for _ in range(4000)])
     torch.testing.assert_close(drawn.mean(dim=0), torch.stack(mixed), rtol=0.02, atol=0)
-    # A mask of its own for every pair and element: all 4 sums of two others, but never without its own.
+    # Each pair and element has its own mask; a member always keeps its own features.
     assert len(drawn[:, 0, 0].unique()) == 4 and (drawn[:, 0] >= features[0]).all()
 
 

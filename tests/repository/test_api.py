@@ -11,7 +11,7 @@ import fairseq_tutel as ft
 from fairseq_tutel.option import options_in
 
 API = (ROOT / "docs" / "site" / "api.md").read_text()
-# tests/e2e/test_hub.py has a trained model; the other needs ranks that exchange tokens.
+# from_checkpoint is tested in tests/e2e/test_hub.py; UpdateTuner needs several ranks.
 ELSEWHERE = {"from_checkpoint", "UpdateTuner"}
 
 

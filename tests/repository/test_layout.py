@@ -136,7 +136,7 @@ def test_predictions_and_plans_need_no_torch_but_for_executors():
     assert parents == {"executors"}
 
 
-def test_collectives_have_one_door():
+def test_only_three_modules_call_torch_distributed():
     """Tensors have parallel/collectives, plans their messages, Python objects parallel/world."""
     call = re.compile(r"dist\.(all_|reduce|broadcast|gather|scatter|barrier|send|recv|i?send|batch_)")
     found = {str(path.relative_to(PACKAGE)) for path in FILES if call.search(path.read_text())}

@@ -250,7 +250,7 @@ class Family:
         return found | self.read_more(config)
 
     def sizes(self, weights: Mapping[str, Any]) -> dict[str, int]:
-        """Return the numbers of tokens in config.json for our tensors."""
+        """Return the vocabulary sizes that config.json must have for our tensors."""
         return {key: len(weights[name]) for key, name in self.vocabulary_sizes.items()}
 
     def differing(self, options: Mapping[str, Any]) -> list[str]:

@@ -79,7 +79,8 @@ def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bo
     """Yield all reads and writes of chunks in three calls of a plan, in one possible order.
 
     The items are (rank, buffer, first chunk, number of chunks, whether the access writes, access, clock at
-    its start). The start of a call is a step in each lane of the rank. A clock includes the step itself.
+    its start). The start of a call counts as one step of each lane of the rank. A clock includes the step
+    itself.
     """
     length = [1] * sum(map(len, order.rank_lanes))
     for lane in order.lanes:

@@ -155,4 +155,9 @@ class MoEDistillationCriterion(FairseqCriterion):
         name = plain(cfg.distill_criterion)
         if name not in _WITH_MIXIN:
             raise ValueError(f"--distill-criterion is {name}; choose one of {', '.join(_WITH_MIXIN)}.")
+        if "sentence" in name and cfg.regression_target:
+            raise ValueError(
+                "--regression-target is set, so the model returns numbers, but distillation needs "
+                "probabilities; remove --regression-target or --criterion moe_distillation."
+            )
         return _WITH_MIXIN[name].build_criterion(cfg, task)  # type: ignore[attr-defined]

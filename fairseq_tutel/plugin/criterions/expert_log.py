@@ -18,8 +18,8 @@ import torch
 from fairseq.logging import metrics
 from torch import Tensor
 
-from fairseq_tutel.moe.capacity import capacity_of
 from fairseq_tutel.moe.metrics import METRICS, metric_names, metric_rows
+from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, MoERecord
 
 PREFIX = "moe_numbers "

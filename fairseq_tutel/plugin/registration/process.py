@@ -169,7 +169,7 @@ def _explained(error: BaseException) -> str | None:
     """Return the sentence of `EXPLAINED` for an error of fairseq or torch; None for other errors."""
     for kind, pattern, sentence in EXPLAINED:
         if isinstance(error, kind) and (found := pattern.search(str(error))):
-            cause = " ".join(str(error.__context__ or error).split())[:REASON]
+            cause = " ".join(str(error.__context__ or error).split())[:REASON].rstrip(".")
             return sentence.format(*found.groups(), cause=cause)
     return None
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.moe.capacity import Capacity, capacity_of
+from fairseq_tutel.moe.slots import Capacity, capacity_of
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=3, num_experts=4, top_k=2)
 
