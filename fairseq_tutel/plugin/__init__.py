@@ -49,7 +49,7 @@ def _check_fairseq() -> None:
         import fairseq
     except ImportError as error:
         raise ImportError(
-            "fairseq is not installed; run `pip install --no-build-isolation fairseq-fixed` (it imports as fairseq)."
+            "fairseq is not installed; run `pip install --no-build-isolation fairseq-fixed`."
         ) from error
     found = fairseq.__version__
     if not found.startswith("0.12."):

@@ -22,7 +22,8 @@
    - Tasks without a dataclass get access to the run's configuration.
 The package makes these other changes to the process, in addition to the attributes in `CHANGED`:
 
-- at import: names that numpy has lost (`NUMPY_NAMES`); thresholds of malloc, and the classes that torch.load accepts (`plugin.register`);
+- at import: names that numpy has lost (`NUMPY_NAMES`); thresholds of malloc, and the classes that
+  torch.load accepts (`plugin.register`);
   sys.excepthook (`process.py`); MoE variants in fairseq's and hydra's registries (`optim`, `criterions`,
   `models`, `tasks`); options of every task (`variants.py`); --is-moe is removed from sys.argv (`flags.py`);
 - when a command runs: `train` and `run` change sys.argv; fairseq's main function uses a subclass of its
