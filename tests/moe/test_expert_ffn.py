@@ -11,6 +11,7 @@ from torch import Tensor
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.kernels import reference
 from fairseq_tutel.kernels.ffn_by_products import by_products
+from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.experts import Experts
 
 CONFIG = MoEConfig(model_dim=6, hidden_dim=7, num_experts=4, top_k=2)
@@ -86,6 +87,18 @@ def test_the_gradients_are_those_of_finite_differences(expert_type, recompute_ex
 
     inputs = [p.detach().clone().requires_grad_() for p in layer.parameters()]
     assert torch.autograd.gradcheck(forward, (x, *inputs))
+
+
+def test_rows_after_those_of_the_experts_are_zero_and_get_no_gradient():
+    experts = build().experts
+    rows = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+    groups = Groups.of_tensor(torch.tensor([3, 0, 2, 1]))
+    out = experts(rows, groups)
+    assert torch.equal(out[6:], torch.zeros(3, 6))
+    close(out[:6], experts(rows[:6], groups), "rows of experts")
+    out.sum().backward()
+    assert torch.equal(rows.grad[6:], torch.zeros(3, 6))
+    assert rows.grad[:6].abs().sum() > 0
 
 
 def kept_bytes(layer: MoELayer, x: Tensor) -> int:

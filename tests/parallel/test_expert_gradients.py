@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel import MoEConfig, MoELayer, Topology, make_topology
 from fairseq_tutel.parallel.gradients import (
+    clip_gradients,
     global_grad_norm,
     is_expert,
     mark_expert,
@@ -95,3 +96,10 @@ def test_experts_divided_by_the_root_of_w_have_gradients_that_much_larger(ranks,
             factor = world_size**0.5 if name.startswith("experts.") else 1
             assert grad.any(), name
             torch.testing.assert_close(scaled[name], factor * grad, msg=name)
+
+
+@pytest.mark.parametrize("max_norm, factor", [(1.0, 0.2), (0.0, 1.0), (100.0, 1.0)])
+def test_only_a_norm_above_the_limit_is_clipped(max_norm, factor):
+    parameters = [with_gradient([3.0], expert=False), with_gradient([4.0], expert=True)]
+    clip_gradients(parameters, max_norm, global_grad_norm(parameters, Topology()))
+    assert [float(each.grad) for each in parameters] == pytest.approx([3 * factor, 4 * factor], rel=1e-6)
