@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def load_class(name: str | type) -> Any:
-    """Return the class, imported if it is a name, package.module.Class."""
+    """Return the class; if `name` is text such as package.module.Class, import the class."""
     if isinstance(name, type):
         return name
     module_name, _, class_name = name.rpartition(".")

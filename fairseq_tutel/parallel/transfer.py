@@ -1,6 +1,6 @@
 """Convert rows [R, D] to and from the transfer dtype, and measure the time of their exchange.
 
-bf16 and fp8 round values: this is the only place where the execution strategy can change results.
+bf16 and fp8 round values. Apart from this rounding, the execution strategy does not change results.
 """
 
 import time
