@@ -92,7 +92,9 @@ def _region() -> tuple[Any, Any] | None:
     """Find OpenMP's function for parallel regions; return it and its callback type, or None."""
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     try:
-        region = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # LLVM's and Intel's OpenMP also have it
+        region = ctypes.CDLL(
+            torch._C.__file__
+        ).GOMP_parallel  # LLVM's and Intel's OpenMP also have this function
     except (OSError, AttributeError):
         return None
     region.argtypes = [kind, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

@@ -34,7 +34,7 @@ def redraw(module: Any, seed: int) -> None:
 
 
 def draw(kind: Callable[[Any], nn.Module], config: Any, seed: int) -> nn.Module:
-    """Build an object, kind(config), on the CPU with this seed; keep torch's global generator."""
+    """Build an object, kind(config), on the CPU with this seed; restore the state of torch's generator."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # CPU only; torch.manual_seed would also reseed GPUs
         return kind(config)

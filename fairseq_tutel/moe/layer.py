@@ -94,8 +94,8 @@ class MoELayer(nn.Module):
         gate_configs: one configuration per gate, if there are several; `gate_index` selects one. Only
             options that apply before dispatch may differ. None builds one gate for every name in
             `config.gate_type`.
-        gates: existing gates, one for each configuration; built-in gates are drawn again from `seed`.
-        experts: existing experts, used instead of new experts of `config`; drawn again from `seed`.
+        gates: existing gates, one for each configuration; built-in gates are initialized again from `seed`.
+        experts: existing experts, used instead of new experts; initialized again from `seed`.
 
     Raises:
         ValueError: `config` does not fit the topology.

@@ -2,7 +2,7 @@
 
 torchrun keeps one store for all restarts. Restarted ranks find the addresses of dead ranks in it and fail
 at once (pytorch/pytorch issue 167288). With `METHOD`, rank 0 draws a random name for each start, and the
-name prefixes all keys. A start is complete when every rank has confirmed its name.
+name prefixes all keys. A start is complete when every rank has confirmed the start's name.
 """
 
 import contextlib

@@ -148,7 +148,7 @@ class SignalWatch:
 
 
 def _obey_parent(parent: int) -> None:
-    """Wait for SIGTERM; end this process if its parent sent it, or has ended."""
+    """Wait for SIGTERM; end this process if its parent sent the signal, or if the parent has ended."""
     while True:
         info = signal.sigwaitinfo({signal.SIGTERM})
         if info.si_pid == parent or os.getppid() != parent:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-FP8_LARGEST = 448.0  # of e4m3; the largest value of each row is scaled to this
+FP8_LARGEST = 448.0  # of e4m3; the largest value of each row is scaled to this number
 SCALE_BYTES = 4
 
 

@@ -180,7 +180,7 @@ def test_one_expert_is_dequantized_at_a_time(tmp_path, monkeypatch):
     assert len(counts) >= 2 * 4 and max(counts) == 2  # matrices of an expert
 
 
-def test_a_copy_shares_the_store_and_a_fork_is_refused(tmp_path):
+def test_a_copy_shares_the_store_and_a_fork_raises_an_error(tmp_path):
     with ExpertStore(tier="host") as store:
         model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
         assert torch.equal(run(copy.deepcopy(model)), run(model))
@@ -216,12 +216,12 @@ def test_training_with_a_store_raises_an_error():
         ({}, "not in shard files of a checkpoint; write the files with `fairseq-tutel convert"),
     ],
 )
-def test_invalid_arguments_are_refused(arguments, message):
+def test_invalid_arguments_raise_an_error(arguments, message):
     with pytest.raises(ValueError, match=message):
         ExpertStore(**arguments).add(model_of(FFN)[0].experts)
 
 
-def test_tensors_that_do_not_fit_the_layer_are_refused():
+def test_tensors_that_do_not_fit_the_layer_raise_an_error():
     experts = model_of(FFN)[0].experts
     tensors = {name: getattr(experts, name) for name in experts.names}
     store = ExpertStore(tier="host")

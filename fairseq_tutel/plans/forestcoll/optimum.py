@@ -6,8 +6,8 @@ these bounds. Trees reach it (Edmonds 1973): with a source that sends x to each 
 rank. All numbers are integers or fractions.
 
 Source: Zhao et al., ForestColl: Throughput-Optimal Collective Communications on Heterogeneous Network
-Fabrics, 2024. They find 1/x by bisection. This module uses Newton's method (Dinkelbach 1967): each cut that
-is too narrow gives the next, larger 1/x. Few steps are needed.
+Fabrics, 2024. The paper finds 1/x by bisection. This module uses Newton's method (Dinkelbach 1967): each
+cut that is too narrow gives the next, larger 1/x. Few steps are needed.
 """
 
 import math
