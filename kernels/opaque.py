@@ -23,8 +23,8 @@ def opaque(fake: Callable[..., Any]) -> Callable[[Launch], Launch]:
     Eager calls bypass the operator, because its dispatch takes longer than a small launch.
 
     Args:
-        fake: takes the same arguments, of which the first one is a tensor, and returns empty tensors of the
-            right shapes.
+        fake: a function with the same arguments, the first of which is a tensor; it returns empty tensors
+            of the right shapes.
     """
 
     def decorate(launch: Launch) -> Launch:

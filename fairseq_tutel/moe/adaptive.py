@@ -1,13 +1,13 @@
 """Adaptive parallelism: several ways to divide the experts' work, with the same stored weights.
 
-Each layer uses one of these ways for a forward pass. The weights that it lacks are gathered for that pass.
+For each forward pass, a layer uses one value of r. Weights that a rank lacks are gathered for this pass.
 
 T tokens, P ranks, E experts, s shards of an expert (P = E * s, or s = 1), r ranks that receive each row, H
 hidden_dim. Rank (e, q) stores shard q of expert e for every r. A change of r therefore moves no stored
 weights:
 
     r = 0  every rank gathers all experts; no row is sent
-    r = 1  an expert's ranks gather all its shards; each rank gets a part of its rows (expert + data)
+    r = 1  an expert's ranks gather all its shards; each rank gets a part of the rows (expert + data)
     r = s  no weights are gathered; every row is sent to all ranks of its expert (expert + model)
     else   groups of s / r consecutive ranks gather H / r of the expert; every row is sent to r ranks
 
@@ -63,7 +63,7 @@ def weights_of(
     this rank's shard. If r is 0, the ranks exchange no row counts, so this function compares the call ID.
     """
     named, slices = experts.expert_parameters(), experts.part.slices
-    # A pruned or parametrized bias would be left out without an error.
+    # Otherwise a pruned or parametrized bias would be ignored without an error.
     message = "a torch.nn.utils.prune or parametrize call changed the experts, but other ranks gather them"
     require(named.keys() >= set(experts.names), f"{message}; undo that call.")
     joined = slices if degree == 0 else slices // degree
@@ -79,7 +79,7 @@ def weights_of(
     if degree > 1:
         part = experts.part.index // joined
         for name in filter(tensors.__contains__, experts.added):
-            # The tensor gets its position in the full last dimension, with zeros elsewhere.
+            # The tensor is placed at this rank's position in the full last dimension, with zeros elsewhere.
             width = tensors[name].shape[-1]
             tensors[name] = F.pad(tensors[name], (part * width, (degree - 1 - part) * width))
     return Weights(experts.prepared(tensors, device), of_all=degree == 0)

@@ -91,11 +91,11 @@ class MoELayer(nn.Module):
         seed: seed of the layer's generators. None draws a seed from torch's global generator, which must
             then have the same seed on every rank.
         name: gives layers with the same seed different parameters.
-        gate_configs: one configuration per gate, if there are several; `gate_index` selects one. They
-            may differ in options that apply before dispatch. None builds one gate for every name in
+        gate_configs: one configuration per gate, if there are several; `gate_index` selects one. Only
+            options that apply before dispatch may differ. None builds one gate for every name in
             `config.gate_type`.
-        gates: existing gates, one for each configuration; built-in gates are drawn again from `seed`.
-        experts: existing experts, used instead of new experts of `config`; drawn again from `seed`.
+        gates: existing gates, one for each configuration; built-in gates are initialized again from `seed`.
+        experts: existing experts, used instead of new experts; initialized again from `seed`.
 
     Raises:
         ValueError: `config` does not fit the topology.
@@ -173,7 +173,7 @@ class MoELayer(nn.Module):
         top_k: int | None = None,
         gate_index: int | None = None,
     ) -> tuple[Tensor, MoEOutput]:
-        """Send every token of x through its experts; return the outputs, balance losses and routing.
+        """Send every token of x through its experts; return outputs, balance losses and routing.
 
         Args:
             x: [..., D] in any float dtype; with `time_first` [time, batch, D]. The gate gets this dtype,
@@ -240,8 +240,8 @@ class MoELayer(nn.Module):
     def apply_routing(self, x_TD: Tensor, routing: Routing, local: bool = False) -> Tensor:
         """Send every token through its experts and return the outputs [T, D]. Collective across ranks.
 
-        If `local` is set, each rank processes all its rows with its own experts, and sends none. Every rank
-        must give the same value.
+        If `local` is set, each rank processes all its rows with this rank's experts, and sends no rows. All
+        ranks must pass the same value.
         """
         experts = self.experts
         if not torch.is_autocast_enabled(x_TD.device.type):
@@ -258,7 +258,7 @@ class MoELayer(nn.Module):
         output = MoEOutput(routing, self.balance_weights)
         if not can_defer(self.training):  # compute them with gradients
             output.cmr_sum  # noqa: B018
-            if self.balance_weights:  # otherwise the loss is a constant, which nobody may read
+            if self.balance_weights:  # otherwise the loss is a constant, which may never be read
                 output.balance_loss  # noqa: B018
         return output
 

@@ -204,7 +204,7 @@ def padded(routing: Routing, capacity: int) -> Routing:
 
 
 def scaled(weights_TK: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Return the weights times the configured `routed_scaling_factor`, with expert output masking.
+    """Return the weights times the configured `routed_scaling_factor`, after expert output masking.
 
     A weight of 0 masks the output of an assignment and its gradient.
     """

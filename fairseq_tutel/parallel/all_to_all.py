@@ -6,9 +6,9 @@ the other.
 R rows, D model_dim, e local experts. The group has P ranks, or N nodes of L ranks: rank = n * L + l.
 
 The hierarchical all-to-all (2DH) first sends rows within each node, so few messages cross nodes. Rank
-(n, l) sends its rows for rank (n', l') to rank (n, l'). That rank collects the rows of its node for rank
-(n', l') and sends them in one message. Each rank sends N - 1 messages to other nodes instead of P - L.
-Each message is L times as large, and the result is the same.
+(n, l) sends its rows for rank (n', l') to rank (n, l'). Rank (n, l') collects all rows of node n for rank
+(n', l') and sends these rows in one message. Each rank sends N - 1 messages to other nodes, not P - L. Each
+message is L times as large, and the result is the same.
 Source: Tutel (Hwang et al. 2023), section 3.4.
 """
 
@@ -59,8 +59,8 @@ def exchange_counts(
 ) -> tuple[Counts, Counts]:
     """Send each rank the number of rows for each of its experts, and compare call IDs. Collective.
 
-    Returns the counts on the device and on the host, which waits once. With a grid, counts are sent in two
-    hops. `every_pair` gathers P * P * e numbers, which only plans need; else a rank receives P * e per hop.
+    Returns the counts on the device and on the host; the host waits once. With a grid, counts are sent in
+    two hops. With `every_pair`, which only plans need, a rank gets P * P * e counts, else P * e per hop.
     """
     what, rank = "the exchange of row counts", dist.get_rank(group)
     leaving_PX = call_id.prepended_to(counts_PE)

@@ -185,7 +185,7 @@ def step_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strat
 def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
     """Return the predicted bytes of each kind of data on a rank, for training with Adam.
 
-    All kinds but HOST are in device memory. Only activations of MoE layers are counted.
+    All kinds except HOST are in device memory. Only activations of MoE layers are counted.
     """
     layer = _layer_of(work, cluster, strategy)
     bytes_held = held_bytes(

@@ -42,8 +42,8 @@ from fairseq_tutel.parallel.regroup import (
 from fairseq_tutel.parallel.strategy import Strategy
 from fairseq_tutel.parallel.transfer import ExchangeTimer
 
-# Runs the local experts on rows that are sorted by rank: (rows, row counts, map to the experts' order, its
-# inverse) -> outputs in the order of the rows.
+# A function that runs the local experts on rows sorted by rank: (rows, row counts, map to the experts'
+# order, inverse map) -> outputs in the order of the rows.
 ExpertFn = Callable[[Tensor, Groups, Tensor, Tensor], Tensor]
 
 
@@ -99,9 +99,9 @@ def exchange_rows(
 ) -> Tensor:
     """Dispatch rows to the ranks of their experts, run `expert_fn` on them, and combine. Collective.
 
-    The rows [R, D] are sorted by expert. They are compact, with an unused tail that the result lacks, or
-    padded to E * C. `counts_E` int64 is the number of kept rows of each expert.
-    Without padding, ranks first exchange row counts and compare call IDs.
+    The rows [R, D] are sorted by expert. They are compact, with unused rows at the end that the result
+    omits, or padded to E * C. `counts_E` int64 is the number of kept rows of each expert. Without padding,
+    ranks first exchange row counts and compare call IDs.
     """
     capacity = len(rows_RD) // len(counts_E)
     if options.padded:
@@ -139,7 +139,7 @@ def exchange_rows(
 def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId) -> int:
     """Return the largest row count of any expert on any rank, at least 1. Collective.
 
-    This is where the padded forward pass synchronizes with the host.
+    The padded forward pass synchronizes with the host only here.
     """
     need_P1 = counts_E.max().clamp_min(1).expand(dist.get_world_size(options.group), 1)
     _, host = exchange_counts(need_P1, options.group, options.operation, call_id, options.hops)

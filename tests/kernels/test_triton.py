@@ -1,4 +1,4 @@
-"""The Triton kernels: interpreted against the reference."""
+"""The Triton kernels, interpreted or compiled, compared with the reference."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def compare_layers(dtype: torch.dtype, device: str) -> None:
         plain = run_layer("reference", dtype, device, options)
         for name, expected in plain.items():
             compare(ours[name], expected, name)
-            if "experts" not in name:  # matrix products on a GPU are not ours
+            if "experts" not in name:  # on a GPU, torch computes these matrix products
                 assert torch.equal(ours[name], again[name]), name
 
 
@@ -125,5 +125,5 @@ def test_a_compiled_layer_equals_the_reference_in_y_and_every_gradient(dtype):
 
 
 @pytest.mark.gpu
-def test_compiled_kernels_take_strided_inputs():
+def test_compiled_kernels_support_strided_inputs():
     compare_strided("cuda")

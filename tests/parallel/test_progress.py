@@ -1,4 +1,4 @@
-"""Progress bars: drawn on a terminal, by rank 0, for long work; nothing is written anywhere else."""
+"""Progress bars: only rank 0 draws them, on a terminal, for long work."""
 
 import threading
 
