@@ -201,7 +201,7 @@ def begin_folder(save_dir: Path) -> Path:
 
 
 def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str, Any]]:
-    """Give a folder its final name if all ranks have written; return the records. Collective.
+    """Rename a folder to its final name if all ranks have written; return the records. Collective.
 
     Raises:
         ValueError: a rank could not write; all ranks raise it. The next run removes the folder.
@@ -216,7 +216,7 @@ def gather_written(own: Written, group: dist.ProcessGroup | None = None) -> list
 
 
 def records_of(everything: list[Written], folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Give a folder that all ranks have written its final name, on rank 0; return the records."""
+    """Rename a folder that all ranks have written to its final name, on rank 0; return the records."""
     stacks = _joined(everything, folder.parent)
     digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
     sizes = {file: size for written in everything for file, size in written.sizes.items()}

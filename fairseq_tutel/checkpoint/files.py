@@ -35,7 +35,7 @@ def is_not_a_file(path: str | os.PathLike) -> bool:
 
 
 def checkpoint_in(path: Path, flag: str) -> Path:
-    """Return the best checkpoint in a folder, or else the last one, or model.pt; return a file as it is.
+    """Return a folder's best checkpoint, or else the last one, or model.pt; return a file's path unchanged.
 
     Raises:
         ValueError: the folder has no such file; the message names the flag.

@@ -163,7 +163,7 @@ class SavedModel:
         return found
 
     def options_of(self, part: str) -> dict[str, Any]:
-        """Return the options of the model, task, criterion or optimizer; older files have one common set."""
+        """Return the options of the model, task, criterion or optimizer; older files have one set."""
         args = self.state.get("args")
         return _values(self._cfg.get(part) if args is None else args)
 

@@ -29,7 +29,7 @@ class _Numbers(torch.utils.data.Dataset):
 
 
 class _Ranks:
-    """The iterators of all ranks, and the updates that fairseq's trainer makes of them.
+    """The iterators of all ranks, and the updates that fairseq's trainer makes of their batches.
 
     `micro_batches` may be 0, for --update-freq 1 without the option.
     """
@@ -142,7 +142,7 @@ def test_a_resume_skips_the_rest_of_an_epoch_that_is_less_than_an_update(before,
     """`before` and `after` are numbers of ranks and of micro-batches; the rest has seven batches."""
     caplog.set_level(logging.INFO)
     options = {"skip_remainder_batch": True}
-    if is_dynamic:  # each epoch has other batches
+    if is_dynamic:  # each epoch has different batches
         numbers = range(NUM_BATCHES)
         options["batch_sampler"] = lambda _, epoch: [[(i + epoch) % NUM_BATCHES] for i in numbers]
     job = _Ranks(*before, **options)
