@@ -47,11 +47,11 @@ def test_a_buffer_of_the_experts_is_refused_unless_it_is_not_saved(monkeypatch):
 
 
 def beside(topology):
-    """Return a model with a layer that the plugin places and a layer of the user, prepared."""
+    """Return a prepared model with a layer that the plugin placed and a layer of the user."""
     config = MoEConfig(model_dim=2, hidden_dim=2, num_experts=4)
     model = nn.ModuleDict({"placed": MoEFeedForward(config, topology, 1, "placed"), "own": layer(topology)})
     for parameter in model["own"].experts.parameters():
-        parameter.expert = True  # as by a `scan_expert_func`
+        parameter.expert = True  # a user's `scan_expert_func` sets this mark
     prepare(None, None, model)
     return model
 
