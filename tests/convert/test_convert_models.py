@@ -98,7 +98,7 @@ def test_pregating_that_needs_too_many_earlier_moe_layers_is_refused(files, tmp_
     assert not (tmp_path / "b.pt").exists()
 
 
-def test_convert_pregate_changes_the_gates_inputs_and_keeps_weights(files, tmp_path):
+def test_a_pre_gated_model_has_other_gate_inputs_and_the_same_weights(files, tmp_path):
     save(tmp_path / "a.pt", ("encoder.layers.1", *EIGHT), balance_bias=True)
     printed = convert(*files, "--moe-pregate", 1)
     assert printed.splitlines()[:4] == [
