@@ -1,9 +1,8 @@
 """`python -m benchmarks.host`: measure the host's time for one MoE layer on a GPU; print JSON lines.
 
-A time is divided by the time of two nn.Linear and a ReLU in the same process. The fastest rounds are used,
-because other processes only add time. Without a GPU, Triton compiles the kernels for sm_90, and a fake
-driver launches nothing. The tensors are then small CPU tensors with meaningless values. The times exclude
-the packing of arguments and descriptors, the launches and the GPU allocator.
+A time is divided by the time of two nn.Linear and a ReLU in the same process, of the fastest rounds. Without
+a GPU, Triton compiles for sm_90, a fake driver launches nothing, and small CPU tensors have meaningless
+values; these times exclude the packing of arguments and descriptors, the launches and the GPU allocator.
 """
 
 import argparse
