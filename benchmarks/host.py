@@ -1,8 +1,8 @@
 """`python -m benchmarks.host`: measure the host's time for one MoE layer on a GPU; print JSON lines.
 
-A time is divided by the time of two nn.Linear and a ReLU in the same process, of the fastest rounds. Without
+A time is divided by that of two nn.Linear and a ReLU in the same process; the fastest rounds count. Without
 a GPU, Triton compiles for sm_90, a fake driver launches nothing, and small CPU tensors have meaningless
-values; these times exclude the packing of arguments and descriptors, the launches and the GPU allocator.
+values: packing of arguments and descriptors, launches and the GPU allocator are excluded.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """Measures the times of several steps, which run alternately in one process, with the device's clock.
 
-If the machine is slow for a moment, all steps of a round become slower. So each step's time is divided by
-the time of the baseline in the same round.
+Each step's time is divided by the baseline's time in the same round, in which the machine is equally slow.
 """
 
 import time
