@@ -105,7 +105,7 @@ def test_keys_of_an_incomplete_start_are_not_used():
 
 
 def test_a_start_with_missing_ranks_ends_in_time():
-    got = _started(dist.HashStore(), 3, [0, 2], timedelta(seconds=0.2))
+    got = _started(dist.HashStore(), 3, [0, 2], timedelta(seconds=5 * rendezvous.PAUSE_SECONDS))
     assert str(got[0]) == "rank 1 did not arrive"
     got = _started(dist.HashStore(), 2, [1], timedelta(seconds=0.2))
     assert str(got[1]) == "rank 0 did not answer, or waits for another rank"
