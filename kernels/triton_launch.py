@@ -60,8 +60,8 @@ def launch(
         if argument is None:
             key.append(None)
         elif isinstance(argument, int):
-            # 1, multiples of 16, and more than 32 bits
-            key.append(-1 if argument == 1 else (argument >> 31) * 2 + (argument % ALIGNMENT == 0))
+            # Triton specializes for 1, for multiples of 16, and for numbers of more than 32 bits.
+            key += (1,) if argument == 1 else (argument >> 31, argument % ALIGNMENT == 0)
         elif isinstance(argument, Tensor):
             key += argument.dtype, argument.data_ptr() % ALIGNMENT
             if IS_HIP:

@@ -214,11 +214,8 @@ def refuse_run(
         _layerdrop_of(model),
         topology.expert_parallel_size > 1,
     )
-    # fairseq's layers have `precheckpoint_forward`; Swin's stages have `checkpoints`.
-    recomputes = any(
-        hasattr(module, "precheckpoint_forward") or getattr(module, "checkpoints", False)
-        for module in model.modules()
-    )
+    # A layer that fairseq recomputes has the attribute `precheckpoint_forward`.
+    recomputes = any(hasattr(module, "precheckpoint_forward") for module in model.modules())
     local_drop = float(getattr(root.model, "moe_local_drop", 0.0))
     half = next((key for key in ("memory_efficient_fp16", "fp16") if common[key]), "")
     # These have no fp32 master weights.
