@@ -1,5 +1,6 @@
 """The start of a command before fairseq's main function, and its end after an error."""
 
+import argparse
 import contextlib
 import logging
 import sys
@@ -12,10 +13,10 @@ from omegaconf import OmegaConf
 
 from fairseq_tutel import train
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.parallel import rendezvous
+from fairseq_tutel.parallel import guard, rendezvous
 from fairseq_tutel.plugin.registration import wrapped
 from fairseq_tutel.plugin.registration.process import end_readers, excepthook, refusals_are_sentences
-from fairseq_tutel.plugin.training.startup import join_torchrun, note_spawned_ranks
+from fairseq_tutel.plugin.training.startup import join_torchrun, note_spawned_ranks, set_timeout
 
 
 @pytest.mark.parametrize(("visible", "local", "device"), [(4, "2", 2), (1, "2", 0), (4, None, 3)])
@@ -63,6 +64,14 @@ def test_ranks_per_node_is_the_number_that_fairseq_spawned(monkeypatch, num_proc
     cfg.distributed_training.distributed_no_spawn = True
     note_spawned_ranks(cfg)
     assert rendezvous.ranks_per_node(slurm) == 1
+
+
+@pytest.mark.parametrize("seconds", [-1, 10**9])
+def test_a_time_out_out_of_bounds_is_refused_and_changes_nothing(seconds):
+    before = guard.timeout_of_groups()
+    with pytest.raises(ValueError, match=f"^--moe-comm-timeout is {seconds}; give "):
+        set_timeout(argparse.Namespace(moe_comm_timeout=seconds))
+    assert guard.timeout_of_groups() == before
 
 
 def test_the_criterion_gets_the_run_s_ddp_backend(monkeypatch):

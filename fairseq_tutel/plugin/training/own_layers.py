@@ -99,6 +99,11 @@ def prepare(root: Any, task: Any, model: Any) -> None:
     _prepare_experts(model, layers.values(), topology)
     if are_placed:  # by install_experts; a user's layers may be in the same model
         return
+    if topology.expert_parallel_size > 1 and getattr(root.task, "eval_bleu", False):
+        raise ValueError(
+            "--eval-bleu is set, but ranks generate different numbers of words, so they would wait for "
+            "each other's experts forever; remove it, or give an --arch whose name begins with moe_."
+        )
     RUN.update(topology=topology)
     set_update_freq(root, topology.world_size)
     talks = any("gshard_global" in layer.balance_weights for layer in layers.values())

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf, open_dict
 from torch import nn
 
 from fairseq_tutel import __version__
-from fairseq_tutel.option import flag_of, plain, read
+from fairseq_tutel.option import flag_of, plain, read, refuse_bad_values
 from fairseq_tutel.parallel import guard, rendezvous
 from fairseq_tutel.parallel.agreement import agree
 from fairseq_tutel.parallel.groups import Topology
@@ -117,7 +117,9 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
 
 def set_timeout(task_cfg: Any) -> None:
     """Set the time-out of all process groups that are created later, from --moe-comm-timeout."""
-    guard.set_timeout(read(TaskConfig, task_cfg).moe_comm_timeout)
+    options = read(TaskConfig, task_cfg)
+    refuse_bad_values(options)  # before ranks wait for each other
+    guard.set_timeout(options.moe_comm_timeout)
 
 
 def limit_fairseq_groups() -> None:
