@@ -54,8 +54,8 @@ class Run:
 def fairseq(command, *args, ranks=1, check=True, env=None, stdin=None):
     """Run fairseq-`command` in `ranks` processes and wait; with `check`, fail on a nonzero exit code.
 
-    The command "tutel-train" is `python -m fairseq_tutel.train`, "tutel-run" likewise; "tutel-__main__"
-    is `python -m fairseq_tutel`, for a tool that imports fairseq.
+    A command "tutel-NAME" runs `python -m fairseq_tutel.NAME`. Use "tutel-__main__" for tools that import
+    fairseq.
     """
     run = wait(start(command, *args, ranks=ranks, env=env, stdin=stdin))
     if check:

@@ -54,7 +54,7 @@ NOT_RUN = {
         "examples/vision.sh": "hours",
     },
 }  # fmt: skip
-# Programs of all other commands on the pages.
+# The tests run every command that is not in NOT_RUN. Its first word must be one of these programs.
 PROGRAMS = {
     "cat", "fairseq-eval-lm", "fairseq-generate", "fairseq-hydra-train", "fairseq-preprocess",
     "fairseq-score", "fairseq-train", "fairseq-tutel", "fairseq-validate", "grep", "mkdir", "python",

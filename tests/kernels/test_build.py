@@ -60,7 +60,7 @@ MOST = {("none", False): (8, 18, 8), ("gshard", False): (12, 20, 8), ("none", Tr
 
 
 @pytest.mark.parametrize("loss, bias", MOST)
-def test_launches_host_reads_and_bytes_of_a_layer_do_not_grow(loss, bias):
+def test_a_layer_needs_no_more_launches_host_reads_or_bytes_than_before(loss, bias):
     from dataclasses import replace
 
     from benchmarks import compiled

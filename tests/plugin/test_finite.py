@@ -39,7 +39,7 @@ def trainer_in(folder, updates=7, masters=False):
 
 
 def saves(trainer):
-    """Save, and return a list with one entry per call of fairseq's function."""
+    """Save a checkpoint; return a list with one entry per call of fairseq's `save_checkpoint`."""
     called = []
     function = save.save_checkpoint(lambda *_: called.append(1))
     no_save = SimpleNamespace(no_save=False)

@@ -48,7 +48,7 @@ def test_the_gradient_equals_finite_differences():
     assert torch.autograd.gradcheck(lambda x: distillation_loss(x, teacher, counts, 2.0), student)
 
 
-def test_backward_saves_only_the_scores_of_both_models():
+def test_only_the_scores_of_student_and_teacher_are_saved_for_backward():
     student, teacher, counts = case(50, torch.bfloat16)
     kept = saved_for_backward(lambda: distillation_loss(student, teacher, counts, 1.0))
     tables = {t.data_ptr() for t in kept if t.numel() >= student.numel()}
