@@ -193,7 +193,7 @@ class ExpertStack(nn.Module):
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the stacked parameters; `mark` caches them, because torch's pruning renames parameters."""
+        """The names of the stacked parameters; `mark` caches them, because pruning renames parameters."""
         return tuple(self.expert_parameters())
 
     @property

@@ -31,7 +31,7 @@ class Launched(subprocess.Popen):
         self.wait()
 
     def kill(self):
-        """Kill the command and its processes, each by ID: torchrun starts processes in separate sessions."""
+        """Kill the command and its processes, each by ID: torchrun's processes have separate sessions."""
         for pid in (*children(self.pid), self.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -144,8 +144,8 @@ def test_100_000_tokens_and_256_experts_need_no_token_expert_table_and_no_host_w
     try:
         for arguments in given:
             found.append(ops.assign_rows(*arguments))
-            # This bound on memory leaves room for four maps of the assignments and one table of blocks. A byte for each pair of
-            # token and expert would double this size.
+            # This bound on memory leaves room for four maps of the assignments and one table of blocks. A
+            # byte for each pair of token and expert would double this size.
             assert torch.cuda.max_memory_allocated() - before < 2 * len(found) * 100_000 * 256
     finally:
         torch.cuda.set_sync_debug_mode("default")

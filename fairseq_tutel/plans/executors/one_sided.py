@@ -11,8 +11,8 @@ Each rank has a memory region to which the other ranks write:
 - `staged`, which replaces `out` if the plan puts into another rank's `out`. At the end of a call, `staged`
   is copied to the caller's `out`.
 
-`in` is the caller's tensor. So is `out`, unless `staged` replaces it. A put is a copy that finishes at once, so a
-flush needs no step.
+`in` is the caller's tensor. So is `out`, unless `staged` replaces it. A put is a copy that finishes at
+once, so a flush needs no step.
 """
 
 from collections import defaultdict
