@@ -1,6 +1,7 @@
 """fairseq-tutel: tools for training runs and checkpoints of Mixture-of-Experts models.
 
-`fairseq-tutel TOOL --help` explains a tool. `python -m fairseq_tutel` is the same command.
+`fairseq-tutel TOOL --help` explains a tool. `python -m fairseq_tutel` is the same command as
+`fairseq-tutel`.
 """
 
 import argparse
@@ -12,9 +13,11 @@ from fairseq_tutel import __version__
 from fairseq_tutel.files import error_line
 from fairseq_tutel.tools.parser import ToolParser
 
-# Group -> tool -> its module and one line of help. Only the chosen tool's module is imported. A module's
-# `add_to(tools)` adds a subparser. The subparser's default `run` gets the parsed arguments, and raises a
-# ValueError of one sentence on failure. A module must not import torch or numpy, so that --help is fast.
+# This table maps a group of tools to its tools, and each tool to its module and one line of help. Only the
+# module of the chosen tool is imported. The function `add_to(tools)` of a tool's module adds a subparser to
+# the command line. The default `run` of a tool's subparser gets the parsed arguments. It raises ValueError
+# with one sentence on failure. A tool's module must not import torch or numpy at its top, so that --help is
+# fast.
 GROUPS = {
     "see a training run": {
         "report": ("tools.report.page", "draw one HTML page of training runs, from fairseq's logs"),
@@ -53,7 +56,7 @@ def main() -> None:
     try:
         arguments.run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
+    except BrokenPipeError:  # The reader of a pipe, such as `head`, has closed the pipe.
         # Otherwise Python would write the remaining output into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ImportError, OSError, ValueError) as error:
@@ -61,7 +64,7 @@ def main() -> None:
 
 
 def parser_of(chosen: str) -> ToolParser:
-    """Return the parser of the command line, with the arguments of the chosen tool; "" chooses none."""
+    """Return the command line's parser. Only the tool `chosen` gets arguments; "" chooses no tool."""
     parser = ToolParser(
         prog="fairseq-tutel",
         usage="fairseq-tutel TOOL [arguments]",
@@ -79,7 +82,7 @@ def parser_of(chosen: str) -> ToolParser:
 
 
 def _listed() -> str:
-    """Return a help text that lists the tools by group, one per line."""
+    """Return a help text that lists the tools by group, with one tool per line."""
     lines = []
     for title, tools in GROUPS.items():
         lines += [f"{title}:", *(f"  {name:12}{text}" for name, (_, text) in tools.items()), ""]

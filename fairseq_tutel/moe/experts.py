@@ -1,4 +1,4 @@
-"""Built-in and custom experts. R rows sorted by expert, D model_dim, H hidden_dim, e local experts."""
+"""Built-in and custom experts, for R rows sorted by expert, e experts, model_dim D and hidden_dim H."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -22,10 +22,11 @@ from fairseq_tutel.parallel.groups import Part
 
 
 class Experts(ExpertStack):
-    """The built-in expert types: `ffn` (two linear layers) and `glu` (SwiGLU).
+    """The built-in expert types are `ffn` (two linear layers) and `glu` (SwiGLU).
 
-    Parameters: fc1_weight [e, H, D], fc1_bias [e, H], fc2_weight [e, D, H], fc2_bias [e, D]. `glu` adds
-    fc3_weight [e, H, D] and fc3_bias [e, H]. Each expert's matrices have the layout of nn.Linear.
+    The parameters are fc1_weight [e, H, D], fc1_bias [e, H], fc2_weight [e, D, H] and fc2_bias [e, D].
+        The type `glu` adds fc3_weight [e, H, D] and fc3_bias [e, H]. Each expert's matrices have the layout
+    of nn.Linear.
     """
 
     slice_dims: ClassVar[dict[str, int]] = {
@@ -39,7 +40,7 @@ class Experts(ExpertStack):
         super().__init__(config, part)
         slices = self.part.slices
         hidden_dim = _part_of(config.hidden_dim, slices, "hidden_dim")
-        # fc2_bias is the only tensor that is split in model_dim.
+        # Only the tensor fc2_bias is split in model_dim.
         model_dim = _part_of(config.model_dim, slices, "model_dim") if config.expert_bias else 0
         shapes = {"fc1": (hidden_dim, hidden_dim, config.model_dim)}
         if config.expert_type == "glu":
@@ -55,7 +56,7 @@ class Experts(ExpertStack):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Initialize each expert as nn.Linear does, or from a normal distribution if `init_std` is set."""
+        """Initialize each expert as nn.Linear does, or with a normal distribution if `init_std` is set."""
         for tensor, parameter in self.expert_parameters().items():
             if parameter.is_meta:
                 continue
@@ -63,7 +64,8 @@ class Experts(ExpertStack):
             fan_in = self.whole_shape(f"{map_name}_weight")[1]
             for i in range(self.num_local):
                 generator = seeded_generator(seed, name, self.first + i, tensor)
-                # The complete expert is drawn and then split, so that a model is the same for every P.
+                # The complete expert is drawn and then split, so that the initial model is the same for
+                # every number of ranks.
                 whole = parameter.new_empty(self.whole_shape(tensor))
                 draw_linear(whole, fan_in, kind, self.config.init_std, generator)
                 parameter[i].copy_(self.own_part(tensor, whole.unsqueeze(0))[0])
@@ -76,7 +78,7 @@ class Experts(ExpertStack):
         return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
     def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
-        """Run each expert, or this rank's shard of it, on its group of rows."""
+        """Run each expert, or its shard on this rank, on the expert's group of rows."""
         tensors = self.prepared(tensors, rows_RD.device)
         rows_RD = rows_RD.to(tensors["fc1_weight"].dtype)
         if not self.is_one_node:
@@ -84,7 +86,7 @@ class Experts(ExpertStack):
         return ffn(rows_RD, tensors, self._call(groups, rows_RD.device, rows_RD.dtype))
 
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
-        """Dispatch, run the experts and combine, as one autograd node; return each token's weighted sum."""
+        """Dispatch tokens, run experts and return each token's weighted sum, as one autograd node."""
         maps = RowMaps(routing.weights_TK, routing.row_of_TK, routing.source_of_R, routing.token_of_R)
         return self._by_maps(x_TD, routing.groups, maps, weights)
 
@@ -96,7 +98,7 @@ class Experts(ExpertStack):
         to_row_R: Tensor,
         weights: Weights = OWN,
     ) -> Tensor:
-        """Run the experts on rows in any order; fused experts read the rows in place, without sorting."""
+        """Run the experts on rows in any order. Fused experts read the rows in place, without sorting."""
         if not self.can_fuse:
             return super().run_unsorted(rows_RD, groups, to_expert_R, to_row_R, weights)
         maps = RowMaps(None, to_row_R.unsqueeze(1), to_expert_R, to_expert_R)
@@ -110,9 +112,10 @@ class Experts(ExpertStack):
 
     @property
     def is_one_node(self) -> bool:
-        """Whether all experts can be one autograd node.
+        """Whether one autograd node can compute all experts.
 
-        Only an activation may be between fc1 and fc2, and no subclass may replace a step of the FFN.
+        The node needs only an activation between fc1 and fc2, and no subclass that replaces a step of the
+        FFN.
         """
         own, drops = type(self), self.training and self.config.activation_dropout > 0
         is_replaced = own.run is not Experts.run or own.activate is not Experts.activate
@@ -150,7 +153,7 @@ def feed_forward(
     norm: nn.Module | None,
     training: bool,
 ) -> Tensor:
-    """Compute the FFN of x [..., D]; `linear` applies the linear layer with the given name, such as fc1."""
+    """Compute an expert's FFN of x [..., D]; `linear` applies a linear layer by its name, such as fc1."""
     hidden = activate(linear("fc1", x))
     if config.expert_type == "glu":
         hidden = hidden * linear("fc3", x)
@@ -166,11 +169,11 @@ def activation_of(config: MoEConfig) -> Callable[[Tensor], Tensor]:
 
 
 class CustomExperts(ExpertStack):
-    """Experts of a custom class: `kind(config)` is one expert, a module from rows [n, D] to rows [n, D].
+    """Experts of a user's class. `kind(config)` makes one expert, a module from rows [n, D] to rows [n, D].
 
-    Parameters are stacked by expert under their own names, in which a dot becomes __. They are exchanged,
-    saved and loaded as the parameters of built-in experts are. The constructor draws each expert with a
-    different seed.
+    Parameters of all experts are stacked under the name in the user's class, in which a dot becomes __.
+    Stacked parameters are exchanged, saved and loaded like the parameters of built-in experts. The
+    constructor draws each expert with a different seed.
     """
 
     def __init__(
