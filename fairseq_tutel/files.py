@@ -47,7 +47,7 @@ def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
 
 
 def json_of(path: str | os.PathLike) -> Any:
-    """Load a small JSON file that may be untrusted. `content_of` and `parse_json` list the errors."""
+    """Load a small JSON file that may be untrusted. The docstrings there list the errors."""
     return parse_json(content_of(path))
 
 

@@ -14,7 +14,7 @@ r. Changing r therefore moves no stored weights:
 
 The rank that sent a row sums the partial outputs that r ranks return for this row.
 
-Source: Section 3.2 of Tutel (Hwang et al. 2023) describes adaptive parallelism.
+Section 3.2 of Tutel (Hwang et al. 2023) describes adaptive parallelism.
 """
 
 from typing import Any

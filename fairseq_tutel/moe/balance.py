@@ -27,7 +27,7 @@ def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
 
     Returns: a differentiable scalar in at least fp32.
 
-    Source: The loss is from GShard (Lepikhin et al. 2020), equation 4 and algorithm 1, scaled by E as in
+    The loss is from GShard (Lepikhin et al. 2020), equation 4 and algorithm 1, scaled by E as in
         Tutel.
 
     Example:
@@ -48,7 +48,7 @@ def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
     The probabilities are only from the tokens of this rank.
 
-    In training, this function runs one all-reduce of E numbers. Source: The loss is from Qiu et al. 2025,
+    In training, this function runs one all-reduce of E numbers. The loss is from Qiu et al. 2025,
         Demons in the Detail.
     """
     assigned_E = routing.assigned_KE.sum(dim=0)
@@ -85,7 +85,7 @@ def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
     probability is Phi((logit_e - rival_e) / noise). The number rival_e is the K-th largest noisy logit of
     the other experts. cv^2 is the variance over experts divided by the squared mean.
 
-    Source: The loss is from Shazeer et al. 2017, sections 4 and A, equations 6 to 11.
+    The loss is from Shazeer et al. 2017, sections 4 and A, equations 6 to 11.
     """
     top_k = min(routing.assigned_KE.shape[0], routing.probs_TE.shape[1])
     clean_TE, noisy_TE = _wide(gate.clean_TE), _wide(gate.logits_TE)

@@ -61,7 +61,7 @@ class DecodeRouting(Routing):
 
     @cached_property
     def sources(self) -> list[list[int]]:
-        """The assignments t * K + j of each expert, without padding. The first access is a host read."""
+        """Each expert's assignments t * K + j, except padding. The first access copies IDs to the host."""
         num_experts, ids_TK = self.probs_TE.shape[1], self.expert_ids_TK
         if self.real_T is not None:
             ids_TK = torch.where(self.real_T.unsqueeze(1), ids_TK, num_experts)

@@ -90,7 +90,7 @@ def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: 
 
 
 class _Dispatch(torch.autograd.Function):
-    """Copy a token to each row: rows[r] = x[token of r], times the assignment's weight if given."""
+    """Copy a token to each row: rows[r] = x[token of r], multiplied by the row's gate weight if given."""
 
     @staticmethod
     def forward(
@@ -117,7 +117,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Sum the rows of each token into y[t], weighted if weights are given; the adjoint of `_Dispatch`."""
+    """Sum each token's rows into y[t], weighted if weights are given; the adjoint of `_Dispatch`."""
 
     @staticmethod
     def forward(
@@ -241,7 +241,7 @@ class OwnExperts:
     The i-th expert of every rank is replaced by this rank's i-th expert. Gate weights and dropped
     assignments do not change. The experts must not be split into shards over ranks.
 
-    Source: The method is Gating Dropout (Liu et al. 2022, section 3), also in Meta's nllb branch.
+    The method is Gating Dropout (Liu et al. 2022, section 3), also in Meta's nllb branch.
     """
 
     experts: ExpertStack

@@ -173,7 +173,7 @@ class CustomExperts(ExpertStack):
 
     Parameters of all experts are stacked under the name in the user's class, in which a dot becomes __.
     Stacked parameters are exchanged, saved and loaded like the parameters of built-in experts. The
-    constructor draws each expert with a different seed.
+    constructor initializes each expert with a different seed.
     """
 
     def __init__(
@@ -189,7 +189,8 @@ class CustomExperts(ExpertStack):
             not list(template.buffers()),
             f"{name} has buffers, which all experts would share; make them parameters or class constants.",
         )
-        # A list hides the module from nn.Module. Only the forward of this module is used.
+        # Keeping the module in a list hides the module from nn.Module, so its parameters are not registered
+        # twice. Only the forward method of this module is used.
         self._template = [template]
         for name, parameter in template.named_parameters():
             shape = (self.num_local, *parameter.shape)
@@ -215,7 +216,8 @@ class CustomExperts(ExpertStack):
         template.train(self.training)
         counts = list(groups.host)
         rows_RD = rows_RD[: sum(counts)]
-        # unbind's backward makes one stack. Indexing would make a zero-filled stack for every expert.
+        # The backward of `unbind` makes one gradient for the stack. Indexing would make a zero-filled
+        # gradient of the complete stack for every expert.
         stacks = {name: tensors[_key(name)].unbind(0) for name, _ in template.named_parameters()}
 
         def run(i: int, rows: Tensor) -> Tensor:
@@ -223,7 +225,7 @@ class CustomExperts(ExpertStack):
 
         parts = rows_RD.split(counts)
         done = [run(i, rows_i) for i, rows_i in enumerate(parts) if len(rows_i)]
-        # Without rows, one call with zero rows gives the output's dtype and width, and zero gradients.
+        # Without rows, one call with zero rows gives the output's dtype and width, and gradients of zero.
         out = torch.cat(done) if done else run(0, rows_RD)
         if out.shape != rows_RD.shape:
             raise ValueError(
@@ -247,7 +249,7 @@ def _part_of(width: int, slices: int, name: str) -> int:
 
 
 def build_experts(config: MoEConfig, part: Part, device: str | None = None) -> ExpertStack:
-    """Build this rank's experts of type `config.expert_type`, built-in or custom."""
+    """Build this rank's experts of the configured type, built-in or custom."""
     if is_custom(config.expert_type):
         kind = load_class(config.expert_type)
         return CustomExperts(config, kind, part, device)
@@ -264,18 +266,18 @@ def grouped_linear(
 ) -> Tensor:
     """Apply each expert's linear map to its rows: rows[r] @ weight[i].T + bias[i] for r in group i.
 
-    Rows after the last group give 0. Shapes: rows [R, I], weight [e, O, I], bias [e, O]. The result
-    [R, O] has the dtype of weight.
+    Output rows after the last group are 0. The shapes are rows [R, I], weight [e, O, I] and bias [e, O].
+    The result [R, O] has the dtype of weight.
     """
     rows = rows.to(weight.dtype)
     ops = kernels.ops(backend, rows.device, rows.dtype, fp32_products)
-    if not torch.is_grad_enabled():  # without gradients the weights may be an expert tensor list
+    if not torch.is_grad_enabled():  # Without gradients, `weight` may be an expert tensor list.
         return ops.grouped_linear(rows, weight, bias, groups)
     return _GroupedLinear.apply(rows, weight, bias, groups, ops)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """All experts' linear maps as one autograd node; `weight[i]` would make a full-size gradient each."""
+    """All experts' linear maps as one autograd node. With `weight[i]`, each gradient would be full-size."""
 
     @staticmethod
     def forward(

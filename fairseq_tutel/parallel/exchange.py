@@ -1,13 +1,14 @@
-"""Exchange: send rows to the ranks that own their experts, run the experts, and send the outputs back.
+"""The exchange sends rows to the ranks that own their experts, runs the experts, and returns the outputs.
 
-R rows, D model_dim, E experts (e local), P ranks of the EP group, C capacity. Rows may be sent in chunks
-while experts compute. The forward pass of three chunks (d: dispatch, x: experts, c: combine):
+R rows, D model_dim, E experts (e of them local), P ranks of the EP group, and C slots per expert. Rows may
+be sent in chunks while the experts compute earlier chunks. With three chunks, the forward pass runs
+dispatch (d), experts (x) and combine (c) of each chunk in this order:
 
     exchange  d0 d1 d2 c0 c1 c2
     experts      x0 x1 x2
 
-The backward pass has the reverse order, because autograd runs the last node first.
-Source: Tutel (Hwang et al. 2023), section 3.3.
+The backward pass runs in the reverse order, because autograd runs the last node first. Source: Tutel (Hwang
+et al. 2023), section 3.3.
 """
 
 from collections.abc import Callable
