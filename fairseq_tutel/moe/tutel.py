@@ -160,7 +160,7 @@ class TutelMoELayer(nn.Module):
         return y if self.result_func is None else self.result_func(y)
 
     def _follow(self, overlap: int | None, degree: int | None) -> None:
-        """Use another number of chunks or another r from now on; r becomes the nearest valid r below."""
+        """Set the overlap degree, and set adaptive_r to the nearest valid value below, from now on."""
         strategy = self.moe.strategy
         if overlap is not None:
             strategy = dataclasses.replace(strategy, overlap=overlap)
