@@ -1,8 +1,7 @@
 """This package has Mixture-of-Experts layers for torch, and a plugin for fairseq's `--user-dir`.
 
-The layers need only torch and numpy. Both are imported when a public name of the package is first used. To
-understand a MoE layer, read the files gates, choice, slots, routing, balance, dispatch, experts and layer
-of moe/ in this order.
+The layers need only torch and numpy. A first use of a public name imports both. To understand a layer, read
+gates, choice, slots, routing, balance, dispatch, experts and layer in moe/, in this order.
 """
 
 from importlib import import_module

@@ -60,9 +60,9 @@ def weights_of(
 ) -> Weights:
     """Gather and return the expert weights that this rank needs if adaptive_r is `degree`. Collective.
 
-    The backward pass sums the gradients of all ranks that gathered the weights. Each rank keeps only the
-    gradients of its expert shard. If adaptive_r is 0, the ranks exchange no row counts, so this function
-    compares the call ID of all ranks.
+    The backward pass sums the gradients of all ranks that gathered the weights. Each rank keeps the
+    gradients of its expert shard. With adaptive_r 0, no row counts are exchanged, so this function compares
+    call IDs.
     """
     named, slices = experts.expert_parameters(), experts.part.slices
     # Otherwise a pruned or parametrized bias would be ignored without an error.

@@ -27,8 +27,7 @@ def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
 
     Returns: a differentiable scalar in at least fp32.
 
-    The loss is from GShard (Lepikhin et al. 2020), equation 4 and algorithm 1, scaled by E as in
-        Tutel.
+    The loss is from GShard (Lepikhin et al. 2020), equation 4 and algorithm 1, times E.
 
     Example:
         >>> even, collapsed = 9 * torch.eye(4), 9 * torch.eye(4)[[0, 0, 0, 0]]
@@ -48,8 +47,7 @@ def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
     The probabilities are only from the tokens of this rank.
 
-    In training, this function runs one all-reduce of E numbers. The loss is from Qiu et al. 2025,
-        Demons in the Detail.
+    In training, this function runs one all-reduce of E numbers. The loss is from Qiu et al. 2025.
     """
     assigned_E = routing.assigned_KE.sum(dim=0)
     if gate.topology is not None and gate.topology.world_size > 1:
@@ -79,11 +77,11 @@ def gshard_sequence_loss(routing: Routing, gate: GateOutput) -> Tensor:
 def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """Return the mean of the importance loss and the load loss of noisy gates (Shazeer et al. 2017).
 
-    The loss is (cv^2(importance) + cv^2(load)) / 2 over all tokens except padding.
-    Importance_e is the sum of expert e's noise-free probabilities over tokens. Load_e is the sum over
-    tokens of the probability that expert e is among the K best experts if its noise is drawn again. That
-    probability is Phi((logit_e - rival_e) / noise). The number rival_e is the K-th largest noisy logit of
-    the other experts. cv^2 is the variance over experts divided by the squared mean.
+    The loss is (cv^2(importance) + cv^2(load)) / 2. Importance_e is the sum of expert e's noise-free
+    probabilities over tokens. Load_e is the sum over tokens of the probability that expert e is among the K
+    best experts if its noise is drawn again. That probability is Phi((logit_e
+    - rival_e) / noise). The number rival_e is the K-th largest noisy logit of the other experts. cv^2 is
+    the variance over experts divided by the squared mean.
 
     The loss is from Shazeer et al. 2017, sections 4 and A, equations 6 to 11.
     """
@@ -104,8 +102,7 @@ def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
 def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """Return Tutel's variant of the load_importance loss, with which users can resume runs of Tutel.
 
-    Tutel uses the K-th largest noisy logit of all experts, and subtracts this logit from a probability
-    instead of a logit.
+    Tutel subtracts the K-th largest noisy logit of all experts from a probability instead of a logit.
     """
     top_k = min(routing.assigned_KE.shape[0], routing.probs_TE.shape[1])
     probs_TE = torch.softmax(_wide(gate.clean_TE), dim=1)
@@ -212,8 +209,7 @@ class BalanceBias(nn.Module):
     @torch.no_grad()
     def update(self, load_E: Tensor) -> None:
         """Raise the bias of underloaded experts, lower that of overloaded experts, and reset all loads."""
-        # With integer arithmetic, every rank computes the same sign(mean - load). Both terms are multiplied
-        # by E.
+        # Integers (E * mean and E * load) give the same sign(mean - load) on every rank.
         below_E = load_E.sum() - load_E * len(load_E)
         self.bias.add_(below_E.sign().to(self.bias.dtype), alpha=self.rate)
         self.load.zero_()

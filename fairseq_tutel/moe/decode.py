@@ -3,8 +3,7 @@
 For few tokens, reading the weights takes most of the time. The layer's output needs only the experts and
 gate weights of each token. Slots, counts and row maps are therefore computed only at their first access.
 The decode path gives the same results as `routing.decide` and the fused FFN (`expert_ffn`). Shapes use T
-for tokens, D for model_dim, E for experts, K for top_k, N for T * K assignments, R for rows and n for the
-rows of one expert.
+for tokens, D for model_dim, E for experts, K for top_k and N for T * K assignments.
 """
 
 from collections.abc import Callable

@@ -7,8 +7,7 @@ rows. Dispatch and combine use no scatters or atomics, so equal inputs give bit-
 - `Local` is the dispatcher if all experts are on this rank.
 - `Gathering` gathers the weights of all experts on every rank for one forward pass (adaptive_r = 0).
 - `Exchange` sends rows to the ranks that own their experts.
-- `OwnExperts` sends no rows; this rank's experts replace the other ranks' experts (--moe-local-drop, in
-  training).
+- `OwnExperts` sends no rows, but runs this rank's experts instead (--moe-local-drop in training).
 
 Every dispatcher has these members:
 

@@ -24,9 +24,8 @@ from fairseq_tutel.parallel.groups import Part
 class Experts(ExpertStack):
     """The built-in expert types are `ffn` (two linear layers) and `glu` (SwiGLU).
 
-    The parameters are fc1_weight [e, H, D], fc1_bias [e, H], fc2_weight [e, D, H] and fc2_bias [e, D].
-        The type `glu` adds fc3_weight [e, H, D] and fc3_bias [e, H]. Each expert's matrices have the layout
-    of nn.Linear.
+    The parameters are fc1_weight [e, H, D], fc1_bias [e, H], fc2_weight [e, D, H] and fc2_bias [e, D]. The
+    type `glu` adds fc3_weight [e, H, D] and fc3_bias [e, H]. Matrices are as in nn.Linear.
     """
 
     slice_dims: ClassVar[dict[str, int]] = {
@@ -64,8 +63,7 @@ class Experts(ExpertStack):
             fan_in = self.whole_shape(f"{map_name}_weight")[1]
             for i in range(self.num_local):
                 generator = seeded_generator(seed, name, self.first + i, tensor)
-                # The complete expert is drawn and then split, so that the initial model is the same for
-                # every number of ranks.
+                # The complete expert is drawn and then split, so that the number of ranks has no effect.
                 whole = parameter.new_empty(self.whole_shape(tensor))
                 draw_linear(whole, fan_in, kind, self.config.init_std, generator)
                 parameter[i].copy_(self.own_part(tensor, whole.unsqueeze(0))[0])
@@ -114,8 +112,7 @@ class Experts(ExpertStack):
     def is_one_node(self) -> bool:
         """Whether one autograd node can compute all experts.
 
-        The node needs only an activation between fc1 and fc2, and no subclass that replaces a step of the
-        FFN.
+        Fused experts have only an activation between fc1 and fc2, and no subclass replaces a step.
         """
         own, drops = type(self), self.training and self.config.activation_dropout > 0
         is_replaced = own.run is not Experts.run or own.activate is not Experts.activate

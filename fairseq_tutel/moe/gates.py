@@ -72,8 +72,7 @@ class CosineGate(nn.Module):
 
     The logits are exp(min(t, ln 100)) * normalize(W x + b) . normalize(s_e), with a learned temperature t.
 
-    The gate is from X-MoE (Chi et al. 2022, section 3.2), with the initialization of Tutel's
-        cosine_top.
+    The gate is from X-MoE (Chi et al. 2022, section 3.2), and is initialized as in Tutel.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -133,8 +132,7 @@ def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
     if not training:
         return x_TD
     if config.input_jitter > 0:
-        # The jitter is computed in fp32, because half precision has only few, unevenly spaced values near
-        # 1.
+        # The jitter is computed in fp32, because half precision has only few numbers near 1.
         wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
         low, high = 1 - config.input_jitter, 1 + config.input_jitter
         x_TD = (wide_TD * torch.empty_like(wide_TD).uniform_(low, high)).to(x_TD.dtype)

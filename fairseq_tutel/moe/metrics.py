@@ -1,9 +1,8 @@
 """The table `METRICS` defines the routing metrics for logs and docs.
 
-A metric is one of two kinds. Each layer sums a token metric over tokens in its forward. A count metric is a
-function of the counts of assignments, computed once per micro-batch for all layers. No metric is read on
-the host. Shapes use T for tokens, E for experts, K for top_k, L for layers, S for the token sums of a layer
-and N for the metrics of a layer.
+Each layer sums a token metric over tokens in its forward. A count metric is a function of assignment
+counts, computed once per micro-batch for all layers. No metric is read on the host. Shapes use T for
+tokens, E for experts, K for top_k, L for layers, S for a layer's token sums and N for a layer's metrics.
 """
 
 import math
@@ -21,8 +20,7 @@ from fairseq_tutel.moe.routing import Routing
 class RoutingCounts(NamedTuple):
     """The routing counts and token sums of one layer in one micro-batch, on the device, without gradients.
 
-    `Metric.of_counts` gets these fields with a first dimension for L layers with equal K and E, and counts
-    in fp32.
+    `Metric.of_counts` gets these fields stacked for L layers with equal K and E, and counts in fp32.
     """
 
     num_tokens: Tensor  # The number [] int64 of tokens except padding.
@@ -66,8 +64,7 @@ class Metric:
 
 
 def _entropies(probs_TE: Tensor, weights_TK: Tensor, real_T: Tensor | None) -> Tensor:
-    # A clamped logarithm and a dot product take half the time of torch.special.entr. The result of 0 log 0
-    # is 0.
+    # A clamped logarithm and a dot product take half the time of torch.special.entr.
     logs_TE = probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log_()
     return -torch.dot(probs_TE.flatten(), logs_TE.flatten())
 
@@ -90,8 +87,8 @@ def _share(counts: RoutingCounts, values_L: Tensor) -> Tensor:
     return values_L / counts.load.sum(dim=1).clamp_min(1)
 
 
-# The metrics entropy, balance, unused and overflow are from Meta's fairseq-moe. The load violation
-# is from Wang et al. 2024 (Loss-Free Balancing), plus 1.
+# The metrics entropy, balance, unused and overflow are from Meta's fairseq-moe. The load violation is from
+# Wang et al. 2024 (Loss-Free Balancing), plus 1.
 METRICS = (
     Metric(
         name="entropy_gating", layers="entropy", token_sum=_entropies,
@@ -143,8 +140,7 @@ def count_routing(routing: Routing) -> RoutingCounts:
     top_k = len(routing.dropped_K)
     # The dtype is at least fp32, because half precision cannot hold sums over tokens.
     dtype = torch.promote_types(routing.probs_TE.dtype, torch.float32)
-    # With expert choice, a token can have more than K gate weights, one for each expert that chose the
-    # token.
+    # With expert choice, a token has one gate weight for each expert that chose the token.
     probs_TE, weights_TK = routing.probs_TE.to(dtype), routing.weights_TK[:, :top_k]
     if routing.real_T is not None:
         real_T1 = routing.real_T.unsqueeze(1)

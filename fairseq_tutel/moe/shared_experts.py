@@ -65,9 +65,8 @@ class SharedResidualExperts(nn.Module):
     y = g * routed + (1 - g) * dense(x), g = sigmoid(w x + b)  with `cmr`,
     y + sum of the shared experts of x                    with `shared_experts`.
 
-    `residual` is from Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.1. `cmr` is from
-        NLLB Team 2022, section 6.2, and from Meta's nllb branch. Shared experts are from Dai et al. 2024
-    (DeepSeekMoE), section 3.2.
+    `residual` is from Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.1. `cmr` is from NLLB Team 2022,
+    section 6.2, and from Meta's nllb branch. Shared experts are from DeepSeekMoE (Dai et al. 2024).
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -99,7 +98,7 @@ class SharedResidualExperts(nn.Module):
         """Return the gate g [T, 1], the weight of the routed experts in each output, or None without `cmr`.
 
         In training, dropout sets g to 0 for some tokens and divides g by 1 - `cmr_gate_drop` for other
-        tokens, as in Meta's branch.
+        tokens.
         """
         if self.cmr_gate is None:
             return None

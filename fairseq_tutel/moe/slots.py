@@ -1,9 +1,8 @@
 """The capacity of an expert is its number of slots. A drop policy decides which assignments get slots.
 
 T is the number of tokens, E of experts, K is top_k, and N = K * T is the number of assignments. Index j * T
-+ t is choice j of token t. A drop policy is an order of assignments. Assignments get slots in this order,
-and the last assignments are dropped. The kernel `assign_rows` numbers the assignments of every expert in
-the order of the drop policy.
++ t is choice j of token t. Assignments get slots in the order of the drop policy, and the last assignments
+are dropped. The kernel `assign_rows` numbers each expert's assignments in this order.
 """
 
 from dataclasses import dataclass

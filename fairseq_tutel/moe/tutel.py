@@ -203,8 +203,7 @@ class TutelMoELayer(nn.Module):
     def global_expert_count(num_local_experts: float, group: dist.ProcessGroup | None = None) -> int:
         """Return E, the number of experts on all ranks of a group, for a `num_experts_per_device`.
 
-        A value n > 0 means n experts on each rank; -n or 1/n means one expert on every n ranks; -1 equals
-        1.
+        A value n > 0 means n experts on each rank; -n or 1/n means one expert on every n ranks.
         """
         count, ranks = num_local_experts, world.size(group)
         if isinstance(count, float) and 0 < count < 1:

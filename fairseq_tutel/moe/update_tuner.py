@@ -78,12 +78,10 @@ class UpdateTuner:
             algorithms = ALGORITHMS if first.topology.grid is not None else ALGORITHMS[:1]
         self.static = first.strategy
         self._pairs, self._machine = (tuple(overlaps), tuple(algorithms)), machine
-        # The search is created after the warm-up updates, when the model is on its device and its peak
-        # memory is known.
+        # The search is created after the warm-up updates, when the model's peak memory is known.
         self._tuner: StrategySearch | None = None
         self._free: float | None = None  # This rank's free bytes at the last memory peak.
-        # The last update's bucket and strategy, if the tuner chose this strategy, and the update's
-        # milliseconds on this rank.
+        # The last update's bucket and strategy if the tuner chose it, and milliseconds on this rank.
         self._last: tuple[str, Strategy] | None = None
         self._milliseconds, self._is_timed = math.nan, False
         self._tokens = 0  # The number of tokens in this rank's micro-batches of the update.

@@ -17,8 +17,7 @@ def agree(facts: Mapping[str, Any]) -> None:
     `facts` maps the names of facts, as users see these names, to values.
 
     Raises:
-        ValueError: the facts of ranks differ. All ranks raise the same message, with option, values and
-            fix.
+        ValueError: the facts of ranks differ. All ranks raise the same message.
     """
     own = {name: _text(value) for name, value in facts.items()}
     gathered = world.all_gather_object(own, "the comparison of all ranks' options")

@@ -3,14 +3,13 @@
 Dispatch sends rows to the ranks of their experts, and combine sends the outputs back. The backward pass of
 dispatch is a combine, and the backward pass of combine is a dispatch.
 
-Shapes use R for rows, D for model_dim and e for local experts. A group has P ranks, or N nodes of L ranks
-with rank = n * L + l.
+Shapes use R for rows and D for model_dim. A group has P ranks, on N nodes of L ranks (rank = n * L + l).
 
 The hierarchical all-to-all (2DH) first sends rows within each node, so that few messages cross nodes. In
 the first hop, rank (n, l) sends its rows for rank (n', l') to rank (n, l'). In the second hop, rank (n, l')
 sends all rows of node n for rank (n', l') in one message. In 2DH, each rank sends N - 1 messages to other
 nodes, instead of P - L. Each 2DH message is L times as large as in a linear all-to-all, and the result is
-the same. Source: Section 3.4 of Tutel (Hwang et al. 2023) describes 2DH.
+the same. Section 3.4 of Tutel (Hwang et al. 2023) describes 2DH.
 """
 
 from collections.abc import Callable
@@ -167,8 +166,7 @@ class _AllToAll(torch.autograd.Function):
 class _Start(torch.autograd.Function):
     """Autograd function whose forward starts a transfer and whose backward waits for the gradients.
 
-    The forward pass of `_Finish` waits for the transfer of rows, and the backward pass of `_Finish` starts
-    the transfer of gradients.
+    `_Finish` waits for the rows in its forward pass, and sends their gradients in its backward pass.
     """
 
     @staticmethod
@@ -230,8 +228,7 @@ def hierarchical(device: Counts, host: Counts, grid: Grid, operation: str) -> tu
 def planned(host: Counts, group: dist.ProcessGroup, plan: str, operation: str) -> tuple[Move, Move]:
     """Return the functions `forth` and `back` of an all-to-all by the named collective plan.
 
-    The chunks of the collective plan are blocks of rows. The collective plan may forward rows through any
-    rank.
+    The chunks of the plan are blocks of rows. The plan may forward rows through any rank.
     """
     sizes_PP = tuple(map(tuple, host.transit.sum(2).tolist()))
     reverse_PP = tuple(zip(*sizes_PP, strict=True))

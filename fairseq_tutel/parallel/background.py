@@ -84,8 +84,7 @@ def _leave() -> None:
         os._exit(1)
 
 
-# Exit functions run in the reverse order of their registration, so exit functions registered after this
-# line run before `_leave`.
+# Exit functions run in the reverse order of registration, so later ones run before `_leave`.
 atexit.register(_leave)
 
 
@@ -98,8 +97,7 @@ def free_after(work: Any, sent: Tensor) -> None:
     """Free the memory of a sent tensor after its collective has finished, if the caller drops the tensor.
 
     NCCL's work handle keeps its tensors until a stream waits for the handle. If the computation's stream
-    waited, ranks that send later could be delayed by this rank. A separate stream therefore waits for the
-    handle.
+    waited, it could delay later sends, so a separate stream waits.
     """
     if sent.is_cuda:
         stream = _waiting_stream(sent.device)

@@ -1,11 +1,10 @@
 """Only this module calls the torch.distributed collectives of tensors.
 
 Every collective is guarded. If a rank fails, the error on other ranks names the failed rank and the
-    operation.
-The argument `operation` completes the sentence "rank 1 could not finish …". A group of None means all ranks
-of the job, or one rank without torch.distributed. Tensors must be on the device of the group's backend,
-because NCCL cannot send host memory. Shapes use G for the number of ranks in a group. The functions in
-`parallel/world.py` send Python objects.
+operation. The argument `operation` completes the sentence "rank 1 could not finish …". A group of None
+means all ranks of the job, or one rank without torch.distributed. Tensors must be on the device of the
+group's backend, because NCCL cannot send host memory. Shapes use G for the number of ranks in a group. The
+functions in `parallel/world.py` send Python objects.
 """
 
 from collections.abc import Callable, Sequence

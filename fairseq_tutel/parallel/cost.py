@@ -102,8 +102,8 @@ def held_bytes(
             gradients += weight_bytes * (own if stage == 2 else numel)
             if half and stage == 0 and not offload:
                 gradients += 4 * numel  # fairseq's optimizer keeps a full fp32 copy of the gradients.
-            # Adam keeps two moments and master weights. fp32 weights need no master copy, except in host
-            # memory.
+            # Adam keeps two moments and master weights. Only in host memory, fp32 weights need a master
+            # copy.
             state += 4 * own * (2 + (half or offload))
     on_device, on_host = (0, state) if offload else (state, 0)
     return Held(weights, gradients, on_device, on_host)
@@ -144,8 +144,7 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
         shape = cluster.group_nodes, cluster.group_local
         return exchange_seconds(num_bytes, machine, *shape, strategy.algorithm)
 
-    # The forward pass exchanges the row counts and reads them on the host. The backward pass reuses these
-    # counts.
+    # Only the forward pass exchanges row counts and reads these counts on the host.
     counts_bytes = _COUNT_BYTES * max(work.experts, cluster.expert_parallel_size)
     parts = {
         "gate": 6 * work.tokens * work.model_dim * work.experts / machine.gate_flops_per_s,
@@ -211,8 +210,7 @@ def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, 
         HOST: bytes_held.host,
         "activations": work.layers * saved * size,
         "row buffers": buffers * layer.copies * rows * dim * size,
-        # The gathered weights of all layers are kept for the backward pass, but the gathered gradients of
-        # only one layer.
+        # Gathered weights of all layers are kept for backward, but gathered gradients of only one layer.
         "gathered weights": (work.layers + 1) * (layer.computed - layer.stored) * size,
     }
 
@@ -267,8 +265,7 @@ def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate
 def _experts_seconds(work: Work, machine: Machine, layer: _Layer, chunks: int) -> float:
     """Return the predicted seconds that the experts of a rank need for one row chunk.
 
-    The result is the larger of two times, one for arithmetic and one for memory traffic of weights and
-        rows.
+    The result is the larger of two times, for arithmetic and for memory traffic of weights and rows.
     """
     rows = work.rows / chunks
     flops = 2 * rows * work.expert_parameters

@@ -7,8 +7,8 @@ dispatch (d), experts (x) and combine (c) of each chunk in this order:
     exchange  d0 d1 d2 c0 c1 c2
     experts      x0 x1 x2
 
-The backward pass runs in the reverse order, because autograd runs the last node first. Source: Section 3.3
-of Tutel (Hwang et al. 2023) describes this overlap.
+The backward pass runs in the reverse order, because autograd runs the last node first. Section 3.3 of Tutel
+(Hwang et al. 2023) describes this overlap.
 """
 
 from collections.abc import Callable

@@ -24,8 +24,7 @@ PROCESSES = "fairseq_tutel/processes"
 POLL_SECONDS = 1.0
 # After a failure, the main thread has this time to end its process with an error.
 GRACE_SECONDS = 2.0
-# One check of the rendezvous store for a failure takes at most this time. Requests to a store whose process
-# is stopped never return.
+# One check of the store takes at most this time. Requests to a store whose process is stopped never return.
 LOOK_SECONDS = 2.0
 # The process of a rank ends at most this time after an error.
 END_SECONDS = 10.0

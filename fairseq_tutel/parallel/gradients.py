@@ -135,8 +135,8 @@ def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor
     """Return the L2 norm of all gradients, of dense parameters and of the experts of all ranks. Collective.
 
     Each expert parameter counts once, because the sum over all W ranks is divided by the number of EP
-        replicas. Every rank gets bit-identical norms. A NaN or infinity on one rank gives a NaN or infinity
-    on all ranks. The norm has the dtype fp32 (fp64 for fp64 gradients).
+    replicas. Every rank gets bit-identical norms. A NaN or infinity on one rank gives a NaN or infinity on
+    all ranks. The norm has the dtype fp32 (fp64 for fp64 gradients).
     """
     dense: list[Tensor] = []
     experts: list[Tensor] = []

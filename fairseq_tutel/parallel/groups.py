@@ -47,8 +47,7 @@ class Part:
 class Grid:
     """The ranks of an EP group on N nodes of L ranks: rank n * L + l has local index l on node n.
 
-    node_group has the ranks of this rank's node. rail_group has one rank of each node, all with the local
-    index of this rank.
+    node_group has the ranks of this node. rail_group has the rank with this local index of each node.
     """
 
     nodes: int
@@ -61,8 +60,7 @@ class Grid:
 class Topology:
     """The process groups that a rank uses for expert parallelism. A group of one rank is None.
 
-    `make_topology` creates a topology. `ft.Topology()` is the topology of a single rank that has all
-    experts.
+    `make_topology` creates a topology. `ft.Topology()` is a topology of one rank with all experts.
 
     Attributes:
         world_size: W.
@@ -173,8 +171,7 @@ def make_topology(expert_counts: Sequence[int], requested: int = 0, ranks_per_no
     Args:
         expert_counts: the number of experts of every layer.
         requested: P; 0 for the greatest P that fits.
-        ranks_per_node: L of the grid; 0 for no grid. There is a grid if an EP group has several complete
-            nodes of more than one rank.
+        ranks_per_node: L of the grid; 0 for no grid. A grid needs an EP group of several complete nodes.
 
     Raises:
         ValueError: P does not fit the numbers of ranks and experts, or ranks gave different arguments.
@@ -229,8 +226,7 @@ def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tupl
         parts = range(0, count, number)
         return _new(group, [range(part + i, part + number, step) for part in parts for i in range(step)])
 
-    # P = W also gets a new communicator, so that EP and data parallelism may run collectives in different
-    # orders.
+    # P = W also gets a new communicator, so EP and data parallelism need no common order.
     expert_group = strided(size) if size > 1 else None
     replica_group = strided(count, size) if 1 < size < count else None
     grid = None

@@ -2,8 +2,7 @@
 
 The errors of torch itself name at most a socket. After a failed collective, a rank reads the job's first
 failure from the rendezvous store (`failures`). If the store has no failure, the rank runs a health check
-and names the ranks that did not answer. No code catches the CommunicationError, so the error ends the
-process.
+and names the ranks that did not answer. No code catches this error, so the process ends.
 """
 
 import contextlib
@@ -25,8 +24,7 @@ LONGEST_CHECK = 3.0
 GRACE_SECONDS = 1.0
 WAIT_LONGER = "raise --moe-comm-timeout"
 PRESENT = "fairseq_tutel/health_check"
-# gloo raises plain RuntimeErrors, which contain one of these texts. The text "Wait timeout" is from a file
-# store.
+# gloo raises plain RuntimeErrors with one of these texts. The text "Wait timeout" is from a file store.
 MARKS = ("gloo/transport", "gloo/rendezvous", "Gloo connectFullMesh failed", "Wait timeout")
 
 
@@ -57,9 +55,8 @@ def limit(group: dist.ProcessGroup | None) -> None:
 class guarded:  # noqa: N801 - a context manager
     """Context manager that converts a failed collective to a CommunicationError with an explanation.
 
-    Usage: `with guarded("the exchange of …", group): collective`. Other errors are not changed, nor are
-    errors that an inner guard has explained. `operation` completes the sentence "rank 1 could not finish
-    …".
+    Other errors are not changed, nor are errors that an inner guard has explained. `operation`, such as
+    "the exchange of rows", completes the sentence "rank 1 could not finish …".
     """
 
     __slots__ = ("group", "operation")

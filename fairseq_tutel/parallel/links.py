@@ -25,8 +25,7 @@ def exchange_seconds(
             # All rows are copied twice. Each copy reads and writes each byte.
             + 4 * bytes_per_rank / machine.memory_bytes_per_s
         )
-    # The linear all-to-all uses both kinds of links at the same time, so the slower kind determines the
-    # time.
+    # The linear all-to-all uses both kinds of links at once, so the slower kind determines the time.
     return machine.launch_s + max(
         machine.intra.seconds(within, within * share), machine.inter.seconds(across, across * share)
     )

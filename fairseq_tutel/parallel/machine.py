@@ -36,8 +36,7 @@ class Machine:
     def from_json(cls, path: Path) -> "Machine":
         """Read a hardware profile from a JSON file. Raise ValueError if the file has no valid profile.
 
-        The JSON file is either a hardware profile, or output of the tool `plan` with the profile under
-        `machine`.
+        The JSON file is a hardware profile, or output of the tool `plan` (profile under `machine`).
         """
         try:
             values = json_of(path)
@@ -62,8 +61,7 @@ _NVLINK, _INFINIBAND = 370 / 450, 47 / 50
 _EXPERTS = 413 / 989  # Bf16 forward and backward of a Triton MoE layer on an H100.
 _LAUNCH_S = 10e-6  # The launch time of a collective.
 _INTRA_ALPHA_S = 0.6e-6  # The latency of an NVLink step (LL protocol) in NCCL's model.
-# This is the latency of one of many concurrent messages. With this latency, 2DH becomes faster than linear
-# between 128 and 256 A100s.
+# This is the latency of one of many concurrent messages. With it, 2DH is faster from 256 A100s on.
 _INTER_ALPHA_S = 1.0e-6
 
 
@@ -88,8 +86,7 @@ def _preset(
     )
 
 
-# Datasheet numbers of one GPU. The bandwidth of links is for one direction. The numbers of an MI250 are for
-# one of its two dies.
+# Datasheet numbers of one GPU (or one of an MI250's two dies), with link bandwidth in one direction.
 PRESETS = {
     "a100": _preset("A100", 300, 25, 2039, 312, 19.5, 80),  # An NDm A100 v4 has one HDR adapter a GPU.
     "h100": _preset("H100", 450, 50, 3350, 989, 67, 80),  # A DGX H100 has one NDR adapter a GPU.

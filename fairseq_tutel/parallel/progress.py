@@ -24,8 +24,7 @@ def progress(text: str, total: int, unit: str) -> Iterator[Callable[[int], objec
     from tqdm import tqdm  # Importing tqdm takes time.
 
     class Bar(tqdm):  # type: ignore[type-arg]
-        # The default lock of tqdm would fix the start method of multiprocessing, and tqdm's monitor is a
-        # thread.
+        # The default lock of tqdm would fix multiprocessing's start method. tqdm's monitor is a thread.
         _lock = threading.RLock()
         monitor_interval = 0
 

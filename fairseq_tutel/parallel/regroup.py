@@ -85,9 +85,8 @@ def chunk_of(count: Tensor, index: int, number: int) -> Tensor:
 def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:
     """Return the number of rows to send to each expert of each rank [P, e].
 
-    With s > 1 shards, a rank is identified by (expert, m, j), and ranks are in this order. An expert's rows
-    are split into s / r parts, and rank (expert, m, j) gets part j. The r ranks that differ only in m get
-    equal rows.
+    With s > 1 shards, ranks are in the order of (expert, m, j). An expert's rows are split into s / r
+    parts, and rank (expert, m, j) gets part j. The r ranks that differ only in m get equal rows.
     """
     if slices == 1:
         return counts_E.unsqueeze(1)

@@ -5,7 +5,7 @@ bucket. Candidates are measured in rounds. A round is one update for each candid
 candidates that are too slow drop out. The choice depends only on recorded costs. Ranks with equal costs
 therefore choose the same strategy.
 
-Source: Tutel (Hwang et al. 2023), section 3.3, describes the buckets. The search is not from Tutel.
+Tutel (Hwang et al. 2023), section 3.3, describes the buckets. The search is not from Tutel.
 """
 
 import math
@@ -77,8 +77,7 @@ class StrategySearch:
         every = [
             Strategy(adaptive_r=r, overlap=overlap, algorithm=algorithm)
             for r, overlap, algorithm in product(self.rs, self.overlaps, self.algorithms)
-            # With adaptive_r = 0, no rows are sent, so the overlap degree and all-to-all algorithm have no
-            # effect.
+            # With adaptive_r = 0, no rows are sent, so overlap and all-to-all algorithm have no effect.
             if r > 0 or (overlap, algorithm) == (self.overlaps[0], self.algorithms[0])
         ]
         if predict is None:

@@ -1,7 +1,6 @@
 """Receives signals that ask this process to save its work and end, such as SIGTERM before a preemption.
 
-A launcher also sends SIGTERM to the other ranks after one rank has failed. In this case, the failure watch
-(`failures`) ends this process.
+A launcher also sends SIGTERM after one rank has failed. The failure watch then ends this process.
 
 Python calls a signal handler only in the main thread, which may wait in a collective. Therefore a thread
 reads the numbers of received signals from a socket. The thread ends the process if it does not end in time.
@@ -23,11 +22,9 @@ from fairseq_tutel.parallel import failures
 
 logger = logging.getLogger(__name__)
 
-# This is the exit code of a run that saved its work after a signal. It equals EX_TEMPFAIL ("try again
-# later") of sysexits.h.
+# A run that saved its work after a signal exits with EX_TEMPFAIL ("try again later") of sysexits.h.
 EXIT_CODE = 75
-# A launcher forwards a signal that the process also gets directly. Signals within this time count as one
-# signal.
+# Signals within this time count as one, because a launcher forwards signals that a process also gets.
 MERGE_SECONDS = 1.0
 # Reading this number from the socket ends the thread. No signal has this number.
 CLOSE = 0
@@ -136,8 +133,7 @@ class SignalWatch:
     def _shield_child(self) -> None:
         """Ignore the signals in a forked child, except a SIGTERM that this process sends.
 
-        A scheduler sends signals to all processes, but without its data loading processes, a rank cannot
-        finish the current update.
+        Schedulers signal all processes, but a rank needs its data loaders to finish its update.
         """
         if not self._before:
             return
@@ -145,8 +141,7 @@ class SignalWatch:
         for number in self._before:
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
         if signal.SIGTERM in self._before:
-            # torch replaces the signal handlers in its data loading processes, but does not unblock
-            # signals.
+            # torch replaces the handlers in its data loading processes, but does not unblock signals.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             threading.Thread(target=_obey_parent, args=(os.getppid(),), daemon=True).start()
 

@@ -1,7 +1,6 @@
 """Convert rows [R, D] to and from the transfer dtype, and measure the time of their exchange.
 
-The transfer dtypes bf16 and fp8 round values. Apart from this rounding, the execution strategy does not
-change results.
+The transfer dtypes bf16 and fp8 round values. Otherwise, an execution strategy does not change results.
 """
 
 import time
@@ -19,8 +18,7 @@ SCALE_BYTES = 4
 def pack(rows_RD: Tensor, transfer_dtype: str) -> Tensor:
     """Convert rows [R, D] to the transfer dtype, as [R, D] or, for fp8, as [R, D + 4] uint8.
 
-    A row with an infinity or NaN never arrives with only finite numbers, because fp8 turns an infinity into
-        a NaN.
+    A row with an infinity or NaN never arrives as finite numbers. fp8 turns an infinity into a NaN.
     """
     if transfer_dtype == "bf16" and rows_RD.dtype.itemsize > 2:
         return rows_RD.to(torch.bfloat16)

@@ -1,7 +1,6 @@
 """The number of ranks, this process's rank, the common end of all ranks, and collectives of objects.
 
-Without torch.distributed, this process is the only rank. `operation` names a collective in errors, as in
-`guarded`.
+Without torch.distributed, this process is the only rank. `operation` names a collective in errors.
 """
 
 import contextlib

@@ -2,8 +2,7 @@
 
 For a parameter with n elements and a group of G ranks, each rank has m = ceil(n / G) elements. Parameters
 with the same group and dtype share buckets, and each bucket needs one collective. A bucket has M elements
-per rank and is stacked as [G, M], where row g belongs to rank g. Source: The method is from Rajbhandari et
-al. 2020, arXiv 1910.02054.
+per rank and is stacked as [G, M], where row g belongs to rank g. ZeRO is from Rajbhandari et al. 2020.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

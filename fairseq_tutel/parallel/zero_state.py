@@ -25,8 +25,7 @@ class GradientReducer:
 
     With `eager`, gradients are summed during a backward pass. A bucket is sent when all gradients of this
     bucket exist and all earlier buckets are sent. All ranks therefore call the same collectives, even if
-    some ranks do not use all parameters. The sums arrive at the end of the backward pass, because other
-    ranks may send buckets only then.
+    some ranks do not use all parameters. The sums may arrive only at the end of the backward pass.
     """
 
     def __init__(self, buckets: Sequence[Bucket], world_size: int, eager: bool) -> None:
@@ -105,8 +104,7 @@ class GradientReducer:
 def _set_hook(parameter: nn.Parameter, reducer: GradientReducer, number: int) -> None:
     """Register a hook that notifies `reducer` of a parameter's gradients, and remove the previous hook.
 
-    fairseq builds another optimizer when it loads a checkpoint. A hook must not notify the previous
-    optimizer's reducer.
+    After loading a checkpoint, fairseq builds a new optimizer, and hooks must not notify the old one.
     """
     reference = weakref.ref(reducer)
 
@@ -182,13 +180,11 @@ class ZeroState:
     def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> None:
         """Update this rank's elements bucket by bucket, and gather all weights.
 
-        Collective. Only the gradients of one bucket are fp32 at a time. The weights of a bucket are sent
-        while the next bucket is updated. `optimizer` must be elementwise, and `update` must call
-        `optimizer.step`.
+        Collective. Only one bucket's gradients are fp32 at a time. A bucket's weights are sent while the
+        next bucket is updated. `optimizer` must be elementwise, and `update` must call its `step`.
         """
         groups = optimizer.param_groups
-        # Values in optimizer groups, such as a step count, must change once per update, not once per
-        # bucket.
+        # Values in optimizer groups, such as a step count, must change only once per update.
         before = [dict(group) for group in groups]
         members = [{id(own) for own in values["params"]} for values in before]
         pending: Started | None = None
@@ -238,8 +234,7 @@ class ZeroState:
                     "not a crash file."
                 )
             if key == MASTER and not partition.is_master:
-                # The checkpoint is from a half-precision run, so all ranks read the master copy and
-                # continue from it.
+                # After a half-precision run, all ranks continue from the master copy.
                 partition.parameter.copy_(value)
             own[key] = own_elements(value.contiguous(), partition.share).clone()
         return own
@@ -260,8 +255,7 @@ def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Paramete
 
     for partition, grad in zip(bucket.partitions, bucket.converted_gradients(widened), strict=True):
         if grad is None and partition.is_master:
-            # Missing gradients of master copies become zeros, as in fairseq. Unused fp32 parameters are
-            # skipped.
+            # Missing gradients of master copies become zeros, as in fairseq.
             grad = torch.zeros_like(partition.own)
         partition.own.grad = grad
     return owned

@@ -18,8 +18,7 @@ The buffer `in` is never written. Between calls, the caller on each rank owns th
 The buffer `tmp` has S chunks, and exists twice for alternate calls. A rank that is one call ahead therefore
 does not overwrite data that a slower rank still reads.
 
-**Programs.** A rank has one or more lanes, which run concurrently. A lane is a list of steps that run in
-order:
+**Programs.** A rank has one or more lanes, which run concurrently. A lane is an ordered list of steps:
 
 - A put copies `src` on this rank to `dst` on the rank at the other end of the channel. A put's copy can run
   at any time until the receiver's wait for the next signal ends. Until that wait ends, no step may read or
@@ -159,8 +158,7 @@ Chunk = tuple[str, int]
 class Writer:
     """Builds a collective plan. Each method appends one step to a lane of a rank.
 
-    The first step that uses a channel creates the channel. Channels between the same two ranks differ in
-    `tag`.
+    The first step on a channel creates the channel. Channels between the same ranks differ in `tag`.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -2,8 +2,7 @@
 
 The checks run in the order `shape`, `order` (deadlocks), `races`, `data`. A collective plan that passes is
 correct for every timing of its steps and transfers, for all sizes and for any number of calls in a row. A
-correct all_reduce plan gives the same bits on all ranks. The `Report` of a collective plan predicts its
-time.
+correct all_reduce plan gives the same bits on all ranks. The `Report` predicts a plan's time.
 """
 
 from collections.abc import Callable
@@ -24,8 +23,7 @@ class Report:
 
     Attributes:
         depth: the largest number of signals on a chain of steps. Each signal is a hop from rank to rank.
-        loads: the traffic of each round, as bytes sent by (source, target), relative to a rank's input
-            bytes.
+        loads: each round's traffic by (source, target), as a fraction of a rank's input bytes.
     """
 
     steps: int

@@ -41,8 +41,7 @@ class _Value(NamedTuple):
 
 
 Numbers = dict[tuple[int | str, ...], int]
-# This table has, for each rank and buffer, the value of each chunk and the step that wrote it (-1 for
-# `in`).
+# For each rank and buffer, this has each chunk's value and the step that wrote the chunk (-1 for `in`).
 Held = dict[tuple[int, str], list[tuple[_Value, int] | None]]
 
 

@@ -4,14 +4,13 @@ The vector clock of a lane has, for each lane, the number of steps that have cer
 vector clock changes only when the lane waits. The clock of a signal is the vector clock of its lane plus
 the step count of this lane. A put may read its source and write its destination at any time after it is
 issued. The read of a put ends with the wait for the next signal, or with the next flush. The write of a put
-ends with the wait for the next signal. If two steps access the same chunk and one of the steps writes,
-their order must be fixed.
+ends with the wait for the next signal. If two steps access a chunk and one writes, their order must be
+fixed.
 
 Calls of a plan follow each other without a pause, so three calls in a row are checked. The second call uses
-the other of the two `tmp` buffers. Between calls, the caller may write a rank's `in` and `out`. The check
-models the caller's writes as one step at the start of each call, after all lanes of the rank's previous
-call. Three calls are enough, because a call waits for all data for its rank, and an order between two calls
-holds for all such pairs.
+the other of the two `tmp` buffers. Between calls, the caller may write a rank's `in` and `out`. In the
+check, the caller writes in one step at the start of each call, after all lanes of the rank's previous call.
+Three calls are enough, because a call waits for all data for its rank.
 """
 
 from collections import defaultdict
@@ -23,8 +22,7 @@ import numpy as np
 from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Plan, PlanError
 
-# Each buffer has a list of calls to check, which use the same memory of the buffer. More calls would find
-# no more races.
+# The calls to check for each buffer use the same memory. More calls would find no more races.
 CALLS = {"in": (0, 1), "out": (0, 1), "tmp": (0, 2)}
 Counts = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -52,8 +50,7 @@ class Clock(NamedTuple):
 class Access(NamedTuple):
     """A read or write of chunks by a step of a plan, or by the plan's caller if `number` is None.
 
-    `ends` is a list of pairs (lane, count). The access has ended as soon as any of these lanes has run
-    `count` steps.
+    `ends` has pairs (lane, count). The access has ended when any of these lanes has run `count` steps.
     """
 
     ends: tuple[tuple[int, int], ...]

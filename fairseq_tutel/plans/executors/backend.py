@@ -99,9 +99,8 @@ def _ranks(group: Group) -> Sequence[int]:
 class _InSharedMemory:
     """Runs a collective plan in shared memory, or by messages if the ranks cannot share memory.
 
-    A call runs the plan in `wait`, not in `start`. Running a plan in shared memory needs all ranks at the
-    same time. A backward pass may call `start` while other ranks still need this rank for another
-    collective.
+    A call runs the plan in `wait`, not in `start`, because all ranks must run the plan at the same time. A
+    backward pass may call `start` while other ranks still need this rank for another collective.
     """
 
     def __init__(self, plan: Plan, group: Group) -> None:

@@ -17,8 +17,7 @@ from fairseq_tutel.plans.checker.data import Kind, check_data
 from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Place, Plan
 
-# The type of the number of elements of a shard or, for an all_to_all, of each block by source and
-# destination.
+# The number of elements of a shard or, for an all_to_all, of each block by (source, destination).
 Sizes = int | tuple[tuple[int, ...], ...]
 # An end of a transfer is a rank and the position of the first chunk on this rank.
 End = tuple[int, Place]
@@ -82,8 +81,7 @@ class Layout:
     """The position and length, in elements, of each chunk in one call of a collective plan.
 
     Each row has `width` elements. With a window, the layout covers only the elements of each chunk inside
-    the window. Slots of `tmp` and `staged` have the length of the window. Positions in the buffers `in` and
-    `out` ignore the window.
+    the window, and slots have the window's length. Positions in `in` and `out` ignore the window.
     """
 
     def __init__(self, walked: Walked, sizes: Sizes, width: int = 1, window: range | None = None) -> None:

@@ -8,8 +8,7 @@ per size. If a lane would have to wait, the next lane of the rank runs.
 Each rank has a memory region to which other ranks write, with two buffers:
 
 - `tmp` exists twice, for even and odd calls.
-- `staged` replaces `out` if the plan puts into another rank's `out`. At the end of a call, `staged` is
-  copied to the caller's `out`.
+- `staged` replaces `out` if a plan puts into another rank's `out`, and is copied to `out` at the end.
 
 `in` is the caller's tensor, and so is `out` unless `staged` replaces `out`. A put is a copy that finishes
 at once, so a flush needs no action.
@@ -46,15 +45,13 @@ MOST_SIZES = 64  # A plan stays compiled for this number of sizes.
 
 COPY, REDUCE, SIGNAL, WAIT, POST, PEND = range(6)
 CODES = {"signal": SIGNAL, "wait": WAIT, "post": POST, "pend": PEND}
-# A step is the code of the operation, the number of the target view, channel or semaphore, and the numbers
-# of the source views.
+# A step is an operation code, the number of a target view, channel or semaphore, and source view numbers.
 Step = tuple[int, Any, Any]
 # A view is a range of elements in the caller's tensors (`in`, `out`) or in shared memory (`tmp`, `staged`).
 # Its items are the buffer, rank, first element and length. A view is a plain tuple for speed, because rows
 # of varying sizes need new views in every call.
 View = tuple[str, int, int, int]
-# These are two lists by view number. The first has the view's bytes, and the second the view's tensor if
-# the view is part of a sum.
+# Two lists by view number have the view's bytes and, for views in sums, the view's tensor.
 Views = tuple[list[Any], list[Any]]
 
 
@@ -159,8 +156,7 @@ class Call:
 class OneSided:
     """Runs the steps of one rank of a collective plan, in memory that the ranks of a host share.
 
-    The checker must have accepted the collective plan. All ranks must construct this object together, and
-    call its methods together.
+    The checker must have accepted the collective plan. All ranks must call each method together.
 
     Raises:
         SharedMemoryError: the ranks cannot share memory. All ranks raise this error.
@@ -193,8 +189,7 @@ class OneSided:
         Both tensors are contiguous, with elements along their first dimension.
 
         Raises:
-            DistBackendError: `wait` raises this error if a rank did not respond within the group's
-                time-out.
+            DistBackendError: in `wait`, a rank did not respond within the group's time-out.
         """
         return Call(lambda: self._call(own, out, sizes))
 

@@ -1,13 +1,11 @@
 """Executor that runs collective plans by two-sided messages (send and receive), over gloo or NCCL.
 
 The collective plan runs in rounds. In each round, a rank sends at most one message to each other rank. A
-message has all chunks for one rank in this round, one after another. Between rounds, the rank copies and
-sums chunks in the order of the plan. Only the rank itself writes its memory, so each call has a separate
-`tmp` buffer.
+message has all chunks for one rank in this round. Between rounds, the rank copies and sums chunks in the
+order of the plan. Only the rank itself writes its memory, so each call has a separate `tmp` buffer.
 
-Without a thread, `start` sends the messages of the first round, and `wait` sends those of the later rounds.
-All ranks of a group must therefore start calls, and wait for them, in the same order. On a GPU, the host
-never waits for messages.
+There is no thread. `start` sends the first round, and `wait` sends the later rounds. All ranks of a group
+must therefore start and wait for calls in the same order. On a GPU, the host never waits for messages.
 """
 
 from collections import defaultdict
@@ -149,8 +147,7 @@ class TwoSided:
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
         """Start the collective, and return a handle whose `wait` finishes it.
 
-        `own` and `out` are the plan's buffers `in` and `out`. Both tensors are contiguous, with elements
-        along the first dimension.
+        `own` and `out` are the plan's `in` and `out`, contiguous, with elements along dimension 0.
         """
         if self.is_new and own.is_cuda:
             # The first NCCL call in a group needs all ranks, but a round may have no message for some rank.

@@ -45,8 +45,7 @@ class _Splitting:
     def remove(self, switch: int) -> None:
         """Replace all links of a switch by links between the vertices that the switch connects.
 
-        Links are first split evenly, because trees are then lower. Links from a vertex to itself are made
-        last.
+        An even split comes first, because trees are then lower. Links from a vertex to itself come last.
         """
         self._split_evenly(switch, list(self._even(switch)))
         into, out = self._neighbours(switch)
@@ -74,8 +73,7 @@ class _Splitting:
     def _partners(self, u: int, out: Sequence[int]) -> list[int]:
         """Return the vertices of `out` to which the links of vertex u should lead.
 
-        These are the ranks on other hosts with the local rank of u. Without such ranks, they are all
-        vertices except u.
+        These are ranks on other hosts with the local rank of u or, without such ranks, all except u.
         """
         places = dict(enumerate(self.network.places))
         alike = [t for t in out if u in places and t in places and places[u][1] == places[t][1]]
@@ -104,8 +102,7 @@ class _Splitting:
 
     def _room(self, switch: int, u: int, t: int, most: int) -> int:
         """Return how much capacity of a switch's links from u and to t can be replaced, up to `most`."""
-        # The first sets have the switch but neither u nor t. The second sets have u and t but not the
-        # switch.
+        # Splitting reduces the room of sets with only the switch, and of sets with only u and t.
         for start, end in ((u, switch), (switch, t)):
             if most:
                 graph = self.graph.copy()

@@ -5,10 +5,9 @@ links with the total bandwidth B+(S). Sending shards of one byte therefore takes
 Let 1/x be the largest of these lower bounds. Trees reach the bound 1/x (Edmonds 1973). If a source sends x
 to each rank, x N can flow to each rank. All numbers in this module are integers or fractions.
 
-Source: The bound is from Zhao et al., ForestColl: Throughput-Optimal Collective Communications on
-    Heterogeneous Network
-Fabrics, 2024. The paper finds 1/x by bisection. This module uses Newton's method (Dinkelbach 1967), in
-which each cut that is too narrow gives the next, larger 1/x. Newton's method needs only few steps.
+The bound is from Zhao et al., ForestColl (2024). The paper finds 1/x by bisection. This module uses
+Newton's method (Dinkelbach 1967), in which each cut that is too narrow gives the next, larger 1/x. Newton's
+method needs only few steps.
 """
 
 import math
@@ -43,8 +42,7 @@ class Optimum(NamedTuple):
 class Share(NamedTuple):
     """The number of trees that may use each link of a network, if each root has k = `trees` trees.
 
-    At most U b trees use a link of bandwidth b, where U is `stretch`. `capacities` has U b, rounded down,
-    by [source][target].
+    At most U b trees use a link of bandwidth b, where U is `stretch`. `capacities` has U b, rounded down.
     """
 
     trees: int
@@ -65,8 +63,7 @@ def optimum(network: Network) -> Optimum:
         key=lambda found: found.seconds,
     )
     for rank in range(network.ranks):
-        # If a rank has no narrower cut for some 1/x, it has none for a larger 1/x. Each rank is therefore
-        # tried once.
+        # A rank without a narrower cut for 1/x has none for a larger 1/x, so each rank is tried once.
         while cut := _too_narrow(network, rank, best.seconds):
             best = _narrow(network, cut)
     return best
@@ -134,8 +131,7 @@ def fixed_share(network: Network, best: Optimum, trees: int) -> Share:
     least = most = best.seconds * trees
     while not is_enough(network, _share(network, trees, most)):
         most *= 2
-    # At the least U, some link gets one more tree. U is therefore an integer divided by this link's
-    # bandwidth.
+    # At the least U, U b is an integer for the bandwidth b of some link.
     too_low = Fraction(0)
     for width in {link.bandwidth for link in network.links}:
         first = max(math.ceil(least * width), math.floor(too_low * width) + 1)

@@ -5,8 +5,7 @@ y) limits the number of copies by its remaining capacity. Each set T of ranks th
 limits this number, by the spare capacity of T. The spare capacity of T is the capacity of links into T
 minus the other trees that must still reach T (Edmonds 1973; Berczi and Frank, Packing arborescences, 2009).
 Copies that cannot take the link become a separate tree with the edges so far. At least one copy can always
-take some link. A set without spare capacity never gets spare capacity later, because its capacity and its
-demand decrease together.
+take some link. A set without spare capacity never gets spare capacity later.
 """
 
 from collections.abc import Mapping, Sequence
