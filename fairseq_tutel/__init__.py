@@ -1,7 +1,7 @@
 """This package has Mixture-of-Experts layers for torch, and a plugin for fairseq's `--user-dir`.
 
-The layers need only torch and numpy. A first use of a public name imports both. To understand a layer, read
-gates, choice, slots, routing, balance, dispatch, experts and layer in moe/, in this order.
+The layers need only torch and numpy. A first use of a public name imports torch and numpy. To understand a
+layer, read gates, choice, slots, routing, balance, dispatch, experts and layer in moe/, in this order.
 """
 
 from importlib import import_module

@@ -1,7 +1,6 @@
 """fairseq-tutel: tools for training runs and checkpoints of Mixture-of-Experts models.
 
-`fairseq-tutel TOOL --help` explains a tool. `python -m fairseq_tutel` is the same command as
-`fairseq-tutel`.
+`fairseq-tutel TOOL --help` explains a tool. `python -m fairseq_tutel` is the same command.
 """
 
 import argparse
@@ -63,7 +62,7 @@ def main() -> None:
 
 
 def parser_of(chosen: str) -> ToolParser:
-    """Return the command line's parser. Only the tool `chosen` gets arguments; "" chooses no tool."""
+    """Return the command line's parser, with the arguments of only one tool (`chosen`) or of none ("")."""
     parser = ToolParser(
         prog="fairseq-tutel",
         usage="fairseq-tutel TOOL [arguments]",

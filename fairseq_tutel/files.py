@@ -31,7 +31,7 @@ def content_of(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> bytes:
 
 
 def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file without blocking and return its descriptor; the `opener` argument of `open`.
+    """Open a regular file without blocking and return its descriptor, as an `opener` of Python's `open`.
 
     Raises OSError for a pipe, folder or device.
     """
@@ -47,7 +47,7 @@ def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
 
 
 def json_of(path: str | os.PathLike) -> Any:
-    """Load a small JSON file that may be untrusted. The docstrings there list the errors."""
+    """Load a small JSON file that may be untrusted; see `content_of` and `parse_json` for errors."""
     return parse_json(content_of(path))
 
 

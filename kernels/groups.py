@@ -9,7 +9,7 @@ from torch import Tensor
 class Groups:
     """The numbers of consecutive rows that belong to each expert. Rows after the last group have no expert.
 
-    `host` and `counts` hold the same numbers. At its first access, each is computed from the other. On a
+    `host` and `counts` hold the same numbers, and each is computed from the other at its first access. On a
     GPU, an access to `host` may synchronize with the device. Kernels therefore read `counts` or `tiles`.
     """
 

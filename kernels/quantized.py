@@ -49,8 +49,7 @@ class QuantizedMatrix:
         """Return x @ matrix.T + bias, with shape [n, O] and the dtype of x.
 
         If torch has a kernel for this kind of matrix, x, the result and converted blocks of int4 are
-        rounded to bf16, each with a relative error of at most 2**-8. The norm's relative error is about 0.3
-        %.
+        rounded to bf16, each with a relative error of at most 2**-8. The error of the norm is about 0.3 %.
         """
         kind = "int8" if self.values.dtype == torch.int8 else "int4"
         in_bf16 = has_kernel(kind)

@@ -1,7 +1,7 @@
 """Adaptive parallelism divides the experts' work among ranks in several ways, with the same stored weights.
 
 A layer uses one value of adaptive_r, written r, for each forward pass. If a rank needs expert weights that
-another rank stores, this pass gathers them.
+another rank stores, the forward pass gathers these weights.
 
 T is the number of tokens, P of ranks, E of experts, s of shards of an expert (P = E * s, or s = 1), and r
 of ranks that receive each row. H is hidden_dim. Rank (e, q) stores shard q of expert e for every value of
@@ -61,11 +61,11 @@ def weights_of(
     """Gather and return the expert weights that this rank needs if adaptive_r is `degree`. Collective.
 
     The backward pass sums the gradients of all ranks that gathered the weights. Each rank keeps the
-    gradients of its expert shard. With adaptive_r 0, no row counts are exchanged, so this function compares
+    gradients of its expert shard. With adaptive_r = 0, no counts are exchanged, so this function compares
     call IDs.
     """
     named, slices = experts.expert_parameters(), experts.part.slices
-    # Otherwise a pruned or parametrized bias would be ignored without an error.
+    # Without this check, a pruned or parametrized bias would be ignored silently.
     message = "a torch.nn.utils.prune or parametrize call changed the experts, but other ranks gather them"
     require(named.keys() >= set(experts.names), f"{message}; undo that call.")
     joined = slices if degree == 0 else slices // degree
@@ -81,7 +81,7 @@ def weights_of(
     if degree > 1:
         part = experts.part.index // joined
         for name in filter(tensors.__contains__, experts.added):
-            # Otherwise, a pruned or parametrized bias would be ignored without an error.
+            # Without this check, a pruned or parametrized bias would be ignored silently.
             width = tensors[name].shape[-1]
             tensors[name] = F.pad(tensors[name], (part * width, (degree - 1 - part) * width))
     return Weights(experts.prepared(tensors, device), of_all=degree == 0)
@@ -158,7 +158,7 @@ def static_degree(config: MoEConfig, slices: int) -> int:
     name, value = "adaptive_r", str(degree)
     if degree < 0:
         name, value = "parallel_type", config.parallel_type
-        degree = degree_of(config.parallel_type, slices) or 0  # MoEConfig has checked the value
+        degree = degree_of(config.parallel_type, slices) or 0  # MoEConfig checks parallel_type.
     degree = min(degree, slices)
     given = f"{label_of(name)} is {value}"
     require(

@@ -26,7 +26,7 @@ MOST_ASSIGNMENTS = 256
 
 
 def can_defer(training: bool) -> bool:
-    """Return whether losses and slots may be computed later: no training, gradients or tracing now."""
+    """Return whether losses and slots can be computed later, without training, gradients or tracing."""
     return not (training or torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
@@ -60,7 +60,7 @@ class DecodeRouting(Routing):
 
     @cached_property
     def sources(self) -> list[list[int]]:
-        """Each expert's assignments t * K + j, except padding. The first access copies IDs to the host."""
+        """Each expert's assignments t * K + j, except padding. The first access reads IDs on the host."""
         num_experts, ids_TK = self.probs_TE.shape[1], self.expert_ids_TK
         if self.real_T is not None:
             ids_TK = torch.where(self.real_T.unsqueeze(1), ids_TK, num_experts)
@@ -104,7 +104,7 @@ def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: Ga
 
 
 def runs_few(experts: ExpertStack, routing: Routing) -> bool:
-    """Return whether `run_few` can run a routing: `decide_few` made the routing, and experts are fused."""
+    """Return whether `run_few` can run a routing, which must be from `decide_few` for fused experts."""
     is_few = isinstance(routing, DecodeRouting) and routing.__dict__["place"] is not None
     return is_few and can_defer(experts.training) and experts.can_fuse
 

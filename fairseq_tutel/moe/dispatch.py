@@ -71,7 +71,7 @@ def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: 
             rows, because the unused tail of the compact layout can be cut.
         routing: the rows and gate weights of each token.
         backend: as in `dispatch`.
-        prescore: whether `dispatch` has multiplied the rows by the gate weights .
+        prescore: whether `dispatch` has multiplied the rows by the gate weights.
 
     Returns:
         y_TD in the dtype of rows_RD; 0 for tokens without rows.
@@ -116,7 +116,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Sum each token's rows into y[t], weighted if weights are given; the adjoint of `_Dispatch`."""
+    """Sum each token's rows into y[t], weighted if weights are given (the adjoint of `_Dispatch`)."""
 
     @staticmethod
     def forward(

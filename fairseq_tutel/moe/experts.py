@@ -25,7 +25,7 @@ class Experts(ExpertStack):
     """The built-in expert types are `ffn` (two linear layers) and `glu` (SwiGLU).
 
     The parameters are fc1_weight [e, H, D], fc1_bias [e, H], fc2_weight [e, D, H] and fc2_bias [e, D]. The
-    type `glu` adds fc3_weight [e, H, D] and fc3_bias [e, H]. Matrices are as in nn.Linear.
+    type `glu` adds fc3_weight [e, H, D] and fc3_bias [e, H]. Each expert's matrices are as in nn.Linear.
     """
 
     slice_dims: ClassVar[dict[str, int]] = {

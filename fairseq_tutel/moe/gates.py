@@ -19,7 +19,7 @@ from fairseq_tutel.option import is_custom
 
 
 class LinearGate(nn.Module):
-    """A linear gate without bias. If `gate_fp32` is set, it computes in fp32 (fp64 for fp64 input).
+    """A linear gate without bias. If `gate_fp32` is set, the gate computes in fp32 (fp64 for fp64 input).
 
     With half-precision logits, rounding could change a token's experts between two forward passes. On an
     NVIDIA GPU, `kernels.gate_product` multiplies bf16 tokens and weights without making fp32 copies.

@@ -20,7 +20,7 @@ from fairseq_tutel.moe.routing import Routing
 class RoutingCounts(NamedTuple):
     """The routing counts and token sums of one layer in one micro-batch, on the device, without gradients.
 
-    `Metric.of_counts` gets these fields stacked for L layers with equal K and E, and counts in fp32.
+    `Metric.of_counts` gets all fields stacked for L layers with equal K and E, and counts in fp32.
     """
 
     num_tokens: Tensor  # The number [] int64 of tokens except padding.
@@ -44,12 +44,12 @@ class RoutingCounts(NamedTuple):
 class Metric:
     """A metric of a layer that is logged. Either `token_sum` or `of_counts` computes the metric."""
 
-    name: str  # The key in the log. A choice's number (from 1) replaces {} in the key.
-    help: str  # The meaning in the docs.
+    name: str  # The metric's key in the log. A choice's number (from 1) replaces {} in the key.
+    help: str  # The metric's meaning in the docs.
     # A function that returns the sum of the metric over tokens, [] or [K]. The arguments are probs_TE and
     # weights_TK, in at least fp32 with zeros for padding, and real_T.
     token_sum: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-    of_counts: Callable[[RoutingCounts], Tensor] | None = None  # It returns [L] or [L, K].
+    of_counts: Callable[[RoutingCounts], Tensor] | None = None  # The metric of L layers, [L] or [L, K].
     layers: str = ""  # The key of the list over layers in the JSON log; "" logs no list.
 
     def names(self, top_k: int, name: str | None = None) -> list[str]:

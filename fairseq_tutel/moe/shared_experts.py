@@ -14,7 +14,7 @@ class DenseExpert(nn.Module):
     """The sum of n dense experts that every token uses. Every rank holds all n shared experts.
 
     The n shared experts are initialized separately and computed as one expert with n times the hidden
-    dimension. A hidden layer norm normalizes over this larger hidden dimension.
+    dimension. A hidden layer norm normalizes over the n hidden dimensions together.
     """
 
     def __init__(self, config: MoEConfig, count: int) -> None:
@@ -97,8 +97,7 @@ class SharedResidualExperts(nn.Module):
     def cmr_gate_of(self, x_TD: Tensor) -> Tensor | None:
         """Return the gate g [T, 1], the weight of the routed experts in each output, or None without `cmr`.
 
-        In training, dropout sets g to 0 for some tokens and divides g by 1 - `cmr_gate_drop` for other
-        tokens.
+        In training, dropout sets g to 0 for some tokens, and otherwise divides g by 1 - `cmr_gate_drop`.
         """
         if self.cmr_gate is None:
             return None

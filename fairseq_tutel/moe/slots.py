@@ -2,7 +2,7 @@
 
 T is the number of tokens, E of experts, K is top_k, and N = K * T is the number of assignments. Index j * T
 + t is choice j of token t. Assignments get slots in the order of the drop policy, and the last assignments
-are dropped. The kernel `assign_rows` numbers each expert's assignments in this order.
+are dropped. The kernel `assign_rows` numbers each expert's assignments in the order of the policy.
 """
 
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ class Capacity:
     # f > 0: A factor f > 0 gives K * ceil(f * T / E) slots; 0 gives no limit. With f < 0, the limit is that
     # of -f, and buffers are no larger than the busiest expert needs.
     factor: float = 0.0
-    token_fraction: float = 0.0  # Above 0, ceil(token_fraction * T) slots replace the factor.
-    tokens: int = 0  # Above 0, this number replaces T in token_fraction * T.
-    minimum: int = 0  # The smallest number of slots.
-    multiple: int = 1  # The number of slots is rounded up to a multiple of this.
+    token_fraction: float = 0.0  # If above 0, the slots are ceil(token_fraction * T).
+    tokens: int = 0  # If above 0, this number replaces T in token_fraction * T.
+    minimum: int = 0  # The smallest number of slots of an expert.
+    multiple: int = 1  # The number of slots is rounded up to a multiple of this number.
 
     @property
     def is_limited(self) -> bool:
@@ -181,7 +181,8 @@ def place_assignments(
     Args:
         expert_ids_TK: int64, the chosen experts.
         scores_TE: detached, the experts' scores, which order assignments in some drop policies.
-        requested_TK: bool, False for assignments to leave out; None for none. Padding is always left out.
+        requested_TK: bool, False for assignments to leave out; None leaves out no assignment. Padding is
+            always left out.
         num_tokens: [] int64, the number of tokens without padding; None without a limit.
         config: the options of the layer.
         batch: the arguments of the micro-batch.

@@ -42,7 +42,7 @@ GATE_KEYS: dict[str, tuple[str, Any]] = {
     "proj_dim": ("gate_projection_dim", 256),
     "init_t": ("gate_temperature", 0.5),
 }
-COUNTS = ("num_experts_per_device", "count_per_node")  # The second is Tutel's older name of the first.
+COUNTS = ("num_experts_per_device", "count_per_node")  # The second key is an older name of the first.
 FFN_KEYS = ("hidden_size_per_expert", "activation_fn", "has_fc1_bias", "has_fc2_bias")
 EXPERT_KEYS = {"ffn": (*FFN_KEYS, *COUNTS), "llama_ffn": (*FFN_KEYS[:2], *COUNTS)}
 
@@ -166,7 +166,7 @@ class TutelMoELayer(nn.Module):
             strategy = dataclasses.replace(strategy, overlap=overlap)
         if degree is not None:
             # If experts are not split into shards, each rank already has its complete expert. Every
-            # adaptive_r above 0 is therefore equal to 1.
+            # adaptive_r above 0 therefore has the same effect as 1.
             degree = nearest_degree(max(degree, 0), self.experts.part.slices)
             strategy = dataclasses.replace(strategy, adaptive_r=degree)
         if strategy != self.moe.strategy:
@@ -241,7 +241,7 @@ class FFNExperts(Experts):
 
 
 class ModuleExperts(ExpertStack):
-    """A custom module for all local experts. It maps x [e, rows, D] and a context to [e, rows, any].
+    """A custom module for all local experts, which maps x [e, rows, D] and a context to [e, rows, any].
 
     Rows of each expert are padded with zeros to the largest row count of an expert, at least 1. Parameters
     keep their names, except that dots become __.
@@ -250,7 +250,7 @@ class ModuleExperts(ExpertStack):
     def __init__(self, config: MoEConfig, part: Part, module: nn.Module, context: Any) -> None:
         super().__init__(config, part)
         self.context = context
-        # In a list, the module is not a submodule, because only its forward is used.
+        # In a list, the module does not become a submodule. Only its forward is used.
         self._module = [module]
         for name, parameter in module.named_parameters():
             require(
@@ -301,7 +301,7 @@ def _expert_fields(experts: Mapping[str, Any], model_dim: int) -> dict[str, Any]
     if experts["type"] == "custom":
         return {"hidden_dim": model_dim}  # MoEConfig needs a hidden_dim, even if unused.
     fields = {"hidden_dim": experts.get("hidden_size_per_expert"), "activation": "relu"}
-    if experts["type"] == "llama_ffn":  # Weights are drawn as in Tutel.
+    if experts["type"] == "llama_ffn":  # Weights are initialized as in Tutel.
         return {**fields, "expert_type": "glu", "expert_bias": False, "init_std": 0.01}
     biases = [experts.get(name, True) for name in ("has_fc1_bias", "has_fc2_bias")]
     return {**fields, "expert_bias": any(biases)}

@@ -25,7 +25,7 @@ from fairseq_tutel.parallel.strategy import ALGORITHMS, Strategy
 logger = logging.getLogger(__name__)
 
 WIDENING = 0.25  # A capacity bucket's least width, relative to its lower end.
-WARM_UPDATES = 2  # The first allocates optimizer state. In the second, peak memory is measured.
+WARM_UPDATES = 2  # Update 1 allocates optimizer state. Update 2 measures peak memory.
 WINDOW = 128  # A capacity bucket's least width, in slots of an expert.
 
 
@@ -39,10 +39,11 @@ class UpdateTuner:
 
     Args:
         layers: all MoE layers of one model, on ranks that exchange tokens.
-        window: least width of a capacity bucket ( R in Tutel's paper ), in slots of an expert.
-        overlaps: the overlap degrees to choose from .
-        algorithms: the all-to-all algorithms to choose from. None: all algorithms that the ranks allow.
-        machine: hardware profile for predictions, which limit the candidates. None: a typical profile.
+        window: least width of a capacity bucket (R in Tutel's paper), in slots of an expert.
+        overlaps: the overlap degrees to choose from.
+        algorithms: the all-to-all algorithms to choose from. None means all algorithms that the ranks
+            allow.
+        machine: hardware profile for predictions, which limit the candidates. None means a typical profile.
 
     Raises:
         ValueError: there is nothing to choose, because every rank has all experts.
@@ -81,7 +82,7 @@ class UpdateTuner:
         # The search is created after the warm-up updates, when the model's peak memory is known.
         self._tuner: StrategySearch | None = None
         self._free: float | None = None  # This rank's free bytes at the last memory peak.
-        # The last update's bucket and strategy if the tuner chose it, and milliseconds on this rank.
+        # The last update's bucket, its strategy (if tuned), and its milliseconds on this rank.
         self._last: tuple[str, Strategy] | None = None
         self._milliseconds, self._is_timed = math.nan, False
         self._tokens = 0  # The number of tokens in this rank's micro-batches of the update.

@@ -37,8 +37,8 @@ class Counts(NamedTuple):
 
     leaving_PE: Tensor  # Rows from this rank to each local expert of each rank.
     arriving_PE: Tensor  # Rows from each rank to each local expert of this rank.
-    # 2DH has the rows from each rank of this node to the ranks with this local index on all nodes [L, N,
-    # e]. A plan has the rows between all ranks [P, P, e]. Linear has none.
+    # 2DH needs the rows from each rank of this node to the ranks with this local index on all nodes [L, N,
+    # e]. A collective plan needs the rows between all pairs of ranks [P, P, e]. Linear has none.
     transit: Tensor
 
     def chunk(self, index: int, number: int) -> "Counts":
@@ -130,7 +130,7 @@ class AllToAll:
 
 
 class Started:
-    """A dispatch or combine of rows that runs in the background, as later does its backward pass."""
+    """A dispatch or combine of rows, whose forward and backward pass run in the background."""
 
     def __init__(self, owner: AllToAll, combine: bool, rows_RD: Tensor) -> None:
         self.owner, self.combine = owner, combine

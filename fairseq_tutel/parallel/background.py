@@ -97,7 +97,7 @@ def free_after(work: Any, sent: Tensor) -> None:
     """Free the memory of a sent tensor after its collective has finished, if the caller drops the tensor.
 
     NCCL's work handle keeps its tensors until a stream waits for the handle. If the computation's stream
-    waited, it could delay later sends, so a separate stream waits.
+    waited, later sends could be late, so a separate stream waits.
     """
     if sent.is_cuda:
         stream = _waiting_stream(sent.device)

@@ -52,7 +52,7 @@ class CallId:
         """Return row counts with the call ID as a new first column, padded to the widest layer's width.
 
         Call this method once per layer call. Without padding, ranks that run different layers would
-        exchange unequal sizes. This causes an unclear error or a hang.
+        exchange unequal sizes, and raise an unclear error or hang.
         """
         counter = self.counter
         mode_and_count = self.training << _TRAINING_BIT | counter.count
@@ -92,7 +92,7 @@ def _call(number: int, group: dist.ProcessGroup) -> str:
     return f"call {1 + (number & ((1 << _TRAINING_BIT) - 1))} of {name}, for {mode}"
 
 
-# Call IDs that are being copied to the host. It has the copy's event and the arguments of `compare`.
+# Call IDs that are being copied to the host, with the copy's event and the arguments of `compare`.
 _pending: list[tuple[Any, Tensor, str, dist.ProcessGroup]] = []
 
 

@@ -1,10 +1,9 @@
 """Only this module calls the torch.distributed collectives of tensors.
 
-Every collective is guarded. If a rank fails, the error on other ranks names the failed rank and the
-operation. The argument `operation` completes the sentence "rank 1 could not finish …". A group of None
-means all ranks of the job, or one rank without torch.distributed. Tensors must be on the device of the
-group's backend, because NCCL cannot send host memory. Shapes use G for the number of ranks in a group. The
-functions in `parallel/world.py` send Python objects.
+If a rank fails, the error on other ranks names the failed rank and the collective. The argument `operation`
+completes the sentence "rank 1 could not finish …". A group of None means all ranks of the job, or one rank
+without torch.distributed. Tensors must be on the device of the group's backend, because NCCL cannot send
+host memory. Shapes use G for the number of ranks in a group. `parallel/world.py` sends Python objects.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from fairseq_tutel.parallel import background, world
 from fairseq_tutel.parallel.guard import guarded
 
 Group = dist.ProcessGroup | None
-# torch 2.13 renamed the collectives `all_gather_single` and `reduce_scatter_single`.
+# torch 2.13 renamed these collectives to reduce_scatter_single and all_gather_single.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

@@ -23,11 +23,11 @@ _COUNT_BYTES = 8
 class Work:
     """The work of one rank in one training step: tokens, model sizes and training options."""
 
-    tokens: int  # T
-    model_dim: int  # D
-    hidden_dim: int  # H of one expert
+    tokens: int  # T, the number of tokens of a rank.
+    model_dim: int  # D, the width of a token.
+    hidden_dim: int  # H, the hidden dimension of one expert.
     experts: int  # E, the number of experts of a layer on all ranks.
-    top_k: int = 2  # K
+    top_k: int = 2  # K, the experts of each token.
     bytes_per_element: int = 2  # Weights, gradients and rows have elements of 2 or 4 bytes.
     glu: bool = False  # Whether experts have three matrices instead of two.
     layers: int = 1  # The number of MoE layers.
@@ -79,7 +79,7 @@ class Held(NamedTuple):
     """The bytes that one rank holds for weights, gradients and optimizer state, without activations."""
 
     weights: int = 0
-    gradients: int = 0  # Gradient bytes after the backward pass, which is the maximum.
+    gradients: int = 0  # Gradient bytes at the end of the backward pass.
     state: int = 0  # Optimizer state and fp32 masters on the device.
     host: int = 0  # Optimizer state in host memory.
 
@@ -102,8 +102,7 @@ def held_bytes(
             gradients += weight_bytes * (own if stage == 2 else numel)
             if half and stage == 0 and not offload:
                 gradients += 4 * numel  # fairseq's optimizer keeps a full fp32 copy of the gradients.
-            # Adam keeps two moments and master weights. Only in host memory, fp32 weights need a master
-            # copy.
+            # Adam keeps two moments. fp32 weights need a master copy only in host memory.
             state += 4 * own * (2 + (half or offload))
     on_device, on_host = (0, state) if offload else (state, 0)
     return Held(weights, gradients, on_device, on_host)
@@ -134,7 +133,7 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
     """Return the predicted seconds of each part of a training step (forward and backward, all layers).
 
     "exchange" is the time of all-to-alls that does not overlap with the experts' computation. One of E and
-    P must divide the other. The value r must be 0 or divide s.
+    P must divide the other. adaptive_r must be 0 or divide s.
     """
     layer, chunks, dense = _layer_of(work, cluster, strategy), strategy.overlap, work.dense_parameters
 
@@ -243,7 +242,7 @@ class Candidate:
 
     cluster: Cluster
     strategy: Strategy
-    parts: dict[str, float]  # The seconds of each part of a step.
+    parts: dict[str, float]  # The seconds of each part of a training step.
     seconds: float
     memory: dict[str, float]  # The bytes on a rank of each kind of data.
     bytes: float  # The bytes in device memory.

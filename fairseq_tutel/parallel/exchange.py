@@ -43,8 +43,8 @@ from fairseq_tutel.parallel.regroup import (
 from fairseq_tutel.parallel.strategy import Strategy
 from fairseq_tutel.parallel.transfer import ExchangeTimer
 
-# A function that runs the local experts on rows sorted by rank. Its arguments are the rows, the row counts,
-# and an index map to the experts' order with its inverse. It returns outputs in the order of the rows.
+# A function that runs the local experts on rows sorted by rank, and returns outputs in the order of the
+# rows. The arguments are the rows, the row counts, and an index map to the experts' order with its inverse.
 ExpertFn = Callable[[Tensor, Groups, Tensor, Tensor], Tensor]
 
 
@@ -140,7 +140,7 @@ def exchange_rows(
 def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId) -> int:
     """Return the largest row count of any expert on any rank, but at least 1. Collective.
 
-    This is the only synchronization with the host in the padded forward pass.
+    The padded forward pass synchronizes with the host only in this function.
     """
     need_P1 = counts_E.max().clamp_min(1).expand(dist.get_world_size(options.group), 1)
     _, host = exchange_counts(need_P1, options.group, options.operation, call_id, options.hops)
@@ -150,7 +150,7 @@ def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId)
 def _counts(
     counts_E: Tensor, capacity: int, options: ExchangeOptions, call_id: CallId
 ) -> tuple[Counts, Counts]:
-    """Return an exchange's row counts on the device and on the host. Collective unless rows are padded."""
+    """Return an exchange's row counts on device and host, by a collective unless rows are padded."""
     group, paths = options.group, (options.hops, bool(options.strategy.plan))
     leaving_PE = _leaving(counts_E, options)
     if not options.padded:

@@ -133,7 +133,7 @@ class FailureWatch:
             self._due = time.monotonic() + END_SECONDS
         self.look()
         if self._rank == 0 and dist.get_world_size() > 1 and not keeps_the_store():
-            time.sleep(POLL_SECONDS + LOOK_SECONDS / 4)  # Other ranks read from this process.
+            time.sleep(POLL_SECONDS + LOOK_SECONDS / 4)  # Other ranks read this process's store.
 
     def close(self) -> None:
         """Announce the ordinary end of this process, unless the store has ended, and stop the thread."""
@@ -167,7 +167,7 @@ class FailureWatch:
         if self._own_error:
             publish(self._store, f"rank {self._rank} {self._own_error.rstrip('.')}")
         ended = [rank for rank, process in self._processes().items() if process and _has_ended(process)]
-        # A rank may have announced its ordinary end after the first read.
+        # A rank may have announced its ordinary end after the first read of process IDs.
         processes = self._processes() if ended else {}
         for rank in filter(processes.get, ended):
             publish(

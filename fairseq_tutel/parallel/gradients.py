@@ -169,8 +169,8 @@ def square_norm(grads: list[Tensor], device: torch.device) -> Tensor:
 def local_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the L2 norm of this rank's gradients, bit-identical to fairseq's `clip_grad_norm_` on CPU.
 
-    If the machine has a GPU, fairseq moves its norm to the GPU, even under --cpu. The norm here stays on
-    the gradients' device. The norm has the dtype fp32 (fp64 for fp64 gradients).
+    If the machine has a GPU, fairseq moves its norm to the GPU, even under --cpu. The norm of this function
+    stays on the gradients' device. The norm has the dtype fp32 (fp64 for fp64 gradients).
     """
     parameters = list(parameters)
     device = parameters[0].device if parameters else torch.device("cpu")

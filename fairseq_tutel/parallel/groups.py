@@ -32,7 +32,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Part:
-    """The experts of a layer that a rank holds: `num_local` experts from global ID `first` on.
+    """The experts of a layer that a rank holds, which are `num_local` experts from ID `first` on.
 
     If an expert's hidden dimension is split over s = `slices` ranks, this rank holds shard `index`.
     """
@@ -47,7 +47,7 @@ class Part:
 class Grid:
     """The ranks of an EP group on N nodes of L ranks: rank n * L + l has local index l on node n.
 
-    node_group has the ranks of this node. rail_group has the rank with this local index of each node.
+    node_group has the ranks of this node. rail_group has one rank with this local index from each node.
     """
 
     nodes: int
@@ -63,10 +63,10 @@ class Topology:
     `make_topology` creates a topology. `ft.Topology()` is a topology of one rank with all experts.
 
     Attributes:
-        world_size: W.
+        world_size: the number of ranks, W.
         rank: this rank, from 0 to W - 1.
         group: the W ranks; None for all ranks of the job.
-        expert_parallel_size: P.
+        expert_parallel_size: the number of ranks of an EP group, P.
         expert_group: the P ranks of the EP group.
         replica_group: the W / P ranks that hold the same experts.
         grid: the nodes of the EP group; None if the group has only one node.
@@ -170,8 +170,8 @@ def make_topology(expert_counts: Sequence[int], requested: int = 0, ranks_per_no
 
     Args:
         expert_counts: the number of experts of every layer.
-        requested: P; 0 for the greatest P that fits.
-        ranks_per_node: L of the grid; 0 for no grid. A grid needs an EP group of several complete nodes.
+        requested: the requested P, or 0 for the greatest P that fits.
+        ranks_per_node: the number of ranks per node, or 0 for no grid. A grid needs several nodes.
 
     Raises:
         ValueError: P does not fit the numbers of ranks and experts, or ranks gave different arguments.
@@ -274,13 +274,13 @@ def group_of_threads() -> dist.ProcessGroup:
 
 def mark_slice(parameter: nn.Parameter, slicing: Slice) -> None:
     """Store how a parameter is sharded as an attribute, which fairseq's fp32 copy also gets."""
-    # fairseq copies only the attribute `param_group`. fairseq's composite optimizer also uses it, but
-    # experts do not support that optimizer.
+    # fairseq copies only the attribute `param_group`. fairseq's composite optimizer also uses this
+    # attribute, but experts do not support that optimizer.
     parameter.param_group = slicing  # type: ignore[attr-defined]
 
 
 def slice_of(parameter: Tensor) -> Slice:
-    """Return how a parameter is sharded, from `mark_slice`. The default is no sharding."""
+    """Return a parameter's sharding that `mark_slice` stored. The default is no sharding."""
     slicing = getattr(parameter, "param_group", None)
     return slicing if isinstance(slicing, Slice) else Slice()
 

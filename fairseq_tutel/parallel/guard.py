@@ -2,7 +2,7 @@
 
 The errors of torch itself name at most a socket. After a failed collective, a rank reads the job's first
 failure from the rendezvous store (`failures`). If the store has no failure, the rank runs a health check
-and names the ranks that did not answer. No code catches this error, so the process ends.
+and names the ranks that did not answer. No code catches a CommunicationError, so the process ends.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def timeout_of_groups() -> timedelta | None:
 
 
 def limit(group: dist.ProcessGroup | None) -> None:
-    """Apply the time-out of `set_timeout` to an existing group. None means the default group."""
+    """Apply the time-out of `set_timeout` to an existing group, or to the default group for None."""
     if _timeout:
         distributed_c10d._set_pg_timeout(_timeout, group)
 

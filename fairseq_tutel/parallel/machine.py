@@ -56,12 +56,12 @@ class Machine:
         return machine
 
 
-# These numbers are the achieved fractions of datasheet numbers. docs/scaling.md lists their sources.
+# These fractions of datasheet numbers are achieved in practice. docs/scaling.md lists their sources.
 _NVLINK, _INFINIBAND = 370 / 450, 47 / 50
-_EXPERTS = 413 / 989  # Bf16 forward and backward of a Triton MoE layer on an H100.
+_EXPERTS = 413 / 989  # The fraction that a Triton MoE layer achieves in bf16 on an H100.
 _LAUNCH_S = 10e-6  # The launch time of a collective.
 _INTRA_ALPHA_S = 0.6e-6  # The latency of an NVLink step (LL protocol) in NCCL's model.
-# This is the latency of one of many concurrent messages. With it, 2DH is faster from 256 A100s on.
+# With this latency per concurrent message, 2DH is faster than linear from 256 A100s on.
 _INTER_ALPHA_S = 1.0e-6
 
 

@@ -56,12 +56,12 @@ def _block_starts(counts: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
-    """Repeat the number of each block for all rows of the block [R], without a host synchronization."""
+    """Repeat the value of each block for all rows of the block [R], without a host synchronization."""
     return torch.repeat_interleave(values.reshape(-1), counts.reshape(-1), output_size=num_rows)
 
 
 class _Copies(torch.autograd.Function):
-    """Gathers the copies of rows, or sums the copies. Each is the backward pass of the other."""
+    """Gathers the copies of rows or sums the copies; each operation is the other's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index_X: Tensor, copies_MR: Tensor, sums: bool) -> Tensor:

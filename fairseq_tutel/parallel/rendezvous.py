@@ -2,7 +2,7 @@
 
 torchrun keeps the same store for all restarts. With env://, restarted ranks find addresses of dead ranks in
 the store and fail (pytorch/pytorch issue 167288). With `METHOD`, rank 0 draws a random name for each start,
-which prefixes all keys in the store. A start is complete when every rank has confirmed its name.
+which prefixes all keys in the store. A start is complete when every rank has confirmed this name.
 """
 
 import contextlib

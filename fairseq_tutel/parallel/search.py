@@ -27,7 +27,7 @@ Predict = Callable[[Strategy], float]
 
 
 class StrategySearch:
-    """Chooses the strategy of the next update. It measures candidates, and then keeps the fastest.
+    """Chooses the strategy of the next update by measuring candidates and then keeping the fastest.
 
     The strategy of the command line (`given`) is always a candidate.
     """

@@ -3,7 +3,7 @@
 A launcher also sends SIGTERM after one rank has failed. The failure watch then ends this process.
 
 Python calls a signal handler only in the main thread, which may wait in a collective. Therefore a thread
-reads the numbers of received signals from a socket. The thread ends the process if it does not end in time.
+reads the numbers of received signals from a socket. The thread ends a process that is too slow to end.
 """
 
 import logging
@@ -43,7 +43,7 @@ class SignalWatch:
     Args:
         names: names of signals, such as SIGTERM.
         seconds: the time from the first signal to the end of the process.
-        forwards: whether to send the signals to child processes; this process ends when they have ended.
+        forwards: whether to send the signals to child processes and to end after the children.
     """
 
     def __init__(self, names: Iterable[str], seconds: float, forwards: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Convert rows [R, D] to and from the transfer dtype, and measure the time of their exchange.
 
-The transfer dtypes bf16 and fp8 round values. Otherwise, an execution strategy does not change results.
+The transfer dtypes bf16 and fp8 round values. Apart from rounding, a strategy does not change results.
 """
 
 import time

@@ -41,7 +41,7 @@ def rank_in_job(rank: int, group: dist.ProcessGroup | None) -> int:
 
 @contextlib.contextmanager
 def ending_together(operation: str) -> Iterator[None]:
-    """Context manager for the work of a rank; an error in the block ends all ranks. Collective at its end.
+    """Context manager for a rank's work: an error ends all ranks, and the block's end is collective.
 
     After the block, or after an exit from the block with code 0 or EXIT_CODE, all ranks wait for each other
     and then destroy all process groups. Without this wait, the process can abort in NCCL at exit.

@@ -101,8 +101,8 @@ class Bucket:
         for partition in self.partitions:
             partition.put_at(self.length)
             self.length += partition.length
-        # This tensor has the reduced gradients [M] in the parameters' dtype. It is None before the
-        # reduction, and always None if G is 1, because parameters then keep their gradients.
+        # This tensor has the reduced gradients [M] in the parameters' dtype. The tensor is None before the
+        # reduction, and always if G is 1, because parameters then keep their gradients.
         self.gradient: Tensor | None = None
         # All parameters of the bucket have the dtype and device of this parameter.
         self.first = self.partitions[0].parameter
@@ -210,8 +210,8 @@ def partitions_of(
     """Return one partition for each parameter, and the communication buckets of these partitions.
 
     Buckets are ordered as a backward pass is likely to compute their gradients. Without `cut`, no parameter
-    is sharded. An example is offload without ZeRO. A bucket has about `bucket_bytes` bytes. A parameter
-    with more bytes gets a separate bucket.
+    is sharded, as for offload without ZeRO. A bucket has about `bucket_bytes` bytes. A parameter with more
+    bytes gets a separate bucket.
     """
     partitions = [Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters]
     buckets: list[Bucket] = []

@@ -181,7 +181,7 @@ class ZeroState:
         """Update this rank's elements bucket by bucket, and gather all weights.
 
         Collective. Only one bucket's gradients are fp32 at a time. A bucket's weights are sent while the
-        next bucket is updated. `optimizer` must be elementwise, and `update` must call its `step`.
+        next bucket is updated. `optimizer` must be elementwise; `update` calls `optimizer.step`.
         """
         groups = optimizer.param_groups
         # Values in optimizer groups, such as a step count, must change only once per update.

@@ -1,4 +1,4 @@
-"""A collective plan is a program for a collective. It lists the steps of each rank.
+"""A collective plan is a program for a collective, as a list of steps for each rank.
 
 - `format` has the classes of a collective plan, its JSON format and the meaning of each step.
 - `files` reads and writes collective plans, and reads the plans of a training run.

@@ -82,7 +82,7 @@ def read_run(path: str) -> tuple[PlacedPlan, ...]:
             plan = read(file)
             placed.append(PlacedPlan(file.stem, plan, check(plan)))
         except ValueError as error:
-            where = f"{file}: " if isinstance(error, PlanError) else ""  # `read` has named the file.
+            where = f"{file}: " if isinstance(error, PlanError) else ""  # The error names the file.
             raise ValueError(f"{OPTION}: {where}{error}") from error
     if not placed:
         raise ValueError(

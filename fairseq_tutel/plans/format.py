@@ -22,14 +22,14 @@ does not overwrite data that a slower rank still reads.
 
 - A put copies `src` on this rank to `dst` on the rank at the other end of the channel. A put's copy can run
   at any time until the receiver's wait for the next signal ends. Until that wait ends, no step may read or
-  write `dst`, and no step may write `src`. After the next flush, steps may write `src`, too.
+  write `dst`, and no step may write `src`. After the next flush, steps may write the put's `src`, too.
 - A signal adds one to the channel's count, after the earlier puts on this channel. A signal does not wait.
 - A wait waits for the next signal on a channel. The k-th wait waits for the k-th signal.
 - A flush waits until the earlier puts on a channel have read their sources.
 - A copy copies `src` to `dst` on this rank.
 - A reduce adds two or more `src` in the listed order, and writes the sum to `dst` on this rank. The `dst`
   of a reduce may be its first `src`. A reduce adds half-precision types in fp32 and rounds the sum once.
-- A post and a pend are a signal and a wait between lanes of one rank.
+- A post and a pend are like a signal and a wait, but between lanes of one rank.
 
 A channel leads from one rank to another rank. One lane of the sending rank has all puts, signals and
 flushes of a channel. One lane of the receiving rank has all waits of this channel. A channel has as many

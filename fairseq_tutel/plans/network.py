@@ -231,8 +231,8 @@ def boxes(
     return _made(number, local, switches, links, unit)
 
 
-# xGMI links connect the 16 dies of a box with eight MI250s, within each half and between the halves. They
-# are from topologies.py of ForestColl (github.com/liangyuRain/ForestColl, Zhao et al. 2024).
+# xGMI links connect the 16 dies of a box with eight MI250s, within each half and between the halves. The
+# links are from topologies.py of ForestColl (github.com/liangyuRain/ForestColl, Zhao et al. 2024).
 _MI250_HALF = (
     (0, 1, 4), (2, 3, 4), (4, 5, 4), (6, 7, 4), (0, 4, 2), (3, 7, 2), (1, 5, 1), (2, 6, 1), (4, 6, 1),
     (5, 6, 1), (5, 7, 1),

@@ -3,12 +3,12 @@
 Each chunk of `in` is a symbol, and a sum is the list of its terms. Equal sums get the same number as ID.
 Two sums are equal if they have the same terms in the same order and brackets, because such sums of floats
 have equal bits. The first two terms of a sum may be swapped, because a + b = b + a for floats, too. The
-order in which steps run does not change what they read, because the plan has passed `check_races`.
+order in which steps run does not change which data they read, because the plan has passed `check_races`.
 
-A shard need not be a multiple of the number of chunks, and each block of an all_to_all has a different
-size. The length of a chunk therefore depends on its kind (its index, source and target). A position in
-`out` has the length of its final chunk, so no chunk of another kind may be written there. A slot of `tmp`
-is as long as the longest chunk that is ever written to the slot.
+A shard need not be a multiple of the number of chunks, and blocks of an all_to_all may differ in size. The
+length of a chunk therefore depends on its kind (its index, source and target). A position in `out` has the
+length of its final chunk, so no chunk of another kind may be written to this position. A slot of `tmp` is
+as long as the longest chunk that is ever written to the slot.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class _Value(NamedTuple):
 
 
 Numbers = dict[tuple[int | str, ...], int]
-# For each rank and buffer, this has each chunk's value and the step that wrote the chunk (-1 for `in`).
+# This table has, for each rank and buffer, each chunk's value and its writing step (-1 for `in`).
 Held = dict[tuple[int, str], list[tuple[_Value, int] | None]]
 
 
@@ -106,7 +106,7 @@ def _leaf(numbers: Numbers, rank: int, chunk: int) -> _Value:
 
 
 def _sum(numbers: Numbers, terms: Sequence[_Value]) -> _Value:
-    """Return the symbolic sum of terms in the given order. Raise ValueError if terms do not fit."""
+    """Return the symbolic sum of terms in the given order. Raise ValueError if terms cannot be added."""
     first, *others = terms
     if not others:
         return first

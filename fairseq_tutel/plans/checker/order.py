@@ -1,4 +1,4 @@
-"""The order of a collective plan's steps has dependencies, one possible execution order, and rounds.
+"""Finds dependencies, a possible execution order, and rounds of a collective plan's steps.
 
 Steps are numbered by rank, lane and index in the lane. A lane runs its steps one after another. The k-th
 wait on a channel depends on its k-th signal, and the k-th pend on a semaphore on its k-th post. No other
@@ -42,8 +42,8 @@ class Order:
         self.release: dict[int, int] = {}  # Maps a put to the next flush, if a flush follows.
         self._match()
         self.run = self._run(plan.name)
-        # `rounds` has the round of each put. For other steps, it has the number of rounds that end before
-        # the step. `depth` is the largest number of signals on a chain of dependent steps.
+        # `rounds` has the round of each put. For other steps, `rounds` has the number of rounds that end
+        # before the step. `depth` is the largest number of signals on a chain of dependent steps.
         self.rounds, self.depth = self._levels()
 
     def name(self, number: int) -> str:
@@ -53,8 +53,8 @@ class Order:
     def _match(self) -> None:
         by_kind: dict[tuple[str, int, int | None], list[int]] = defaultdict(list)
         signal_of: dict[int, int] = {}
-        issued: dict[int | None, list[int]] = defaultdict(list)  # The puts before the next signal.
-        unread: dict[int | None, list[int]] = defaultdict(list)  # The puts before the next flush.
+        issued: dict[int | None, list[int]] = defaultdict(list)  # By channel, puts before the next signal.
+        unread: dict[int | None, list[int]] = defaultdict(list)  # By channel, puts before the next flush.
         for number, step in enumerate(self.steps):
             if step.op == "put":
                 issued[step.channel].append(number)

@@ -3,9 +3,8 @@
 The vector clock of a lane has, for each lane, the number of steps that have certainly ended. A lane's
 vector clock changes only when the lane waits. The clock of a signal is the vector clock of its lane plus
 the step count of this lane. A put may read its source and write its destination at any time after it is
-issued. The read of a put ends with the wait for the next signal, or with the next flush. The write of a put
-ends with the wait for the next signal. If two steps access a chunk and one writes, their order must be
-fixed.
+issued. The write of a put ends with the wait for the next signal. The read of a put ends with this wait, or
+with the next flush. If two steps access a chunk and one writes, their order must be fixed.
 
 Calls of a plan follow each other without a pause, so three calls in a row are checked. The second call uses
 the other of the two `tmp` buffers. Between calls, the caller may write a rank's `in` and `out`. In the
@@ -22,7 +21,7 @@ import numpy as np
 from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Plan, PlanError
 
-# The calls to check for each buffer use the same memory. More calls would find no more races.
+# These calls of each buffer use the same memory and are checked. More calls would find no more races.
 CALLS = {"in": (0, 1), "out": (0, 1), "tmp": (0, 2)}
 Counts = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -32,7 +31,7 @@ class Clock(NamedTuple):
 
     lane: int
     taken: int
-    others: Counts  # These counts are never written.
+    others: Counts  # These counts are never modified.
 
     def has(self, lane: int, count: int) -> bool:
         """Return whether `count` steps of the lane `lane` have certainly ended."""

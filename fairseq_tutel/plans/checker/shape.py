@@ -105,7 +105,7 @@ def _check_lanes(plan: Plan) -> None:
 
 
 def _check_pairs(plan: Plan) -> None:
-    """Raise PlanError if a put lacks a later signal, or if waits do not match signals, or pends posts."""
+    """Raise PlanError if a put lacks a later signal, or if signals (posts) do not match waits (pends)."""
     sites: dict[tuple[str, int, int | None], list[str]] = defaultdict(list)
     open_puts: dict[int | None, str] = {}
     for rank, lane, index, step in plan.steps():

@@ -2,8 +2,8 @@
 
 The backend chooses a collective plan by the collective, the ranks, the number of bytes and the dtype. If no
 collective plan fits, torch runs the collective. All ranks choose the same collective plan. `plugin.startup`
-checks that their lists of plans are equal. On CPUs, the ranks of one host run a plan in shared memory.
-Ranks of several hosts, and GPUs, run a plan by messages.
+checks that all ranks have the same plans. On CPUs, the ranks of one host run a plan in shared memory. Ranks
+of several hosts, and GPUs, run a plan by messages.
 """
 
 import logging

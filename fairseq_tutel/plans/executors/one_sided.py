@@ -39,17 +39,17 @@ from fairseq_tutel.plans.format import Step as PlanStep
 # These are the initial bytes of a slot, the factor by which a slot grows, and a slot's maximum bytes. With
 # slots of 256 KiB instead of 1 MiB, 4 ranks on 2 cores take 1.4 to 1.6 times as long for 64 MiB.
 FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 14, 4, 1 << 20
-# A `tmp` and `staged` have at most TMP_BYTES, unless slots would then have fewer than LEAST_BYTES.
+# Each `tmp` and `staged` has at most TMP_BYTES, unless slots would then have fewer than LEAST_BYTES.
 TMP_BYTES, LEAST_BYTES = 1 << 22, 1 << 12
-MOST_SIZES = 64  # A plan stays compiled for this number of sizes.
+MOST_SIZES = 64  # A plan stays compiled for at most this many sizes.
 
 COPY, REDUCE, SIGNAL, WAIT, POST, PEND = range(6)
 CODES = {"signal": SIGNAL, "wait": WAIT, "post": POST, "pend": PEND}
 # A step is an operation code, the number of a target view, channel or semaphore, and source view numbers.
 Step = tuple[int, Any, Any]
 # A view is a range of elements in the caller's tensors (`in`, `out`) or in shared memory (`tmp`, `staged`).
-# Its items are the buffer, rank, first element and length. A view is a plain tuple for speed, because rows
-# of varying sizes need new views in every call.
+# The items of a view are the buffer, rank, first element and length. A view is a plain tuple for speed,
+# because rows of varying sizes need new views in every call.
 View = tuple[str, int, int, int]
 # Two lists by view number have the view's bytes and, for views in sums, the view's tensor.
 Views = tuple[list[Any], list[Any]]

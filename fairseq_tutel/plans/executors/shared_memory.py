@@ -113,7 +113,7 @@ class SharedMemory:
 
 
 class Backoff:
-    """Pauses while waiting for other ranks. It yields the processor, later sleeps, and has a time-out."""
+    """Pauses while waiting for other ranks, by yielding the processor and later sleeping."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory, self._start = memory, time.perf_counter()

@@ -4,7 +4,7 @@ The collective plan runs in rounds. In each round, a rank sends at most one mess
 message has all chunks for one rank in this round. Between rounds, the rank copies and sums chunks in the
 order of the plan. Only the rank itself writes its memory, so each call has a separate `tmp` buffer.
 
-There is no thread. `start` sends the first round, and `wait` sends the later rounds. All ranks of a group
+`start` sends the messages of the first round, and `wait` sends those of later rounds. All ranks of a group
 must therefore start and wait for calls in the same order. On a GPU, the host never waits for messages.
 """
 
@@ -21,10 +21,10 @@ from fairseq_tutel.parallel import world
 from fairseq_tutel.plans.executors.layout import Layout, Move, Sizes, walk
 from fairseq_tutel.plans.format import Plan
 
-MOST_SIZES = 256  # A plan stays compiled for this number of sizes.
+MOST_SIZES = 256  # A plan stays compiled for at most this many sizes.
 HALF = (torch.float16, torch.bfloat16)
-Run = tuple[str, int, int]  # A run is a buffer, first element and length.
-Message = tuple[int, list[Run]]  # A message is another rank, and runs of elements.
+Run = tuple[str, int, int]  # A run is (buffer, first element, length).
+Message = tuple[int, list[Run]]  # A message is (other rank, runs of elements).
 
 
 class Round(NamedTuple):
@@ -86,7 +86,7 @@ class Call:
             self.works = dist.batch_isend_irecv(operations)
 
     def _target(self, runs: list[Run]) -> Tensor:
-        """Return the tensor for an arriving message; `_end_round` copies it if it has several runs."""
+        """Return the tensor for an arriving message; `_end_round` copies a message of several runs."""
         if len(runs) == 1:
             return self._view(runs[0])
         own = self.buffers["in"]

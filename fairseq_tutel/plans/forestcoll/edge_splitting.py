@@ -1,9 +1,9 @@
 """Edge splitting replaces the links of switches by links between ranks, without reducing flows to ranks.
 
-A link from u to switch w and a link from w to t become a link from u to t. This is allowed while k N can
-still flow from the source of `optimum` to each rank. If each switch receives as much as it sends, all links
-of a switch can be replaced in any order (Bang-Jensen, Frank and Jackson, Preserving and increasing local
-edge-connectivity in mixed graphs, 1995).
+A link from u to switch w and a link from w to t become a link from u to t. This is allowed while k N (k
+trees for each of N ranks) can still flow from the source to each rank. If each switch receives as much as
+it sends, all links of a switch can be replaced in any order (Bang-Jensen, Frank and Jackson, Preserving and
+increasing local edge-connectivity in mixed graphs, 1995).
 
 Consider a set T of vertices that has at least one rank and not the source. The spare capacity (room) of T
 is the capacity of links into T minus k N. Splitting reduces the room of sets that have w but neither u nor
@@ -60,7 +60,7 @@ class _Splitting:
         return into, list(members(self.graph.out[switch]))
 
     def _even(self, switch: int) -> Iterator[Piece]:
-        """Yield new links. Their capacities are proportional to the replaced links of the switch."""
+        """Yield new links. The new capacities are proportional to the replaced links of the switch."""
         into, out = self._neighbours(switch)
         left = self.graph.left
         for u in into:

@@ -42,8 +42,8 @@ class Flow:
         """Send the maximum flow, but at most `limit`, from source to target, and reduce the capacities.
 
         Returns:
-            The flow. The second result is 0 if the flow reaches the limit. Otherwise, it is the smallest
-            set of vertices on the source side of a minimum cut, as bits.
+            The flow. The second result is 0 if the flow reaches the limit. Otherwise, the second result is
+            the smallest set of vertices on the source side of a minimum cut, as bits.
         """
         sent = 0
         while sent < limit:
@@ -103,7 +103,7 @@ class Flow:
 
 
 def members(bits: int) -> Iterator[int]:
-    """Yield the vertices of a set in increasing order. The set is the bits of an integer."""
+    """Yield the vertices of a set, which are the bits of an integer, in increasing order."""
     while bits:
         low = bits & -bits
         yield low.bit_length() - 1

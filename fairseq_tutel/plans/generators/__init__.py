@@ -6,7 +6,7 @@ or all ranks make it in the same order.
 Successive calls of a plan need no extra signals, because `tmp` alternates between two buffers. A rank's
 result needs data of every other rank's `in`. When a rank ends a call, all ranks have therefore begun this
 call and ended the previous call. Before a put to another rank's `out`, this other rank must signal that it
-has begun the call. In two-phase plans and in ring all_reduce, the messages of the first phase are this
+has begun the call. In two-phase plans and in ring all_reduce, the messages of the first phase serve as this
 signal. The plans of ring all_gather and of trees have a separate signal for this purpose. A flush follows
 each put from `in` or `out`, unless a later signal from the receiver makes the flush unnecessary.
 """
@@ -64,9 +64,9 @@ def make(name: str, collective: str, ranks: int, *, nodes: int = 1) -> Plan:
 def usual(collective: str, ranks: int) -> tuple[Plan, ...]:
     """Return the fastest collective plans for the ranks of one host, each with its range of bytes.
 
-    In these plans, each rank puts to all other ranks at once. For more than two ranks, an all_reduce is
-    faster in two phases if the data of one phase does not fit a processor's cache. This applies above 2 MiB
-    / N^2 for N ranks. The command `benchmarks.collectives --all-plans` measured this with 2, 4 and 8 ranks.
+    In these plans, each rank puts to all other ranks at once. For N > 2 ranks, an all_reduce above 2 MiB /
+    N^2 is faster in two phases, because the data of one phase does not fit a processor's cache. The command
+    `benchmarks.collectives --all-plans` measured these plans with 2, 4 and 8 ranks.
     """
     if collective == "all_to_all":
         return (make("linear", collective, ranks),)

@@ -13,8 +13,8 @@ def ring(collective: str, ranks: int) -> Plan:
     """Return a ring plan for all_gather, reduce_scatter or all_reduce.
 
     In each round of the ring, a rank sends a shard to the next rank. Chunk c is summed along the ring from
-    rank c + 1 to rank c. The all_reduce (2PR) is a reduce_scatter and then an all_gather (Patarasuk and
-    Yuan 2009).
+    rank c + 1 to rank c. The all_reduce (2PR) is a reduce_scatter and an all_gather (Patarasuk and Yuan
+    2009).
     """
     w = Writer(ranks)
     for r in range(ranks):
@@ -59,9 +59,8 @@ def _pass_on(w: Writer, r: int, own: Chunk) -> None:
 def all_pairs(collective: str, ranks: int) -> Plan:
     """Return a one-phase plan, in which each rank puts chunks to all ranks' `tmp` for a copy or sum.
 
-    Each sum adds in the order of ranks. The one-phase all_reduce is called 1PA. Source of `all_pairs`,
-    `two_phase` and `hierarchical`: The functions `all_pairs`, `two_phase` and `hierarchical` follow MSCCL++
-    (Shah et al. 2025), section 5, for all_reduce.
+    Each sum adds in the order of ranks. The one-phase all_reduce is called 1PA. The functions `all_pairs`,
+    `two_phase` and `hierarchical` follow MSCCL++ (Shah et al. 2025), section 5.
     """
     w = Writer(ranks)
     # The stride is the distance between the chunks for two adjacent ranks.
@@ -123,7 +122,7 @@ def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
 
     The first hop sends to the rank with the local index of the destination rank. In a 2DH plan, a rank
     sends n - 1 messages of L chunks to other nodes, while `linear` sends (n - 1) L messages of one chunk.
-    It is from Tutel (Hwang et al. 2023).
+    2DH is from Tutel (Hwang et al. 2023).
     """
     w = Writer(ranks)
     local = ranks // nodes

@@ -1,8 +1,8 @@
 """Reads MSCCL's XML files and converts them to collective plans.
 
 An MSCCL file has one `gpu` element for each rank, with thread blocks (`tb`). A thread block has a peer to
-send to, a peer to receive from, and a channel. The `step`s of a thread block run in order. Each also waits
-for the step on which it depends. The buffers i, o and s are the input, output and scratch buffer.
+send to, a peer to receive from, and a channel. The `step`s of a thread block run in order. Each step also
+waits for the step on which it depends. The buffers i, o and s are the input, output and scratch buffer.
 
 | type | does               | type | does                               | type | does                |
 |------|--------------------|------|------------------------------------|------|---------------------|
@@ -41,7 +41,7 @@ RECEIVING = ("r", "rcs", "rrc", "rrs", "rrcs")
 SENDING = ("s", "rcs", "rrs", "rrcs")
 READING = ("s", "rrc", "rrs", "rrcs", "cpy", "re")  # These step types read src.
 STORING = ("r", "rcs", "rrc", "rrcs", "cpy", "re")  # These step types write dst.
-LARGEST = 1 << 16  # The limit for chunks, for ranks and for steps.
+LARGEST = 1 << 16  # The largest number of chunks, ranks or steps.
 Cell = tuple[str, int]
 Way = tuple[int, int, int]  # A way is (source rank, target rank, channel).
 
@@ -293,7 +293,7 @@ def _stored(block: _Block) -> set[Cell]:
 def _dependencies(
     blocks: list[_Block],
 ) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], list[int]]]:
-    """Return two dicts by (block, step): the block that a step waits for, and the blocks waiting for it."""
+    """Return two dicts by (block, step): the block that a step awaits, and the blocks that await a step."""
     pends: dict[tuple[int, int], int] = {}
     posts: dict[tuple[int, int], list[int]] = defaultdict(list)
     for lane, block in enumerate(blocks):
