@@ -1,6 +1,6 @@
 """fairseq-tutel: tools for training runs and checkpoints of Mixture-of-Experts models.
 
-`fairseq-tutel TOOL --help` explains a tool. `python -m fairseq_tutel` is the same command.
+`fairseq-tutel TOOL --help` explains a tool. `python -m fairseq_tutel` also runs the tools.
 """
 
 import argparse

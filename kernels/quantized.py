@@ -2,7 +2,7 @@
 
 For few rows, torch's kernels read the stored integers. torch's kernels take rows in bf16, add the products
 in fp32, and round the results to bf16. For more rows, blocks of the matrix are converted to bf16 and
-multiplied while the blocks are in the cache. On CPUs without such kernels, blocks become fp32.
+multiplied while the blocks are in the cache. On CPUs without int8 or int4 kernels, blocks become fp32.
 
 O and I are the output and input dimensions of the matrix. n is the number of rows, G the number of groups
 in a row of the matrix, and b the number of blocks of an int4 matrix.

@@ -137,7 +137,7 @@ def place(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def read_tile(tiles, start, tiles_m, m):
-    """Read row tile m of the table at `start`, which is its expert, first row and end of the rows."""
+    """Read row tile m of the table at `start`, as the tile's expert, first row and end of rows."""
     table = tiles + start
     expert = tl.load(table + m)
     first = tl.load(table + tiles_m + m)

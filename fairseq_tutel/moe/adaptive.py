@@ -65,7 +65,7 @@ def weights_of(
     call IDs.
     """
     named, slices = experts.expert_parameters(), experts.part.slices
-    # Without this check, a pruned or parametrized bias would be ignored silently.
+    # The check rejects a pruned or parametrized bias, which would be ignored silently.
     message = "a torch.nn.utils.prune or parametrize call changed the experts, but other ranks gather them"
     require(named.keys() >= set(experts.names), f"{message}; undo that call.")
     joined = slices if degree == 0 else slices // degree
@@ -81,7 +81,7 @@ def weights_of(
     if degree > 1:
         part = experts.part.index // joined
         for name in filter(tensors.__contains__, experts.added):
-            # Without this check, a pruned or parametrized bias would be ignored silently.
+            # The check rejects a pruned or parametrized bias, which would be ignored silently.
             width = tensors[name].shape[-1]
             tensors[name] = F.pad(tensors[name], (part * width, (degree - 1 - part) * width))
     return Weights(experts.prepared(tensors, device), of_all=degree == 0)

@@ -187,7 +187,7 @@ class CustomExperts(ExpertStack):
             f"{name} has buffers, which all experts would share; make them parameters or class constants.",
         )
         # Keeping the module in a list hides the module from nn.Module, so its parameters are not registered
-        # twice. Only the forward method of this module is used.
+        # twice. Only the forward method of the hidden module is used.
         self._template = [template]
         for name, parameter in template.named_parameters():
             shape = (self.num_local, *parameter.shape)
@@ -274,7 +274,7 @@ def grouped_linear(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """All experts' linear maps as one autograd node. With `weight[i]`, each gradient would be full-size."""
+    """All experts' linear maps as one autograd node, because `weight[i]` makes full-size gradients."""
 
     @staticmethod
     def forward(

@@ -186,8 +186,8 @@ class UpdateTuner:
     def _agreed(self, num_tokens: int) -> tuple[float, ...]:
         """Return three measurements of an update, each as the maximum over all ranks. Collective.
 
-        The three are the number of tokens of this micro-batch, and the last update's milliseconds (infinite
-        if a rank did not measure the time) and number of tokens.
+        The measurements are the number of tokens of this micro-batch, and the last update's milliseconds
+        (infinite if a rank did not measure the time) and number of tokens.
         """
         milliseconds = self._milliseconds if math.isfinite(self._milliseconds) else math.inf
         own = [num_tokens, milliseconds, self._tokens]

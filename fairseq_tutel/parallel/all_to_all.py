@@ -61,7 +61,7 @@ def exchange_counts(
 
     The row counts are returned on the device and on the host; the host waits once. With a grid of nodes,
     the row counts are sent in two hops. With `every_pair`, which only collective plans need, a rank gets P
-    * P * e counts. Otherwise, a rank gets P * e counts per hop.
+    * P * e counts. Without `every_pair`, a rank gets P * e counts per hop.
     """
     what, rank = "the exchange of row counts", dist.get_rank(group)
     leaving_PX = call_id.prepended_to(counts_PE)

@@ -23,7 +23,7 @@ Wait = Callable[[], Tensor]
 
 
 def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
-    """Start `function(rows)` in the background without autograd, and return a function that waits.
+    """Run `function(rows)` in the background without autograd. Return a function that awaits the result.
 
     The returned function returns the result of `function`. Waiting blocks the thread on a CPU, and the
     stream on a GPU. After a failure, later jobs fail without sending rows. Otherwise, a peer would mistake
@@ -84,7 +84,7 @@ def _leave() -> None:
         os._exit(1)
 
 
-# Exit functions run in the reverse order of registration, so later ones run before `_leave`.
+# Exit functions that are registered after `_leave` run before `_leave`.
 atexit.register(_leave)
 
 

@@ -35,7 +35,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def publish(store: dist.Store, failure: str) -> None:
-    """Write a failure, a clause such as "rank 1 failed: …", to the store, unless it has a failure."""
+    """Write a failure, a clause such as "rank 1 failed: …", to the store if the store has no failure."""
     store.compare_set(FAILED, "", failure)
 
 
@@ -82,7 +82,7 @@ def end_process(sentence: str, code: int = 1, publishes: str = "") -> NoReturn:
 
 
 def look() -> str:
-    """Return the job's first failure, or "" if no rank failed or this process has no watch."""
+    """Return the job's first failure, or "" without a failure or without a failure watch."""
     return "" if _watch is None else _watch.look()
 
 
@@ -127,7 +127,7 @@ class FailureWatch:
         self.publish(f"failed: {': '.join(filter(None, (name, text)))}")
 
     def publish(self, own_error: str) -> None:
-        """Publish a reason such as "failed: …". The process must end within END_SECONDS."""
+        """Publish why this rank ends, such as "failed: …". The process must end within END_SECONDS."""
         with self._lock:
             self._own_error = own_error
             self._due = time.monotonic() + END_SECONDS

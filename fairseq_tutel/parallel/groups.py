@@ -201,7 +201,7 @@ def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = F
     """Create or reuse process groups for expert parallelism inside a group of ranks. Collective over it.
 
     If `sliced`, all ranks of the group hold shards of experts, because there are fewer experts than ranks.
-    Otherwise P is the greatest common divisor of the numbers of ranks and experts.
+    Without `sliced`, P is the greatest common divisor of the numbers of ranks and experts.
     """
     count = dist.get_world_size(group)
     size = count if sliced else math.gcd(count, num_experts)
@@ -226,7 +226,7 @@ def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tupl
         parts = range(0, count, number)
         return _new(group, [range(part + i, part + number, step) for part in parts for i in range(step)])
 
-    # P = W also gets a new communicator, so EP and data parallelism need no common order.
+    # For P = W, EP also gets a new communicator, so EP and data parallelism need no common order.
     expert_group = strided(size) if size > 1 else None
     replica_group = strided(count, size) if 1 < size < count else None
     grid = None

@@ -17,7 +17,8 @@ from torch.distributed import distributed_c10d
 
 from fairseq_tutel.parallel import failures
 
-# A health check takes at most this number of seconds; a shorter time-out of collectives replaces it.
+# A health check takes at most this number of seconds. A shorter time-out of collectives replaces the
+# number.
 LONGEST_CHECK = 3.0
 # A rank waits this many additional seconds for a store that hangs. Rank 0 may run the store, so rank 0
 # exits later by this number of seconds.

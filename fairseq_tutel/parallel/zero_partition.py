@@ -140,7 +140,7 @@ class Bucket:
         return stacked.view(-1)
 
     def gradients(self) -> list[Tensor | None]:
-        """Return this rank's part of each parameter's gradient as a flat tensor, in the same dtype."""
+        """Return this rank's part of each parameter's gradient, flat and in the parameter's dtype."""
         flat = self.gradient
         if flat is not None:
             return [flat[p.start :][: p.own.numel()] for p in self.partitions]
@@ -148,7 +148,7 @@ class Bucket:
         return [None if grad is None else grad.reshape(-1) for grad in grads]
 
     def converted_gradients(self, convert: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
-        """Return the result of `gradients`, after applying `convert` once to a reduced bucket."""
+        """Return this rank's gradients after `convert`, which converts a reduced bucket only once."""
         if self.gradient is not None:
             self.gradient = convert(self.gradient)
             return self.gradients()

@@ -208,7 +208,7 @@ class ZeroState:
     def whole_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return a parameter's complete optimizer state, with an fp32 master copy if there is one.
 
-        Collective over the ranks that own parts of the parameter's state.
+        The method is collective over the ranks that own parts of the parameter's state.
         """
         partition, whole = self.partitions[index], dict(state)
         if partition.is_master:

@@ -21,8 +21,9 @@ does not overwrite data that a slower rank still reads.
 **Programs.** A rank has one or more lanes, which run concurrently. A lane is an ordered list of steps:
 
 - A put copies `src` on this rank to `dst` on the rank at the other end of the channel. A put's copy can run
-  at any time until the receiver's wait for the next signal ends. Until that wait ends, no step may read or
-  write `dst`, and no step may write `src`. After the next flush, steps may write the put's `src`, too.
+  at any time until the receiver's wait for the next signal ends. Until the receiver's wait ends, no step
+  may read or write `dst`, and no step may write `src`. After the next flush, steps may write the put's
+  `src`, too.
 - A signal adds one to the channel's count, after the earlier puts on this channel. A signal does not wait.
 - A wait waits for the next signal on a channel. The k-th wait waits for the k-th signal.
 - A flush waits until the earlier puts on a channel have read their sources.
@@ -32,8 +33,8 @@ does not overwrite data that a slower rank still reads.
 - A post and a pend are like a signal and a wait, but between lanes of one rank.
 
 A channel leads from one rank to another rank. One lane of the sending rank has all puts, signals and
-flushes of a channel. One lane of the receiving rank has all waits of this channel. A channel has as many
-waits as signals, and a signal follows its last put.
+flushes of a channel. One lane of the receiving rank has all waits of a channel. A channel has as many waits
+as signals, and a signal follows its last put.
 
 The format has those channels and steps of MSCCL++ (Shah et al. 2025) that a checker can prove correct.
 """

@@ -174,7 +174,7 @@ def from_json(data: Any) -> Network:
 
 
 def checked(network: Network) -> Network:
-    """Return the network unchanged. Raise a ValueError if collectives cannot run on it."""
+    """Return the network unchanged. Raise a ValueError if collectives cannot run on the network."""
     names, links = network.vertices, [link[:2] for link in network.links]
     _demand(len(names) <= MOST_VERTICES, f"it has {len(names):,} vertices, more than {MOST_VERTICES:,}")
     for what, values in (("name", names), ("place", network.places), ("link", links)):

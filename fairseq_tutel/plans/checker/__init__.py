@@ -1,8 +1,8 @@
 """The checker proves that a collective plan ends, has no races and computes its collective.
 
-The checks run in the order `shape`, `order` (deadlocks), `races`, `data`. A collective plan that passes is
-correct for every timing of its steps and transfers, for all sizes and for any number of calls in a row. A
-correct all_reduce plan gives the same bits on all ranks. The `Report` predicts a plan's time.
+The checks run in the order `shape`, `order` (deadlocks), `races`, `data`. A collective plan that passes all
+checks is correct for every timing of steps and transfers, for all sizes and for any number of calls in a
+row. A correct all_reduce plan gives the same bits on all ranks. The `Report` predicts a plan's time.
 """
 
 from collections.abc import Callable

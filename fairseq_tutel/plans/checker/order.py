@@ -3,7 +3,7 @@
 Steps are numbered by rank, lane and index in the lane. A lane runs its steps one after another. The k-th
 wait on a channel depends on its k-th signal, and the k-th pend on a semaphore on its k-th post. No other
 dependency exists, so if one execution ends, all executions end. The transfer of a put ends with the wait
-for the next signal. After that wait, or after the next flush, the put has finished reading its source.
+for the next signal. After that wait, or after the next flush, a put has finished reading its source.
 
 Rounds are needed to run a plan with two-sided messages (send and receive). All ranks go through the rounds
 together. In each round, a rank first runs its copies and sums, and then sends and receives at the same
@@ -20,7 +20,7 @@ class Order:
     """The order of the steps in one call of a collective plan that has passed `check_shape`.
 
     Raises:
-        PlanError: the plan has a deadlock. The message names the steps of the cycle.
+        PlanError: the plan has a deadlock. The message names the steps that wait for each other.
     """
 
     def __init__(self, plan: Plan) -> None:

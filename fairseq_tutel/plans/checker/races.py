@@ -21,7 +21,7 @@ import numpy as np
 from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Plan, PlanError
 
-# These calls of each buffer use the same memory and are checked. More calls would find no more races.
+# For each buffer, two calls that use the same memory are checked. More calls would find no more races.
 CALLS = {"in": (0, 1), "out": (0, 1), "tmp": (0, 2)}
 Counts = np.ndarray[Any, np.dtype[np.int32]]
 

@@ -51,7 +51,7 @@ def _check_head(plan: Plan) -> None:
 
 
 def _wrong_in(plan: Plan, rank: int, step: Step) -> Iterator[str]:
-    """Yield a text for each problem of a step, which continues a sentence that begins with the step."""
+    """Yield a text for each problem of a step. The text continues a sentence that begins with the step."""
     target = rank
     if step.op in ENDS:
         if step.channel is None or not 0 <= step.channel < len(plan.channels):

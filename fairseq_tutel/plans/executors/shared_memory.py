@@ -3,7 +3,8 @@
 The file has int64 words (counters), and a region of bytes for each rank. Each word has a separate cache
 line, and only one rank writes the word. The other ranks put data into a rank's region. The file has a name
 only until all ranks have opened the file, and is empty until then. Killed ranks therefore leave at most an
-empty file. Then all bytes are allocated, because a write to unallocated memory would end the process.
+empty file. After the opening, all bytes are allocated, because a write to unallocated memory would end the
+process.
 
 Words need no lock, because other processors see the writes of an x86 processor in order. Types of
 processors other than x86 are refused. A rank that waits longer than the time-out of groups raises an error.
@@ -50,7 +51,7 @@ class SharedMemory:
     for other users, such as data loaders.
 
     Raises:
-        SharedMemoryError: the ranks cannot share memory. The message has the reason.
+        SharedMemoryError: the ranks cannot share memory, for the reason in the message.
         CommunicationError: a rank did not join the construction.
     """
 

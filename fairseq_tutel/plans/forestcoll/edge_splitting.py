@@ -1,9 +1,9 @@
 """Edge splitting replaces the links of switches by links between ranks, without reducing flows to ranks.
 
-A link from u to switch w and a link from w to t become a link from u to t. This is allowed while k N (k
-trees for each of N ranks) can still flow from the source to each rank. If each switch receives as much as
-it sends, all links of a switch can be replaced in any order (Bang-Jensen, Frank and Jackson, Preserving and
-increasing local edge-connectivity in mixed graphs, 1995).
+A link from u to switch w and a link from w to t become a link from u to t. A replacement is allowed while k
+N (k trees for each of N ranks) can still flow from the source to each rank. If each switch receives as much
+as it sends, all links of a switch can be replaced in any order (Bang-Jensen, Frank and Jackson, Preserving
+and increasing local edge-connectivity in mixed graphs, 1995).
 
 Consider a set T of vertices that has at least one rank and not the source. The spare capacity (room) of T
 is the capacity of links into T minus k N. Splitting reduces the room of sets that have w but neither u nor
@@ -45,7 +45,8 @@ class _Splitting:
     def remove(self, switch: int) -> None:
         """Replace all links of a switch by links between the vertices that the switch connects.
 
-        An even split comes first, because trees are then lower. Links from a vertex to itself come last.
+        An even split of links comes first, because it makes lower trees. Links from a vertex to itself come
+        last.
         """
         self._split_evenly(switch, list(self._even(switch)))
         into, out = self._neighbours(switch)
@@ -73,7 +74,7 @@ class _Splitting:
     def _partners(self, u: int, out: Sequence[int]) -> list[int]:
         """Return the vertices of `out` to which the links of vertex u should lead.
 
-        These are ranks on other hosts with the local rank of u or, without such ranks, all except u.
+        The vertices are ranks on other hosts with u's local rank or, without such ranks, all except u.
         """
         places = dict(enumerate(self.network.places))
         alike = [t for t in out if u in places and t in places and places[u][1] == places[t][1]]

@@ -4,8 +4,8 @@ The algorithm grows one tree after another. Equal trees grow together, as m copi
 y) limits the number of copies by its remaining capacity. Each set T of ranks that has y but not x also
 limits the number of copies, by the spare capacity of T. The spare capacity of T is the capacity of links
 into T minus the other trees that must still reach T (Edmonds 1973; Berczi and Frank, Packing arborescences,
-2009). Copies that cannot take the link become a separate tree with the edges so far. At least one copy can
-always take some link. A set without spare capacity never gets spare capacity later.
+2009). Copies of a tree that cannot take a link become a separate tree with the edges so far. At least one
+copy can always take some link. A set without spare capacity never gets spare capacity later.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class _Packing:
     def grow(self, tree: Tree, others: Sequence[Tree]) -> tuple[Tree, list[Tree]]:
         """Grow a tree until it reaches all ranks. Return the tree and the list of other trees.
 
-        Copies of the tree that take other links become separate trees in this list.
+        Copies of the tree that take other links become separate trees.
         """
         others = list(others)
         graph = self._with_demands(others)
@@ -79,7 +79,7 @@ class _Packing:
     def _next(self, depths: Mapping[int, int], reached: int) -> tuple[int, int]:
         """Return the link nearest to the tree's root that at least one copy of the tree can use.
 
-        Of several links at this distance, the link with the largest capacity is returned.
+        Of several equally near links, the link with the largest capacity is returned.
         """
         left, out = self.links.left, self.links.out
         found, widest = None, (0, 0)

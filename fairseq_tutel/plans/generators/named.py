@@ -150,7 +150,7 @@ def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
 
 def _others(index: int, count: int) -> list[int]:
     """Return all indices below `count` except `index`, in cyclic order, starting after `index`."""
-    # With this order, ranks send to different peers at the same time.
+    # In this cyclic order, ranks send to different peers at the same time.
     return [(index + distance) % count for distance in range(1, count)]
 
 

@@ -11,9 +11,9 @@ waits for the step on which it depends. The buffers i, o and s are the input, ou
 | rcs  | same as r, and send| rrcs | receive, add src, write dst, send  | nop  | wait for a step     |
 
 In MSCCL, the receiver chooses the position of a message when it receives the message, and the sender may be
-ahead. A put directly to this position would race with earlier accesses. Each message therefore gets
-separate chunks of `tmp`, which the receiver's step copies or adds. Each thread block becomes a lane, and
-dependencies between blocks become posts and pends. A flush precedes an overwrite of a put's source.
+ahead. A put directly to the position of a message would race with earlier accesses. Each message therefore
+gets separate chunks of `tmp`, which the receiver's step copies or adds. Each thread block becomes a lane,
+and dependencies between blocks become posts and pends. A flush precedes an overwrite of a put's source.
 
 If an algorithm runs in place (inplace is 1 and outofplace is not), it uses only `out`, to which `in` is
 copied first. For an in-place reduce_scatter, a part of `tmp` replaces `out`.
