@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-GROUP = 64  # Input dimensions of an int4 matrix that share a scale.
-BLOCK = 64  # Output dimensions of an int4 matrix that are stored together.
+GROUP = 64  # This many input dimensions of an int4 matrix share a scale.
+BLOCK = 64  # This many output dimensions of an int4 matrix are stored together.
 ZERO = 8  # The nibble (4 bits) that stores the int4 value 0.
 # Up to this number of rows, torch's kernel is faster than converting blocks. On one core of an AMD EPYC
 # with AVX-512 and bf16 instructions, int8 took 14 vs. 19 ms for 8 rows of [8192, 2048] and 61 vs. 26 ms for
@@ -48,8 +48,8 @@ class QuantizedMatrix:
     def linear(self, x_nI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """Return x @ matrix.T + bias, with shape [n, O] and the dtype of x.
 
-        If torch has a kernel for this kind of matrix, x, the result and converted blocks of int4 are
-        rounded to bf16, each with a relative error of at most 2**-8. The error of the norm is about 0.3 %.
+        If torch has a kernel for this kind of matrix, x, the result and converted int4 blocks are rounded
+        to bf16. The relative error of the result's norm is about 0.3 %.
         """
         kind = "int8" if self.values.dtype == torch.int8 else "int4"
         in_bf16 = has_kernel(kind)

@@ -8,8 +8,8 @@ import triton.language as tl
 
 # Constants are the right operands, because Triton's interpreter dispatches on the type of the left operand.
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
-_PDF_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
-_TANH_GELU = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
+_PDF_0 = tl.constexpr(0.3989422804014327)  # The normal density at 0, 1 / sqrt(2 pi).
+_TANH_GELU = tl.constexpr(0.7978845608028654)  # The factor sqrt(2 / pi) in the tanh approximation of GELU.
 _CUBIC = tl.constexpr(0.044715)
 # These are the first coefficients of the Taylor series of tanh: -1 / 3, 2 / 15, -17 / 315.
 _TANH_3 = tl.constexpr(-0.3333333333333333)

@@ -61,8 +61,7 @@ def weights_of(
     """Gather and return the expert weights that this rank needs if adaptive_r is `degree`. Collective.
 
     The backward pass sums the gradients of all ranks that gathered the weights. Each rank keeps the
-    gradients of its expert shard. With adaptive_r = 0, no counts are exchanged, so this function compares
-    call IDs.
+    gradients of its expert shard. With adaptive_r = 0, no counts are exchanged, so call IDs are compared.
     """
     named, slices = experts.expert_parameters(), experts.part.slices
     # The check rejects a pruned or parametrized bias, which would be ignored silently.

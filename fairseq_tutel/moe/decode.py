@@ -72,7 +72,7 @@ class DecodeRouting(Routing):
 
     @cached_property
     def groups(self) -> Groups:
-        """The rows grouped by expert, as the number of rows of each expert."""
+        """The groups of rows, as the number of rows of each expert."""
         return Groups.of_host([len(own) for own in self.sources], self.expert_ids_TK.device)
 
 

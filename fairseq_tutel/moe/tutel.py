@@ -175,7 +175,7 @@ class TutelMoELayer(nn.Module):
     def _topology(
         self, experts: Mapping[str, Any], model_dim: int, group: dist.ProcessGroup | None, use_2dh: bool
     ) -> Topology:
-        """Return the process groups. Ranks that share an expert hold shards of it if its widths allow."""
+        """Return the layer's process groups. Ranks that share an expert shard it if its widths allow."""
         widths = [experts.get("hidden_size_per_expert", 0), *[model_dim] * (experts["type"] == "ffn")]
         shared = self.sharded_count > 1 and experts["type"] in EXPERT_KEYS
         sliced = shared and not any(width % self.sharded_count for width in widths)
@@ -250,7 +250,7 @@ class ModuleExperts(ExpertStack):
     def __init__(self, config: MoEConfig, part: Part, module: nn.Module, context: Any) -> None:
         super().__init__(config, part)
         self.context = context
-        # In a list, the module does not become a submodule. Only its forward is used.
+        # In a list, the module is not a submodule. Only the module's forward is used.
         self._module = [module]
         for name, parameter in module.named_parameters():
             require(

@@ -17,8 +17,7 @@ from torch.distributed import distributed_c10d
 
 from fairseq_tutel.parallel import failures
 
-# A health check takes at most this number of seconds. A shorter time-out of collectives replaces the
-# number.
+# A health check takes at most this number of seconds, or the time-out of collectives if that is shorter.
 LONGEST_CHECK = 3.0
 # A rank waits this many additional seconds for a store that hangs. Rank 0 may run the store, so rank 0
 # exits later by this number of seconds.
@@ -30,7 +29,7 @@ MARKS = ("gloo/transport", "gloo/rendezvous", "Gloo connectFullMesh failed", "Wa
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed; the message names the rank, the operation and missing ranks."""
+    """A collective failed. The error message names the rank, the operation and missing ranks."""
 
 
 _timeout: timedelta | None = None

@@ -39,7 +39,7 @@ def read(path: Path) -> Plan:
     """Read a collective plan from a JSON or XML file.
 
     Raises:
-        ValueError: the file is unreadable or has no plan. The message names the file.
+        ValueError: the file is unreadable or has no plan. The error message names the file.
     """
     try:
         data = content_of(path) if path.suffix == ".xml" else json_of(path)
@@ -73,7 +73,7 @@ def read_run(path: str) -> tuple[PlacedPlan, ...]:
     """Read and check the plans of --moe-collective-plans, which is a file or a folder of *.json files.
 
     Raises:
-        ValueError: there is no plan, or a plan is unreadable or wrong. The message names the file.
+        ValueError: there is no plan, or a plan is unreadable or wrong. The error message names the file.
     """
     place = Path(path)
     placed = []

@@ -67,7 +67,7 @@ OPERATIONS = {
 
 
 class PlanError(ValueError):
-    """A collective plan is wrong. The message is one sentence that names the problem and the step."""
+    """A collective plan is wrong. The error message is one sentence that names the problem and the step."""
 
 
 class Place(NamedTuple):

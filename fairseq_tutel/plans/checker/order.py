@@ -1,9 +1,9 @@
 """Finds dependencies, a possible execution order, and rounds of a collective plan's steps.
 
 Steps are numbered by rank, lane and index in the lane. A lane runs its steps one after another. The k-th
-wait on a channel depends on its k-th signal, and the k-th pend on a semaphore on its k-th post. No other
-dependency exists, so if one execution ends, all executions end. The transfer of a put ends with the wait
-for the next signal. After that wait, or after the next flush, a put has finished reading its source.
+wait on a channel depends on its k-th signal, and the k-th pend on a semaphore on its k-th post. Steps have
+no other dependencies, so if one execution ends, all executions end. The transfer of a put ends with the
+wait for the next signal. After that wait, or after the next flush, a put has finished reading its source.
 
 Rounds are needed to run a plan with two-sided messages (send and receive). All ranks go through the rounds
 together. In each round, a rank first runs its copies and sums, and then sends and receives at the same
@@ -20,7 +20,7 @@ class Order:
     """The order of the steps in one call of a collective plan that has passed `check_shape`.
 
     Raises:
-        PlanError: the plan has a deadlock. The message names the steps that wait for each other.
+        PlanError: the plan has a deadlock. The error message names the steps that wait for each other.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -37,7 +37,7 @@ class Order:
                 self._by_lane.append(range(len(self.steps), len(self.steps) + len(steps)))
                 self.steps += steps
                 self.sites += [(rank, lane, index) for index in range(len(steps))]
-        self.cause: dict[int, int] = {}  # Maps a wait to its signal, and a pend to its post.
+        self.cause: dict[int, int] = {}  # Maps each waiting step to the signal or post that it awaits.
         self.arrival: dict[int, int] = {}  # Maps a put to the wait that ends the put.
         self.release: dict[int, int] = {}  # Maps a put to the next flush, if a flush follows.
         self._match()

@@ -9,7 +9,7 @@ with the next flush. If two steps access a chunk and one writes, their order mus
 Calls of a plan follow each other without a pause, so three calls in a row are checked. The second call uses
 the other of the two `tmp` buffers. Between calls, the caller may write a rank's `in` and `out`. In the
 check, the caller writes in one step at the start of each call, after all lanes of the rank's previous call.
-Three calls are enough, because a call waits for all data for its rank.
+Three calls in a row are enough, because a call waits for all data for its rank.
 """
 
 from collections import defaultdict
@@ -49,7 +49,7 @@ class Clock(NamedTuple):
 class Access(NamedTuple):
     """A read or write of chunks by a step of a plan, or by the plan's caller if `number` is None.
 
-    `ends` has pairs (lane, count). The access has ended when any of these lanes has run `count` steps.
+    `ends` has pairs (lane, count). The access has ended when any lane in `ends` has run `count` steps.
     """
 
     ends: tuple[tuple[int, int], ...]

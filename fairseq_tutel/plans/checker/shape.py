@@ -15,7 +15,7 @@ from fairseq_tutel.plans.format import BUFFERS, Place, Plan, PlanError, Step
 MOST = 1 << 20
 # This table maps each operation on a channel to the end of the channel whose rank runs the operation.
 ENDS = {"put": "source", "signal": "source", "flush": "source", "wait": "target"}
-# These operations come in pairs, whose two operations share the named field.
+# The two operations of each pair share the named field.
 PAIRS = (("signal", "wait", "channel"), ("post", "pend", "semaphore"))
 
 
@@ -25,7 +25,7 @@ def site(rank: int, lane: int, index: int) -> str:
 
 
 def check_shape(plan: Plan) -> None:
-    """Raise PlanError if a plan is malformed. The message names the field, or the rank, lane and step."""
+    """Raise PlanError if a plan is malformed. The error names the field, or the rank, lane and step."""
     _check_head(plan)
     for rank, lane, index, step in plan.steps():
         wrong = next(_wrong_in(plan, rank, step), None)

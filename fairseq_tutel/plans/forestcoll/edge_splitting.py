@@ -45,8 +45,7 @@ class _Splitting:
     def remove(self, switch: int) -> None:
         """Replace all links of a switch by links between the vertices that the switch connects.
 
-        An even split of links comes first, because it makes lower trees. Links from a vertex to itself come
-        last.
+        Links are first split evenly, which makes lower trees. Links from a vertex to itself come last.
         """
         self._split_evenly(switch, list(self._even(switch)))
         into, out = self._neighbours(switch)
@@ -103,7 +102,7 @@ class _Splitting:
 
     def _room(self, switch: int, u: int, t: int, most: int) -> int:
         """Return how much capacity of a switch's links from u and to t can be replaced, up to `most`."""
-        # Splitting reduces the room of sets with only the switch, and of sets with only u and t.
+        # Splitting reduces the room of sets with the switch or with u and t, but not both.
         for start, end in ((u, switch), (switch, t)):
             if most:
                 graph = self.graph.copy()

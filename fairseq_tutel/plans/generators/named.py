@@ -12,9 +12,8 @@ from fairseq_tutel.plans.format import REDUCING, Chunk, Plan, Writer
 def ring(collective: str, ranks: int) -> Plan:
     """Return a ring plan for all_gather, reduce_scatter or all_reduce.
 
-    In each round of the ring, a rank sends a shard to the next rank. Chunk c is summed along the ring from
-    rank c + 1 to rank c. The all_reduce (2PR) is a reduce_scatter and an all_gather (Patarasuk and Yuan
-    2009).
+    In each round, a rank sends a shard to the next rank. Chunk c is summed along the ring from rank c + 1
+    to rank c. The all_reduce (2PR) is a reduce_scatter and an all_gather (Patarasuk and Yuan 2009).
     """
     w = Writer(ranks)
     for r in range(ranks):

@@ -69,7 +69,7 @@ def from_xml(text: str | bytes) -> Plan:
     """Convert the XML text of an MSCCL algorithm to a collective plan, without checking the plan's steps.
 
     Raises:
-        PlanError: the text is malformed, or cannot be converted. The message names the element.
+        PlanError: the text is malformed, or cannot be converted. The error message names the element.
     """
     algorithm = _parse(text)
     ranks = _number(algorithm, "ngpus", 1)
@@ -213,7 +213,7 @@ def _write_rank(
     landings: Mapping[Way, list[Place]],
 ) -> None:
     """Add the steps of one rank to the plan, with one lane for each thread block."""
-    semaphores: dict[tuple[int, int], int] = {}  # Semaphores by (posting lane, pending lane).
+    semaphores: dict[tuple[int, int], int] = {}  # The semaphores, by (posting lane, pending lane).
 
     def post(lane: int, other: int) -> None:
         w.post(rank, semaphores.setdefault((lane, other), len(semaphores)), lane=lane)
