@@ -14,9 +14,9 @@ from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.quantized import QuantizedMatrix
 
 # If the rows have at most this number of elements, weight @ rows.T is faster than rows @ weight.T. A single
-# row is duplicated, because two rows are faster. The times were measured with MKL 2024.2 on one core of an
-# AMD EPYC with AVX-512. Weights [2048, 512] took 0.26 vs. 0.44 ms for 1 row, 0.24 vs. 1.06 ms for 2 rows
-# and 0.58 vs. 0.66 ms for 8 rows. Weights [512, 2048] took 0.31 vs. 0.45 ms for 2 rows.
+# row is duplicated for this product. The times were measured with MKL 2024.2 on one core of an AMD EPYC
+# with AVX-512. Weights [2048, 512] took 0.26 vs. 0.44 ms for 1 row, 0.24 vs. 1.06 ms for 2 rows and 0.58
+# vs. 0.66 ms for 8 rows. Weights [512, 2048] took 0.31 vs. 0.45 ms for 2 rows.
 FEW_ELEMENTS = 4096
 FEW_ELEMENTS_OF_ONE = 1024
 

@@ -70,7 +70,7 @@ def own_gpu(environment: Mapping[str, str] = os.environ) -> int:
 def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], None]]:
     """Context manager that explains errors of a rendezvous and limits the rendezvous to `seconds`.
 
-    The block calls the yielded function after the rendezvous. During the block, `seconds` is the default
+    The block calls the yielded function after the rendezvous. Before that call, `seconds` is the default
     time-out of groups. 0 keeps torch's default.
     """
     start, waiting = time.perf_counter(), [True]

@@ -123,8 +123,9 @@ class ZeroState:
 
     Args:
         parameters: the model's parameters, in the same order on all ranks.
-        stage: the ZeRO stage. Stage 0 shards nothing, and other code reduces gradients. Stage 1 reduces
-            gradients after the last backward pass. Stage 2 reduces gradients during every backward pass.
+        stage: the ZeRO stage. Stage 0 shards nothing, and other code reduces gradients. Stage 1 shards the
+            state, and reduces gradients after the last backward pass. Stage 2 shards the state, and reduces
+            gradients during every backward pass.
         offload: keep this rank's elements, and the optimizer's moments, in host memory.
         bucket_bytes: the approximate bytes of a bucket.
     """
