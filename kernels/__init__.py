@@ -1,6 +1,7 @@
 """Kernels of the MoE layer. Every op has a version in plain torch (`reference`) and a version in Triton.
 
-`OPS` lists the ops. Both versions (backends) have the same signatures. `backend_for` selects a backend.
+`OPS` lists the ops. Both versions (backends) of an op have the same signature. `backend_for` selects a
+backend.
 """
 
 import functools

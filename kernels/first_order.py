@@ -13,8 +13,8 @@ Gradients = Tensor | None | tuple[Tensor | None, ...]
 def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """Decorate the backward of an autograd function, so that a double backward raises an error.
 
-    torch's `once_differentiable` raises only if an incoming gradient requires a gradient. But the saved
-    tensors also depend on the inputs. A second derivative through saved tensors would be wrong.
+    torch's `once_differentiable` raises only if an incoming gradient requires a gradient. But the tensors
+    saved for backward also depend on the inputs. A second derivative through saved tensors would be wrong.
     """
 
     @functools.wraps(backward)

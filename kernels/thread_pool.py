@@ -3,7 +3,7 @@
 An expert runs many short operations. If each operation ran on all threads, every operation would begin and
 end with a barrier. If another process occupies a core, a barrier takes a time slice instead of a
 microsecond. Therefore each thread computes one expert at a time. Within the parallel region, torch and MKL
-operations are sequential. The only barrier is at the end of the region.
+operations are sequential. The only barrier is at the end of the parallel region.
 """
 
 import ctypes

@@ -11,7 +11,7 @@ _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _PDF_0 = tl.constexpr(0.3989422804014327)  # The normal density at 0, 1 / sqrt(2 pi).
 _TANH_GELU = tl.constexpr(0.7978845608028654)  # The factor sqrt(2 / pi) in the tanh approximation of GELU.
 _CUBIC = tl.constexpr(0.044715)
-# These are the first coefficients of the Taylor series of tanh: -1 / 3, 2 / 15, -17 / 315.
+# The Taylor series of tanh has the coefficients 1, -1 / 3, 2 / 15 and -17 / 315.
 _TANH_3 = tl.constexpr(-0.3333333333333333)
 _TANH_5 = tl.constexpr(0.13333333333333333)
 _TANH_7 = tl.constexpr(-0.05396825396825397)

@@ -1,4 +1,4 @@
-"""The last step of the GShard balance losses in Triton, forward and gradient in one launch. E experts."""
+"""The last step of the GShard balance losses and their gradient, in one Triton launch. E experts."""
 
 import triton
 import triton.language as tl

@@ -78,10 +78,10 @@ def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """Return the mean of the importance loss and the load loss of noisy gates (Shazeer et al. 2017).
 
     The loss is (cv^2(importance) + cv^2(load)) / 2. Importance_e is the sum of expert e's noise-free
-    probabilities over tokens. Load_e is the sum over tokens of the probability that expert e is among the K
-    best experts if its noise is drawn again. This probability is Phi((logit_e - rival_e) / noise). The
-    number rival_e is the K-th largest noisy logit of the other experts. cv^2 is the variance over experts
-    divided by the squared mean.
+    probabilities over tokens. Load_e is the sum over tokens of Phi((logit_e - rival_e) / noise), the
+    probability that expert e is among the K best experts if its noise is drawn again. The number rival_e is
+    the K-th largest noisy logit of the other experts. cv^2 is the variance over experts divided by the
+    squared mean.
 
     The loss is from Shazeer et al. 2017, sections 4 and A, equations 6 to 11.
     """

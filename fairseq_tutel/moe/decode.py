@@ -60,7 +60,7 @@ class DecodeRouting(Routing):
 
     @cached_property
     def sources(self) -> list[list[int]]:
-        """Each expert's assignments t * K + j, except padding. The first access reads IDs on the host."""
+        """Each expert's assignments t * K + j, except padding."""
         num_experts, ids_TK = self.probs_TE.shape[1], self.expert_ids_TK
         if self.real_T is not None:
             ids_TK = torch.where(self.real_T.unsqueeze(1), ids_TK, num_experts)

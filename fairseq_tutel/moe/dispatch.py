@@ -67,7 +67,7 @@ def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: 
     """Return each token's sum of expert outputs, weighted unless `prescore` is set.
 
     Args:
-        rows_RD: the experts' outputs, in any float dtype, differentiable. The tensor may have fewer than R
+        rows_RD: the experts' outputs, in any float dtype, differentiable. rows_RD may have fewer than R
             rows, because the unused tail of the compact layout can be cut.
         routing: the rows and gate weights of each token.
         backend: as in `dispatch`.

@@ -32,7 +32,7 @@ def permute(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
 
 
 def gather(rows_RD: Tensor, index_X: Tensor, copies_MR: Tensor) -> Tensor:
-    """Return rows[index] [X, D]. The backward pass sums the gradients of each row's copies.
+    """Gather rows[index] [X, D]. The backward pass sums the gradients of each row's copies.
 
     The copies of row r are at the positions copies[:, r].
     """

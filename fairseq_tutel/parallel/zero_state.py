@@ -25,7 +25,8 @@ class GradientReducer:
 
     With `eager`, gradients are summed during a backward pass. A bucket is sent when all gradients of this
     bucket exist and all earlier buckets are sent. All ranks therefore call the same collectives, even if
-    some ranks do not use all parameters. The sums may arrive only at the end of the backward pass.
+    some ranks do not use all parameters. The summed gradients may arrive only at the end of the backward
+    pass.
     """
 
     def __init__(self, buckets: Sequence[Bucket], world_size: int, eager: bool) -> None:

@@ -6,8 +6,8 @@ the step count of this lane. A put may read its source and write its destination
 issued. The write of a put ends with the wait for the next signal. The read of a put ends with this wait, or
 with the next flush. If two steps access a chunk and one writes, their order must be fixed.
 
-Calls of a plan follow each other without a pause, so three calls in a row are checked. The second call uses
-the other of the two `tmp` buffers. Between calls, the caller may write a rank's `in` and `out`. In the
+Calls of a plan follow each other without a pause, so three calls in a row are checked. The second of the
+three calls uses the other `tmp` buffer. Between calls, the caller may write a rank's `in` and `out`. In the
 check, the caller writes in one step at the start of each call, after all lanes of the rank's previous call.
 Three calls in a row are enough, because a call waits for all data for its rank.
 """

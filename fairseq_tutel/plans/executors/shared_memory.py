@@ -96,7 +96,7 @@ class SharedMemory:
         return next(found, "")
 
     def _allocate(self, descriptor: int) -> str:
-        """Allocate all bytes of the file. Return the problem as text, or ""."""
+        """Allocate all bytes of the file, and return the problem as text, or ""."""
         needed, state = self._start + self.ranks * self._region, os.fstatvfs(descriptor)
         spare = (state.f_bavail - state.f_blocks / 2) * state.f_frsize
         if self._is_large and needed > spare:

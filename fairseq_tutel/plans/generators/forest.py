@@ -104,7 +104,7 @@ def _distribute(w: Writer, forest: Forest, have_begun: bool, slices: int) -> Non
 def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
     """Add steps that sum each root's chunks over all ranks into its `out`; return the size of `tmp`."""
     branches = sorted(_branches(forest, slices), key=lambda each: (each.height, each.child, each.chunk))
-    # The sum of each child has a separate position in the parent's `tmp`.
+    # Each child's sum has a separate position in the parent's `tmp`.
     places: dict[tuple[int, int], Place] = {}
     used: Counter[int] = Counter()
     children: dict[tuple[int, int], list[_Branch]] = defaultdict(list)

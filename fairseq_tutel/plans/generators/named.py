@@ -26,7 +26,8 @@ def ring(collective: str, ranks: int) -> Plan:
             _sum_along(w, r, ("out", 0))
         else:
             _sum_along(w, r, ("out", r))
-            # The last sum includes data of the next rank, so the next rank has begun the call.
+            # In the ring all_reduce, the last sum includes data of the next rank, so this rank has begun
+            # the call.
             _pass_on(w, r, ("out", r))
         w.flush(r, (r + 1) % ranks)
     chunks = ranks if collective == "all_reduce" else 1
@@ -97,8 +98,8 @@ def two_phase(collective: str, ranks: int) -> Plan:
 def hierarchical(collective: str, ranks: int, *, nodes: int) -> Plan:
     """Return a hierarchical all_reduce plan (2PH), which sums within nodes and then across nodes.
 
-    The steps are a reduce_scatter within each node, an exchange of 1/L of the data across nodes, and an
-    all_gather within each node. Each sum adds in the order of ranks, then of nodes.
+    The steps of 2PH are a reduce_scatter within each node, an exchange of 1/L of the data across nodes, and
+    an all_gather within each node. Each sum adds in the order of ranks, then of nodes.
     """
     w = Writer(ranks)
     local = ranks // nodes
@@ -119,9 +120,9 @@ def hierarchical(collective: str, ranks: int, *, nodes: int) -> Plan:
 def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
     """Return a 2-D hierarchical all_to_all plan (2DH), with a hop within nodes and a hop between nodes.
 
-    The first hop sends to the rank with the local index of the destination rank. In a 2DH plan, a rank
-    sends n - 1 messages of L chunks to other nodes, while `linear` sends (n - 1) L messages of one chunk.
-    2DH is from Tutel (Hwang et al. 2023).
+    The first hop of 2DH sends to the rank with the local index of the destination rank. In a 2DH plan, a
+    rank sends n - 1 messages of L chunks to other nodes, while `linear` sends (n - 1) L messages of one
+    chunk. 2DH is from Tutel (Hwang et al. 2023).
     """
     w = Writer(ranks)
     local = ranks // nodes

@@ -18,7 +18,7 @@ and dependencies between blocks become posts and pends. A flush precedes an over
 If an algorithm runs in place (inplace is 1 and outofplace is not), it uses only `out`, to which `in` is
 copied first. For an in-place reduce_scatter, a part of `tmp` replaces `out`.
 
-The format is that of MSCCLang (Cowan et al. 2023), as MSCCL's interpreter runs its files.
+The XML format is that of MSCCLang (Cowan et al. 2023), as MSCCL's interpreter runs its files.
 """
 
 import re
@@ -39,8 +39,8 @@ BUFFERS = {"i": "in", "o": "out", "s": "tmp"}
 TYPES = ("s", "r", "rcs", "rrc", "rrs", "rrcs", "cpy", "re", "nop")
 RECEIVING = ("r", "rcs", "rrc", "rrs", "rrcs")
 SENDING = ("s", "rcs", "rrs", "rrcs")
-READING = ("s", "rrc", "rrs", "rrcs", "cpy", "re")  # These step types read src.
-STORING = ("r", "rcs", "rrc", "rrcs", "cpy", "re")  # These step types write dst.
+READING = ("s", "rrc", "rrs", "rrcs", "cpy", "re")  # MSCCL steps of these types read src.
+STORING = ("r", "rcs", "rrc", "rrcs", "cpy", "re")  # MSCCL steps of these types write dst.
 LARGEST = 1 << 16  # The largest number of chunks, ranks or steps.
 Cell = tuple[str, int]
 Way = tuple[int, int, int]  # A way is (source rank, target rank, channel).
