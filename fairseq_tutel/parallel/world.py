@@ -101,7 +101,7 @@ def run_on_rank_zero(action: Callable[[], Any], operation: str) -> Any:
         ended, result, sentence = broadcast_object(work and work.look(), operation)
     error = None if work is None else work.error
     if error is not None and not isinstance(error, ValueError | OSError):
-        raise error  # This is a bug, and only rank 0 has the traceback.
+        raise error  # A bug's traceback is printed only on rank 0.
     if sentence is not None:
         raise ValueError(sentence) from error
     return result

@@ -218,7 +218,7 @@ class Writer:
         self._add(rank, lane, Step("pend", semaphore=semaphore))
 
     def plan(self, name: str, collective: str, chunks: int, **others: Any) -> Plan:
-        """Return a plan with all appended steps. `others` has more fields of `Plan`."""
+        """Return a plan with all appended steps. The keywords `others` set more fields of `Plan`."""
         channels = tuple(Channel(source, target) for source, target, _ in self.channels)
         programs = tuple(tuple(tuple(lanes[lane]) for lane in sorted(lanes)) for lanes in self.lanes)
         fields = {"channels": channels, "programs": programs, **others}

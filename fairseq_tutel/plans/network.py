@@ -23,7 +23,7 @@ from fairseq_tutel.files import json_of
 from fairseq_tutel.plans.format import Load
 
 FORMAT = 1
-MOST_VERTICES = 4096  # The bandwidth matrix has the square of this many numbers.
+MOST_VERTICES = 4096  # A network has at most this many vertices.
 MOST = 512  # A named network has at most this many GPUs.
 WIDEST = 10**15  # A link has at most this bandwidth.
 
