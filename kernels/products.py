@@ -12,7 +12,7 @@ from torch import Tensor
 from fairseq_tutel.kernels.few_rows import are_few, linear_of_few
 from fairseq_tutel.kernels.quantized import QuantizedMatrix
 
-# Weights of fewer bytes fit into the core's cache, for which the plain product is fastest.
+# If a weight has fewer bytes, it fits into the core's cache, and the plain product is fastest.
 LEAST_BYTES = 2**20
 # Up to 128 rows, clearing a weight gradient and then adding to it is faster than writing the gradient (1.65
 # vs. 1.87 ms for 64 rows). Up to 32 rows, clearing is even faster in parts that fit into the cache (0.47
