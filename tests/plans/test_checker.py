@@ -1,4 +1,4 @@
-"""The checker accepts correct plans, reports their cost, and rejects each kind of wrong plan."""
+"""The plan checker accepts correct plans, reports their cost, and rejects each kind of wrong plan."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -13,17 +13,17 @@ from fairseq_tutel.plans.generators import make
 ONE = make("one_phase", "all_reduce", 2)
 
 
-def test_what_a_plan_does():
+def test_the_checker_reports_the_steps_and_depth_and_loads_of_a_plan():
     report = check(make("ring", "all_gather", 4))
     links = {(r, (r + 1) % 4) for r in range(4)}
-    assert report.steps == 4 * 13 and report.depth == 4  # one hop is the signal that a rank has begun
+    assert report.steps == 4 * 13 and report.depth == 4  # In one hop, a rank signals that it has begun.
     assert report.bytes_of_link == dict.fromkeys(links, 3)
     assert report.loads == (dict.fromkeys(links, Fraction(1)),) * 3
     assert report.predicted(100, 1.0, lambda link: 2.0 if link == (0, 1) else 0.5) == 4 + 3 * 100 * 2
     assert check(two_lanes()).depth == 2
 
 
-def test_sums_in_another_order_raise_an_error_unless_only_the_first_two_terms_swap():
+def test_a_plan_that_sums_in_another_order_raises_an_error_unless_only_the_first_two_terms_swap():
     plan = make("one_phase", "all_reduce", 3)
     *_, step, _, _ = plan.programs[1][0]
     assert step.op == "reduce"
@@ -35,7 +35,7 @@ def test_sums_in_another_order_raise_an_error_unless_only_the_first_two_terms_sw
 
 
 def writing(*calls, ranks=2, collective="all_gather", chunks=1, temporary=2, **others):
-    """Return a plan whose steps are the given calls of Writer methods."""
+    """Return a plan whose steps are made by the given calls of Writer methods."""
     w = Writer(ranks)
     for name, *arguments in calls:
         lane = arguments.pop() if isinstance(arguments[-1], dict) else {}
