@@ -1,8 +1,7 @@
 """Runs a small collective plan in all interleavings of lanes and transfers, to test the plan checker.
 
-A channel is a queue of issued puts and signals. An issued put reads its source, writes its target, and then
-leaves the channel. Two memory accesses race if both may be the next action. Each rank calls the plan
-several times in a row.
+A channel is a queue of issued puts and signals. An issued put reads, writes, and
+then leaves the channel. Two memory accesses race if both may be the next action. Ranks repeat the plan.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """This small training run must have equal results on any number of ranks.
 
-The model has two MoE layers with a dense layer between them, in fp64. Each update has four micro-batches,
-which are divided among W ranks.
+The fp64 model has two MoE layers and a dense layer. W ranks divide the four micro-batches of an update.
 """
 
 from collections.abc import Callable

@@ -53,8 +53,7 @@ def inputs(num_tokens: int, num_rows: int, top_k: int, model_dim: int, dtype: to
     )
 
 
-# Each shape is (T, R, K, D). K is 1 to 4 or larger, D may be odd or 1, and there may be no tokens, no rows
-# or one token.
+# Each shape is (T, R, K, D). T and R may be 0, K is 1 to 4 or larger, and D may be odd or 1.
 SHAPES = (
     (7, 9, 1, 5),
     (7, 12, 2, 8),

@@ -26,8 +26,7 @@ def gate(logits_TE: Tensor) -> GateOutput:
 
 def test_gshard_loss_equals_a_hand_computed_value():
     probs_TE = torch.tensor([[0.7, 0.2, 0.1], [0.6, 0.1, 0.3], [0.1, 0.8, 0.1], [0.5, 0.3, 0.2]])
-    # The experts' load shares are f = (3/4, 1/4, 0), and their mean probabilities are P = (1.9, 1.4, 0.7) /
-    # 4.
+    # The experts' load shares are (3/4, 1/4, 0), and the mean probabilities are (1.9, 1.4, 0.7) / 4.
     expected = 3 * (0.75 * 1.9 / 4 + 0.25 * 1.4 / 4)
     assert float(gshard_loss(route(probs_TE.log(), 2))) == pytest.approx(expected, rel=1e-6)
 

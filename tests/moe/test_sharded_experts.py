@@ -15,8 +15,7 @@ from fairseq_tutel.checkpoint.experts import save_in_shards
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind, write_file
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=8, num_experts=2)
-# Each (W, P) is a number of ranks and an EP size: one rank, EP replicas, one expert per rank, two ranks per
-# expert.
+# Each pair (W, P) is a number of ranks and an EP size, for a model with two experts.
 PLACES = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
 
 

@@ -57,8 +57,7 @@ def test_the_capacity_equals_plain_arithmetic_and_most_slots_is_an_upper_bound(
         ({"capacity_factor": 1.5, "eval_capacity_token_fraction": 0.25}, False, 0.0, 0.25),
         ({"capacity_factor": 1.5, "eval_capacity_token_fraction": 0.25}, True, 1.5, 0.0),
         ({"capacity_factor": 1.5, "eval_capacity_token_fraction": -1.0}, False, 1.5, 0.0),
-        # In evaluation, experts choose as many tokens as in training unless an evaluation capacity is
-        # given.
+        # Without an evaluation capacity, experts choose as many tokens in evaluation as in training.
         ({"capacity_factor": 1.5, "choice": "experts"}, False, 1.5, 0.0),
         ({"capacity_factor": 1.5, "choice": "experts", "eval_capacity_factor": 2.0}, False, 2.0, 0.0),
         ({"eval_capacity_token_fraction": -1.0}, False, 0.0, 0.0),

@@ -41,8 +41,7 @@ def through_meta(layer: MoELayer) -> MoELayer:
     "replace", (assigned, through_meta, copy.deepcopy, MoELayer.double), ids=lambda f: f.__name__
 )
 def test_replaced_expert_parameters_keep_their_expert_mark(replace, size):
-    # With 8 ranks, each expert has two shards on two ranks. The state dict that `assigned` loads has all
-    # experts.
+    # With 8 ranks, each expert has two shards. The state dict that `assigned` loads has all experts.
     layer = build(size, expert_grad_norm="sqrt_world_size", parallel_type="model")
     before = {name: p for name, p in layer.named_parameters() if size > 1 or name[:1] != "e"}
     slices = {name: slice_of(p) for name, p in layer.named_parameters()}

@@ -83,6 +83,5 @@ def grids(locals_):
 
 
 def test_the_hierarchical_all_to_all_needs_experts_on_several_complete_nodes(ranks):
-    # The cases are one rank per node, three ranks per node, all ranks on one or two nodes, and unknown
-    # nodes.
+    # The ranks per node are 1, 3 (which does not divide 4), 4 or 8 (one node), and 0 (unknown nodes).
     assert ranks(4).run(grids, (1, 3, 4, 8, 0)) == [[True] * 5] * 4

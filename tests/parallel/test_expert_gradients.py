@@ -49,9 +49,7 @@ def reduce(parallel: int, missing: bool) -> tuple[list[float], list[float]]:
         (4, False, [[2**r / 4, 1 / 4] for r in range(4)]),
     ],
 )
-def test_an_expert_gradient_is_the_sum_over_its_ep_replicas_divided_by_w(
-    ranks, parallel, missing, expected
-):
+def test_an_expert_gradient_is_the_sum_over_ep_replicas_divided_by_w(ranks, parallel, missing, expected):
     assert ranks(4).run(reduce, parallel, missing) == [([5.0], grad) for grad in expected]
 
 

@@ -139,9 +139,7 @@ def _ends(rank, how, scheme, port, log):
     ("how", "code", "scheme"),
     [(None, 0, "tcp"), (EXIT_CODE, EXIT_CODE, "file"), ("error: no.", 1, "tcp")],
 )
-def test_ranks_destroy_process_groups_after_all_ranks_have_finished_unless_a_rank_failed(
-    how, code, scheme, tmp_path
-):
+def test_ranks_destroy_process_groups_at_the_end_unless_a_rank_failed(how, code, scheme, tmp_path):
     codes, calls = _run(_ends, 2, tmp_path, how, scheme)
     assert codes == [code] * 2
     assert calls == ["" if code == 1 else "all_gather_object\ndestroy_process_group\n"] * 2

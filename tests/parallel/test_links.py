@@ -10,8 +10,7 @@ A100 = PRESETS["a100"]
 
 
 def test_the_slower_kind_of_link_bounds_the_time_of_a_linear_all_to_all():
-    # On 4 nodes of 2 ranks, each rank sends 80 bytes to every rank: 1 message within the node, 6 to other
-    # nodes.
+    # On 4 nodes of 2 ranks, each rank sends 80 bytes to 1 rank of its node and to 6 ranks of other nodes.
     assert exchange_seconds(640, ROUND, 4, 2, "linear") == 0.5 + max(1 + 80 / 100, 60 + 480 / 10)
     one_node = exchange_seconds(640, ROUND, 1, 8, "linear")
     assert one_node == 0.5 + 7 * 1 + 560 / 100

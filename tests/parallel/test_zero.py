@@ -108,8 +108,7 @@ def fp32_copies_by_hand(dtype, scale):
     ("dtype", "stage", "offload"), [(torch.bfloat16, 1, False), (torch.float16, 2, True)]
 )
 def test_half_precision_weights_equal_fp32_masters_for_any_gradient_scale(ranks, dtype, stage, offload):
-    # Gradients would become 0 if fp16 gradients were divided by this scale. Clipping divides the gradients
-    # again.
+    # In fp16, a division by this scale would make gradients 0. Clipping divides the gradients again.
     scale = 2.0**30 if dtype == torch.float16 else 1.0
     expected = fp32_copies_by_hand(dtype, scale)
     for weights in ranks(2).run(train_half, dtype, stage, offload, scale):
@@ -172,12 +171,9 @@ def moments(parallel, stage, dtype, offload):
 @pytest.mark.parametrize(("parallel", "stage", "dtype", "offload"), [
     (1, 1, torch.float64, False), (2, 1, torch.bfloat16, True), (2, 0, torch.bfloat16, True),
 ])  # fmt: skip
-def test_optimizer_state_is_gathered_to_complete_parameters_and_partitioned_again(
-    ranks, parallel, stage, dtype, offload
-):
+def test_optimizer_state_can_be_gathered_and_partitioned_again(ranks, parallel, stage, dtype, offload):
     expected = moments(1, 0, dtype, True)
-    # All ranks have equal gradients. Expert gradients are summed over EP replicas and divided by the number
-    # of ranks.
+    # All ranks have equal gradients. Expert gradients are summed over EP replicas and divided by W.
     for whole in ranks(4).run(moments, parallel, stage, dtype, offload):
         for number, (found, wanted) in enumerate(zip(whole, expected, strict=True)):
             assert found.keys() == wanted.keys()
