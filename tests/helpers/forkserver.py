@@ -1,6 +1,6 @@
 """The fork server of a test session has imported the plugin and other slow modules.
 
-All tests share one fork server, because Python has one per process with one list of preloaded modules.
+All tests share one fork server, because Python allows only one per process.
 """
 
 import multiprocessing

@@ -28,9 +28,8 @@ def run(
 ) -> tuple[list[str], float]:
     """Call function(rank, *args) on new ranks, which are connected by gloo and a TCP store in rank 0.
 
-    Returns:
-        said: Each surviving rank returns its result as a string, or "NameOfError: message".
-        seconds: The time starts after the rendezvous and ends with the last survivor's result.
+    Return the result of each surviving rank as a string (or "NameOfError: message"), and the seconds from
+    the end of the rendezvous until the last result.
     """
     context, port = forkserver.context(), free_port()
     processes, pipes = [], []

@@ -46,7 +46,7 @@ def config_of(settings: dict[str, Any], dim: int = 1) -> MoEConfig:
 
 
 def settings_of(name: str) -> list[dict[str, Any]]:
-    """Return valid settings of an option except the default, together with the options that they need."""
+    """Return valid settings of an option except the default, with other options that a setting needs."""
     item = LAYER[name]
     values = (True, False) if item.type is bool else item.choices or VALUES.get(name, NUMBERS)
     found = [{**NEEDED.get(name, {}), name: item.type(value)} for value in values]

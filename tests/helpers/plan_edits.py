@@ -59,7 +59,7 @@ def _moved(place: Place, change: int) -> Place:
 
 
 def drawn(dice: Random, plan: Plan, edits: int) -> Plan:
-    """Return the plan after random edits that keep the plan correct more often than `mutants` does."""
+    """Return the plan after random edits, of which many keep the plan correct."""
     for _ in range(edits):
         rank = dice.randrange(plan.ranks)
         lane = dice.randrange(len(plan.programs[rank]))
@@ -97,7 +97,7 @@ def drawn(dice: Random, plan: Plan, edits: int) -> Plan:
 
 
 def _inserted(plan: Plan, dice: Random, rank: int, step: Step) -> Plan:
-    """Return the plan with a step inserted into a lane that already has steps of the step's channel."""
+    """Insert a step into a lane that already uses the step's channel, and return the plan."""
     lanes = plan.programs[rank]
     homes = [i for i, lane in enumerate(lanes) if any(s.channel == step.channel for s in lane)]
     lane = dice.choice(homes or range(len(lanes)))

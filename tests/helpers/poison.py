@@ -1,6 +1,6 @@
 """Fills uninitialized tensors of the package with NaN or with an out-of-range integer.
 
-A kernel that leaves elements unwritten then fails its test, instead of reading arbitrary memory.
+A kernel that leaves elements unwritten fails its test instead of reading arbitrary memory.
 """
 
 import functools

@@ -59,14 +59,10 @@ class Collective:
 class Device:
     """Records the events of this process's simulated GPU for tests; without a GPU, the records stay empty.
 
-    Attributes:
-        name, index: The device has a name, such as cuda:1, and an index.
-        waits: Each entry is a reason why the host waited for the GPU, and a number of elements.
-        log: This list has the collectives in the order in which this rank started them.
-        faults: This list describes memory that was freed too early.
-        contexts: A thread that sets a GPU creates a CUDA context on the GPU with this index.
-        allocated, peak: These are the allocated bytes and the maximum of the allocated bytes.
-        completes: If this flag is true, every started collective is complete.
+    `waits` lists why the host waited for the GPU, with numbers of elements. `log` lists the collectives in
+    the order in which this rank started them. `faults` lists memory that was freed too early. `contexts`
+    has the indices of the GPUs on which threads created CUDA contexts. `peak` is the maximum of allocated
+    bytes. `completes` is true if every started collective is complete.
     """
 
     def __init__(self, name):
@@ -117,7 +113,7 @@ def index_of(device):
 
 
 class Stream:
-    """Simulates a CUDA stream; `seen` counts each stream's operations that end before its next one."""
+    """Simulates a CUDA stream; `seen` counts the operations of each stream that this stream waits for."""
 
     def __init__(self, device=None, priority=0):
         self.device, self.priority, self.seen = torch.device("cuda", index_of(device)), priority, {self: 0}
@@ -355,7 +351,7 @@ def register():
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # for autocast
     backend_registration._setup_privateuseone_for_python_backend("gpu", module)
     library = torch.library.Library("_", "IMPL")
-    for key in ("CUDA", "PrivateUse1"):  # These functions create a tensor.
+    for key in ("CUDA", "PrivateUse1"):  # Functions that create a tensor use these keys.
         library.fallback(run, key)
     return library
 

@@ -39,7 +39,7 @@ def join(rank: int, world_size: int, init_method: str) -> None:
 
 
 def join_on_gpus(*args) -> None:
-    """Initialise torch.distributed, and `python_gpu` before autograd starts its threads."""
+    """Register `python_gpu` before autograd starts its threads, and initialise torch.distributed."""
     import python_gpu
 
     python_gpu.register()

@@ -38,10 +38,8 @@ CLIP_NORM = 2.0
 class Layout:
     """Describes the distribution of experts over ranks.
 
-    Attributes:
-        experts: A layer has this number of experts.
-        ranks: An EP group has this number of ranks, or all ranks if it is 0.
-        degree: This is the option adaptive_r.
+    A layer has `experts` experts, an EP group has `ranks` ranks (0 means all ranks), and `degree` is the
+    option adaptive_r.
     """
 
     experts: int = 4
@@ -61,7 +59,7 @@ LAYOUTS = {
 }
 # Each entry has the number of ranks per node (0 ignores nodes) and the number of chunks.
 WAYS = {"plain": (0, 1), "chunks": (0, 3), "nodes": (2, 1), "nodes, chunks": (2, 2)}
-# Each entry also has the generator of the all-to-all plan; other collectives run plans too.
+# Each entry has the ranks per node, the number of chunks, and the generator of the all-to-all plan.
 PLANNED = {"plans": (0, 1, "linear"), "plans, chunks": (0, 3, "two_hops")}
 # These ways to choose experts draw no random numbers, which would depend on the number of ranks.
 CHOOSING: dict[str, dict[str, Any]] = {

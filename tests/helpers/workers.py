@@ -14,13 +14,10 @@ SECONDS = 120
 class Workers:
     """Holds `count` processes; `run` calls a function in all processes.
 
-    Args:
-        count: The object starts this number of processes.
-        setup: Each process first calls setup(index, *setup_args()). Processes must be able to import
-            `setup` and every function that they run.
-        setup_args: The object calls this function once, when the processes start.
-        context: By default a process imports all modules again, so `setup` can change environment
-            variables before imports. In `forkserver.context()`, slow modules are imported already.
+    Each process first calls setup(index, *setup_args()), and `setup_args` is called once for all processes.
+    Processes must be able to import `setup` and every function that they run. By default a process imports
+    all modules again, so `setup` can change environment variables before imports. In a `context` of
+    `forkserver.context()`, slow modules are imported already.
     """
 
     def __init__(
@@ -111,7 +108,7 @@ def _serve(pipe: Any, setup: Callable, setup_args: tuple) -> None:
 def _call(request: bytes) -> Any:
     from fairseq_tutel.parallel import collectives
 
-    collectives.use(None)  # An earlier test may have run plans.
+    collectives.use(None)  # An earlier test may have used collective plans.
     function, args = pickle.loads(request)
     return function(*args)
 

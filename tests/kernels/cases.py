@@ -14,7 +14,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, tor
 
 @dataclass(frozen=True)
 class Inputs:
-    """Holds x and y [T, D], rows [R, D], row_of and weights [T, K], index and scale [R]."""
+    """Holds inputs x and y [T, D], rows [R, D], row_of and weights [T, K], index and scale [R]."""
 
     x_TD: Tensor
     y_TD: Tensor

@@ -8,7 +8,7 @@ LOGITS = ((0, 3), (1, 1), (1, 8), (63, 1), (63, 3), (63, 5), (63, 8), (63, 100),
 
 
 def choices(num_experts: int) -> list[int]:
-    """Return all values of K for few experts, or only some, because interpreted kernels loop over K."""
+    """Return the values of K to test: only a few for many experts, because kernels loop over K."""
     few = range(1, num_experts + 1)
     return list(few) if num_experts <= 5 else [1, 2, 8]
 
@@ -26,7 +26,7 @@ def best_first(probs_TE: Tensor, top_k: int) -> list[list[int]]:
 
 
 def asking(top_k: int, num_tokens: int, num_experts: int) -> Tensor:
-    """Draw expert IDs [K, T]: one expert is crowded, the last may be empty, and some mean no expert."""
+    """Draw expert IDs [K, T]: one expert is crowded, the last may be empty, and some IDs mean no expert."""
     generator = torch.Generator().manual_seed(10 * num_tokens + num_experts)
     most = max(num_experts - 1, 1)
     ids_KT = torch.randint(most, (top_k, num_tokens), generator=generator)

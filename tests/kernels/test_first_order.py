@@ -80,7 +80,7 @@ def hand_written(tree: ast.AST) -> list[ast.FunctionDef]:
 
 
 def test_every_custom_backward_function_has_the_decorator_against_double_backward():
-    """Only a backward that is the forward of another autograd function needs no decorator."""
+    """The decorator is missing only where a backward pass runs another autograd function."""
     marked = []
     for path in (*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")):
         if path.name == "first_order.py":

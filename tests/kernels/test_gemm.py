@@ -103,7 +103,7 @@ def compare_in_tiles_of_a_gpu(case: Case) -> None:
 
 
 @pytest.mark.parametrize("glu", (pytest.param(False, marks=pytest.mark.long), True), ids=("gelu", "glu"))
-def test_interpreted_ffn_ops_equal_fp64_in_tiles_of_a_gpu(interpreter, glu):
+def test_interpreted_ffn_ops_equal_fp64_with_the_tile_sizes_of_a_gpu(interpreter, glu):
     # The experts have complete tiles, partial tiles or no rows.
     case = Case((130, 0, 70), model_dim=136, hidden_dim=150, activation="gelu", glu=glu)
     interpreter.run(compare_in_tiles_of_a_gpu, case)

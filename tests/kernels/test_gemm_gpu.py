@@ -100,8 +100,8 @@ def test_a_cuda_graph_uses_the_current_row_counts():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run(ops, case, given)
-    # The new row counts have the same sum as the captured counts. If the host had read the counts at
-    # capture, the graph would use the captured counts.
+    # The new row counts have the same sum as the row counts at graph capture. If the host had read the
+    # counts during the capture, the graph would use the old counts.
     other = replace(case, counts=tuple(reversed(case.counts)))
     given["counts"].copy_(torch.tensor(other.counts))
     graph.replay()

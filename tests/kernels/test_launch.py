@@ -103,7 +103,7 @@ def test_a_launch_runs_the_kernel_that_triton_compiles_for_the_arguments(launche
             assert ours[:5] == tritons[:5] and len(ours[5]) == len(tritons[5]) == 5
             assert all(a is b or a == b for a, b in zip(ours[5], tritons[5], strict=True))
     with mock.patch.object(triton.runtime.JITFunction, "run", side_effect=AssertionError):
-        for gpu, grid, arguments, n in cases:  # These kernels were launched before.
+        for gpu, grid, arguments, n in cases:  # All these kernels were launched before.
             triton_launch.launch(_copy_kernel, grid, gpu, *arguments, N=n, num_warps=1)
 
 
@@ -139,7 +139,7 @@ def test_a_tensor_descriptor_describes_one_aligned_tensor(monkeypatch):
     monkeypatch.setattr(triton_launch, "has_descriptors", lambda _: True)
     for x in torch.zeros(2, 16, 8, 32):
         (found,) = triton_launch.described([x], (1, 16, 8), is_transposed=True) or (None,)
-        assert found is None  # There is no descriptor, because the last stride is not 1.
+        assert found is None  # There is no tensor descriptor, because the last stride is not 1.
         (found,) = triton_launch.described([x.mT], (1, 16, 8), is_transposed=True)
         expected = descriptor(x, list(x.shape), list(x.stride()), [1, 16, 8])
         assert found.base.data_ptr() == x.data_ptr()

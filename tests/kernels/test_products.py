@@ -29,7 +29,7 @@ def test_linear_splits_large_weights_for_few_rows(monkeypatch, rows, bias):
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("rows", (1, 2, 7, products.MOST_IN_PARTS, products.MOST_IN_PARTS + 1))
 def test_weight_gradients_in_blocks_are_bit_identical_to_one_product(rows, dtype):
-    dout, x = (normal(rows, 1100).to(dtype), normal(rows, 256).to(dtype))  # The product has two parts.
+    dout, x = (normal(rows, 1100).to(dtype), normal(rows, 256).to(dtype))
     dweight, dbias = torch.full((1100, 256), torch.nan, dtype=dtype), torch.zeros(1100, dtype=dtype)
     products.weight_grad(dout, x, dweight, dbias)
     if rows == 2 and dtype == torch.float32:  # Two outer products may be rounded differently.

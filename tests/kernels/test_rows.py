@@ -144,8 +144,8 @@ def test_100_000_tokens_need_no_table_of_tokens_and_experts_and_no_host_synchron
     try:
         for arguments in given:
             found.append(ops.assign_rows(*arguments))
-            # The limit allows four maps of the assignments and one table of blocks. A table with one byte
-            # for each pair of token and expert would exceed the limit.
+            # The memory limit allows four maps of the assignments and one table of blocks. A table with one
+            # byte for each pair of token and expert would exceed the memory limit.
             assert torch.cuda.max_memory_allocated() - before < 2 * len(found) * 100_000 * 256
     finally:
         torch.cuda.set_sync_debug_mode("default")

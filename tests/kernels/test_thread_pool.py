@@ -9,7 +9,7 @@ import torch
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.kernels import thread_pool
 
-MUCH = thread_pool.LEAST_WORK  # One row has enough multiplications to use threads.
+MUCH = thread_pool.LEAST_WORK  # This number of multiplications per row is enough to use threads.
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def two_threads():
             MUCH // thread_pool.ROWS_OF_READING,
             [],
             [1, 3, 0, 2],
-        ),  # To read the weights is enough work for a thread.
-        (2, (9, 1, 1), MUCH, [0], [1, 2]),  # A thread would wait for the largest expert.
+        ),  # Reading the weights is enough work for threads.
+        (2, (9, 1, 1), MUCH, [0], [1, 2]),  # The second thread would wait for the largest expert.
         (
             2,
             (4, 4, 4),

@@ -121,7 +121,7 @@ def rows_computed(config, parallel, degrees):
 
 def test_each_row_is_sent_to_r_ranks_that_compute_one_shard_of_the_hidden_dimension_each(ranks):
     config = dataclasses.replace(FFN, num_experts=1, top_k=1, capacity_factor=0.0)
-    degrees = (1, 0, 4, 2)  # The same layer uses these values of r in this order.
+    degrees = (1, 0, 4, 2)  # One layer uses these parallelism degrees r in this order.
     of_ranks = ranks(4).run(rows_computed, config, 4, degrees)
     for degree, *got in zip(degrees, *of_ranks, strict=True):
         rows = [n for n, _ in got]

@@ -149,7 +149,7 @@ def test_the_load_importance_loss_equals_a_computation_by_loops(num_experts, top
         for e in range(num_experts):
             importance[e] += scores[e] / sum(scores)
             others = sorted(noisy[:e] + noisy[e + 1 :], reverse=True)
-            if top_k == num_experts:  # A token has no other expert to choose.
+            if top_k == num_experts:  # Every token chooses all experts.
                 load[e] += 1.0
             else:
                 load[e] += normal_cdf((clean[e] - others[top_k - 1]) / 0.4)

@@ -37,7 +37,7 @@ LONG = [
     },
     {"eom": 0.3, "fom": 0.2, "cmr": True, "cmr_gate_drop": 0.3},
 ]  # fmt: skip
-CALL = (True, 3, False)  # The fields are training, number of sentences, and time first.
+CALL = (True, 3, False)  # These are training mode, number of sentences and time-first layout.
 
 
 def run(layer: MoELayer, forward, num_sentences: int, time_first: bool) -> dict[str, Tensor]:

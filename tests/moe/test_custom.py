@@ -1,4 +1,4 @@
-"""Tests of custom gates, custom experts, and several gates that use the same experts."""
+"""The tests run layers with custom gates, custom experts, and several gates for the same experts."""
 
 import copy
 import dataclasses
@@ -102,7 +102,7 @@ def test_initial_values_of_custom_experts_depend_on_the_seed_but_not_on_the_numb
             assert not torch.equal(dict(other.named_parameters())[name], tensor), name
         if is_expert and tensor.requires_grad:  # All experts differ from each other.
             assert len(set(map(str, tensor.tolist()))) == 4
-            assert got.expert  # The parameter has the expert mark.
+            assert got.expert  # The parameter is marked as an expert parameter.
 
 
 @pytest.mark.parametrize("rank", (0, 1))

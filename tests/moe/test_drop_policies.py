@@ -113,4 +113,4 @@ def test_the_rts_policy_drops_every_token_equally_often():
         drops += (r.row_of_TK[:, 0] < 0).float()
     expected = 600 * 9 / 12
     chi_square = float(((drops - expected) ** 2 / (expected * (1 - 9 / 12))).sum())
-    assert chi_square < 31.3  # A correct policy exceeds this value in one of 1000 runs.
+    assert chi_square < 31.3  # A correct policy exceeds this chi-square value in one of 1000 runs.

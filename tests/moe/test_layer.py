@@ -93,7 +93,7 @@ def test_the_layer_equals_loops_over_tokens_and_choices(top_k, factor, padded):
     ],
     ids=str,
 )
-def test_a_layer_of_every_expert_type_equals_loops(options):
+def test_a_layer_equals_loops_for_every_expert_type(options):
     top_k = options.get("top_k", 2)
     check(build(capacity_factor=0.5, **options), tokens(T), top_k, 0.5)
 

@@ -97,7 +97,7 @@ def test_output_masks_have_the_configured_probability_and_evaluation_uses_the_me
     kept = {}
     for training in (True, False):
         masked = route(logits_TE, 2, 0.5, choice=choice, training=training, eom=0.2)
-        assert torch.equal(masked.row_of_TK, plain.row_of_TK)  # The mask changes weights, not rows.
+        assert torch.equal(masked.row_of_TK, plain.row_of_TK)  # The mask changes gate weights, not rows.
         has_row_TK = masked.row_of_TK >= 0
         kept[training] = masked.weights_TK[has_row_TK] / plain.weights_TK[has_row_TK]
     assert set(kept[True].tolist()) == {0.0, 1.0}

@@ -79,7 +79,7 @@ def test_routing_zero_tokens_gives_zero_counts():
 
 
 @pytest.mark.parametrize("top_k", range(1, E + 1))
-def test_of_experts_with_equal_scores_a_token_chooses_the_lower_expert_id(top_k):
+def test_a_token_chooses_the_lower_id_of_experts_with_equal_scores(top_k):
     scores_TE = torch.tensor([[1.0, 1, 1, 1, 1], [0, 2, 1, 2, 1], [0, 0, 0, 0, 3], [3, 0, 0, 0, 0]])
     expected = [[0, 1, 2, 3, 4], [1, 3, 2, 4, 0], [4, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert choose_experts(scores_TE, top_k).tolist() == [row[:top_k] for row in expected]

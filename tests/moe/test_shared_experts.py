@@ -21,7 +21,7 @@ T = 11
 def build(**options) -> MoELayer:
     layer = MoELayer(dataclasses.replace(CONFIG, **options), seed=5).double()
     for name, parameter in layer.named_parameters():
-        if "layer_norm" in name:  # Initial ones and zeros would hide errors.
+        if "layer_norm" in name:  # Initial ones and zeros of norms would hide errors.
             parameter.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
     return layer
 
@@ -131,13 +131,13 @@ def test_initial_shared_and_residual_experts_depend_on_the_seed_but_not_on_the_n
         assert torch.equal(dict(split.named_parameters())[name], parameter), name
         for different in (other, renamed):
             assert not torch.equal(dict(different.named_parameters())[name], parameter), name
-        assert not hasattr(dict(split.named_parameters())[name], "expert")  # All ranks have equal copies.
+        assert not hasattr(dict(split.named_parameters())[name], "expert")  # All ranks have equal weights.
         bound = {
             "fc1": 5,
             "mix": 5,
             "cmr_gate": 5,
             "fc2": 6,
-        }  # of one expert, even if several are computed as one
+        }  # The bound depends on the size of one expert, even if one FFN computes several experts.
         layer = next(part for part in name.split(".") if part in bound)
         assert 0 < parameter.detach().abs().max().item() <= bound[layer] ** -0.5
 
