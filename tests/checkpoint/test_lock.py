@@ -34,7 +34,7 @@ def test_a_folder_is_locked_until_its_process_ends(tmp_path, end):
         if end == "kill":
             process.kill()
             process.wait()
-            os.kill(worker, 0)  # The process is alive without the lock.
+            os.kill(worker, 0)  # The worker process is alive but does not hold the lock.
         else:
             process.stdin.close()
             process.wait()

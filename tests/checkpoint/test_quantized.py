@@ -113,7 +113,7 @@ def damage(path, kind):
         return
     header = int.from_bytes(content[:8], "little")
     begin = json.loads(content[8 : 8 + header])["2.fc1_weight"]["data_offsets"][0]
-    content[8 + header + begin + 1] ^= 64  # This changes an exponent of a scale.
+    content[8 + header + begin + 1] ^= 64  # This bit is in the exponent of the first scale.
     path.write_bytes(content)
 
 

@@ -78,7 +78,7 @@ OTHERS = [
 def all_cases():
     for values, (fraction, slots) in itertools.product(itertools.product(*EACH.values()), CAPACITIES):
         options = dict(zip(EACH, values, strict=True))
-        if values[:2] == ("random", True):  # This value raises an error.
+        if values[:2] == ("random", True):  # `convert from-hf` rejects these options.
             continue
         options |= {"moe_eval_capacity_token_fraction": fraction, "expert_capacity": slots}
         options["router_bias"] = sum(map(hash, values[1:])) % 2 == (slots is None)
@@ -132,7 +132,7 @@ def test_a_released_half_precision_model_keeps_its_weights(dtype, tmp_path):
     folder = imported(theirs, tmp_path)
     for store in ({}, STORE):
         ours = ft.from_checkpoint(folder, **store).models[0]
-        same_logits(theirs.float(), ours, True, 0.3)  # Their router computes in half precision.
+        same_logits(theirs.float(), ours, True, 0.3)  # The transformers router is in half precision.
     state = SavedModel.open(folder / "model.pt").weights
     assert {t.dtype for n, t in state.items() if "version" not in n} == {getattr(torch, dtype)}
 

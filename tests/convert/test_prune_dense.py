@@ -55,7 +55,7 @@ FFN = [f"experts.fc{i}_{kind}" for i in (1, 2) for kind in ("weight", "bias")]
 
 
 @pytest.mark.parametrize("name", PER_EXPERT)
-def test_convert_prune_keeps_the_other_experts_in_every_tensor(name, convert, tmp_path):
+def test_convert_prune_keeps_the_remaining_experts_in_every_tensor(name, convert, tmp_path):
     options, per_expert = PER_EXPERT[name]
     save(tmp_path / "a.pt", **options)
     text = convert("prune", "--drop", "decoder_1=0,2")

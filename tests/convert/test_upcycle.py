@@ -79,7 +79,7 @@ UNEQUAL = {
 
 
 def case(options):
-    """Return the MoE configuration and the `Variation` of a case."""
+    """Return the MoE configuration and the upcycling `Variation` of a test case."""
     names = {item.name for item in dataclasses.fields(Variation)}
     how = dataclasses.replace(SAME, **{k: v for k, v in options.items() if k in names})
     config = MoEConfig(**{**PLAIN, **{k: v for k, v in options.items() if k not in names}})

@@ -70,7 +70,7 @@ def test_every_store_policy_is_bit_identical_to_experts_in_memory(tmp_path, kind
 @pytest.mark.parametrize("packing", ["int8", "int4"])
 @pytest.mark.parametrize("kind", ["wide", "wide glu", "wide norm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_store_computes_with_quantized_experts_directly(tmp_path, kind, packing, dtype, monkeypatch):
+def test_a_store_computes_with_experts_that_stay_quantized(tmp_path, kind, packing, dtype, monkeypatch):
     config = KINDS[kind]
     source = source_of(write(model_of(config), tmp_path, packing))
     resident, found = as_read(model_of(config), source), []

@@ -32,7 +32,7 @@ def test_attention_works_if_fairseq_calls_quantized_linear_layers_or_reads_their
     expected, _ = attention(x, x, x)
     quantize_linear_layers(attention, without=nn.Identity)
     assert isinstance(attention.q_proj, QuantizedLinear)
-    for state in (None, {}):  # Without a state, fairseq passes the weights to a torch function.
+    for state in (None, {}):  # Without incremental state, fairseq passes the weights to a torch function.
         found, _ = attention(x, x, x, incremental_state=state)
         assert (found - expected).norm() < 0.02 * expected.norm()
 

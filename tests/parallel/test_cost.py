@@ -56,7 +56,7 @@ def test_predicted_memory_equals_hand_computed_values():
     parameters = 3 * 64 + 1000
     assert found == {
         "parameters": 2 * parameters,
-        "gradients": (2 + 4) * parameters,  # Fairseq keeps a copy in fp32.
+        "gradients": (2 + 4) * parameters,  # Fairseq keeps an fp32 copy of gradients.
         "optimizer state": (8 + 4) * parameters,
         cost.HOST: 0,
         "activations": 3 * 2 * (8 * 4 + 16 * (2 * 4 + 2 * 16)),

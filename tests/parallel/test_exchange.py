@@ -117,7 +117,7 @@ def agree(needs) -> int:
     return agreed_capacity(need, ExchangeOptions(group=dist.group.WORLD), call_id)
 
 
-def test_all_ranks_agree_on_a_capacity_of_the_largest_row_count_but_at_least_1(ranks):
+def test_the_agreed_capacity_is_the_largest_row_count_of_all_ranks_but_at_least_1(ranks):
     assert ranks(4).run(agree, [[1, 5], [3, 0], [0, 0], [0, 0]]) == [5] * 4
     assert ranks(4).run(agree, [[0, 0]] * 4) == [1] * 4
 
@@ -125,7 +125,7 @@ def test_all_ranks_agree_on_a_capacity_of_the_largest_row_count_but_at_least_1(r
 def test_the_regroup_maps_of_all_small_row_counts_equal_brute_force():
     for flat in (*itertools.product(range(3), repeat=4), (2, 0, 3, 1, 4, 0)):
         counts_PE = torch.tensor(flat).view(2, -1)
-        # The number of a row counts only rows with equal source rank and equal expert.
+        # A row is (source rank, expert, number among the rows of this rank and expert).
         sizes = [(p, e, n) for p, row in enumerate(counts_PE.tolist()) for e, n in enumerate(row)]
         by_source = [(p, e, i) for p, e, n in sizes for i in range(n)]
         by_expert = sorted(by_source, key=lambda row: (row[1], row[0], row[2]))

@@ -170,7 +170,8 @@ def backward_of_stage_2(device, completes):
 @pytest.mark.parametrize("completes", [True, False])
 def test_zero_stage_2_frees_gradients_even_if_the_host_runs_ahead_of_collectives(ranks, completes):
     for more in run(ranks, backward_of_stage_2, completes)[0]:
-        assert more < 2 + 8 / RANKS  # At most two complete gradients and this rank's part of 8 exist.
+        # At most two complete gradients and this rank's part of 8 gradients exist.
+        assert more < 2 + 8 / RANKS
 
 
 def gathered_and_saved(device, folder):

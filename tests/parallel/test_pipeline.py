@@ -155,7 +155,7 @@ def traffic(strategy, tokens, experts):
     topology = make_topology([experts], 4, 2)
     layer = MoELayer(dataclasses.replace(CONFIG, num_experts=experts, top_k=experts), topology, seed=2)
     layer.follow(strategy)
-    width = 1 + max(other.num_local for other in layer.calls.layers)  # A call ID precedes the counts.
+    width = 1 + max(other.num_local for other in layer.calls.layers)  # A call ID precedes the row counts.
     rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0, "counts": []}
     original = dist.all_to_all_single
 

@@ -28,7 +28,7 @@ def reduced_gradients(stage, parallel, backwards, skip):
             backward(parameters, rank, [(skip * rank) % 8] if skip else [], turn=rank)
             zero.reducer.finish_backward()
         zero.reducer.reduce()
-        zero.reducer.reduce()  # Fairseq reduces again if a criterion has parameters.
+        zero.reducer.reduce()  # Fairseq reduces gradients again if a criterion has parameters.
         norm = zero.norm()
         if update == 1:
             assert all(p.grad is None for p, q in zip(parameters, zero.partitions, strict=True)
@@ -88,7 +88,7 @@ def shared_by_two_checkpoints():
         x.sum().backward()
     except RuntimeError as error:
         message = str(error)
-    zero.reducer.finish_backward()  # This rank must receive the gradients that others sent.
+    zero.reducer.finish_backward()  # This rank must receive the gradients that other ranks sent.
     return message
 
 

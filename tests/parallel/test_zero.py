@@ -108,7 +108,7 @@ def fp32_copies_by_hand(dtype, scale):
     ("dtype", "stage", "offload"), [(torch.bfloat16, 1, False), (torch.float16, 2, True)]
 )
 def test_half_precision_weights_equal_fp32_masters_for_any_gradient_scale(ranks, dtype, stage, offload):
-    # In fp16, a division by this scale would make gradients 0. Clipping divides the gradients again.
+    # Division by this scale and by clipping would make fp16 gradients 0.
     scale = 2.0**30 if dtype == torch.float16 else 1.0
     expected = fp32_copies_by_hand(dtype, scale)
     for weights in ranks(2).run(train_half, dtype, stage, offload, scale):

@@ -1,4 +1,4 @@
-"""A chunk layout joins adjacent chunks to one run, and makes slots of `tmp` long enough."""
+"""A chunk layout joins adjacent chunks to one run, and a slot of `tmp` holds the longest chunk."""
 
 from types import SimpleNamespace
 

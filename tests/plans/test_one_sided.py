@@ -1,4 +1,4 @@
-"""Plans in shared memory return the bits of plans by messages, and copy only the plan's bytes."""
+"""Plans through shared memory return the same bits as plans by messages, and copy only the plan's bytes."""
 
 import errno
 import itertools
@@ -167,5 +167,5 @@ def test_errors_name_a_dead_or_stopped_rank(tmp_path, fate):
     for rank, sentence in zip((0, 2), said, strict=True):
         assert f"CommunicationError: rank {rank} could not finish the all-reduce of" in sentence
         assert "rank 1 did not answer a health check of 1 s; look at the log of rank 1" in sentence
-    assert seconds < 12  # A time-out and two health checks take less time.
+    assert seconds < 12  # A time-out and two health checks take less than 12 s.
     assert list(tmp_path.iterdir()) == []

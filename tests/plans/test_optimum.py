@@ -22,7 +22,7 @@ TREE_OF_SWITCHES = network_of(
     4,
     [link for a, b in ((0, 4), (1, 4), (2, 5), (3, 5), (4, 6), (5, 6)) for link in ((a, b, 1), (b, a, 1))],
 )
-# The values are the expected 1/x and k of each network.
+# The values are the expected optimum 1/x and the number of trees k.
 KNOWN = {
     UNEVEN_LINE: (2, 1),
     TREE_OF_SWITCHES: (3, 1),
@@ -41,7 +41,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("network", KNOWN, ids=lambda n: n if isinstance(n, str) else None)
-def test_optima_equal_the_expected_values_in_the_table(network):
+def test_the_optimum_of_each_known_network_is_the_expected_value(network):
     seconds, trees = KNOWN[network]
     network = network if isinstance(network, Network) else find(network)
     best = optimum(network)

@@ -1,6 +1,6 @@
 """For random plans and sizes, both executors return the result of the plan's steps.
 
-The oracle stores each chunk in a separate tensor, so the oracle needs no ranges of elements.
+The oracle stores each chunk in a separate tensor.
 """
 
 from random import Random

@@ -68,5 +68,5 @@ def test_errors_name_a_rank_that_dies_before_sharing_memory_and_no_file_is_left(
     said, seconds = mortal.run(wait_for, 3, [0, 2], str(tmp_path))
     for rank, sentence in zip((0, 2), said, strict=True):
         assert f"CommunicationError: rank {rank} could not finish " in sentence
-    assert seconds < 12  # A time-out and two health checks take less time.
+    assert seconds < 12  # A time-out and two health checks take less than 12 s.
     assert list(tmp_path.iterdir()) == []
