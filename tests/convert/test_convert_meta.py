@@ -29,7 +29,7 @@ def converted(folder, meta=None, **fields):
 
 
 def expected_weight(meta, name):
-    """Compute the expected converted weight with this name from Meta's weights."""
+    """Compute the expected value of a converted weight from Meta's weights."""
     layer, found, rest = name.partition(".fc1.")
     shapes = dict(meta.names())
     if not found or layer not in meta.moe_layers():

@@ -186,7 +186,7 @@ def test_speech_features_are_equal_after_conversion_in_both_directions(name, rel
     torch.manual_seed(0)
     source = torch.randn(2, 400)
     state = torch.load(folder / "model.pt", weights_only=False)
-    state["cfg"]["model"]["latent_dim"] = 0  # Fairseq then uses final_dim as latent_dim.
+    state["cfg"]["model"]["latent_dim"] = 0  # With 0, fairseq uses final_dim as latent_dim.
     torch.save(state, tmp_path / "model.pt")
     exported(tmp_path / "model.pt", tmp_path / "back")
     again = type(model).from_pretrained(tmp_path / "back").eval()

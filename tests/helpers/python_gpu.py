@@ -1,4 +1,4 @@
-"""Simulates a GPU on machines without a GPU: `with gpu() as device: layer.to(device.name) …`.
+"""Simulates a GPU on machines without a GPU, as in `with gpu() as device: layer.to(device.name) …`.
 
 Tensors report the device cuda:0, cuda:1, … and keep their values in host memory. The
 simulation checks the rules of CUDA and NCCL:
@@ -108,7 +108,7 @@ DEVICE = Device("cpu")
 def index_of(device):
     if not isinstance(device, int | None):
         device = torch.device(device)
-        device = DEVICE.index if device.type == "gpu" else device.index  # C++ passes an input's device.
+        device = DEVICE.index if device.type == "gpu" else device.index  # C++ passes the device gpu:0.
     return DEVICE.current if device is None else device
 
 
@@ -351,7 +351,7 @@ def register():
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # for autocast
     backend_registration._setup_privateuseone_for_python_backend("gpu", module)
     library = torch.library.Library("_", "IMPL")
-    for key in ("CUDA", "PrivateUse1"):  # Functions that create a tensor use these keys.
+    for key in ("CUDA", "PrivateUse1"):  # These dispatch keys include functions that create a tensor.
         library.fallback(run, key)
     return library
 

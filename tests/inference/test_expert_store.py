@@ -78,7 +78,7 @@ def test_a_store_computes_with_experts_that_stay_quantized(tmp_path, kind, packi
     for policy, tier, cache in zip(STORE_POLICIES, ("disk", "host", "disk"), (0, CACHE, 1), strict=True):
         with ExpertStore(policy, tier, cache) as store:
             model = opened(config, store, source).to(dtype)
-            monkeypatch.setattr(Quantized, "dequantize", None)  # Dequantizing raises an error.
+            monkeypatch.setattr(Quantized, "dequantize", None)  # Dequantizing would raise an error.
             found.append([run(model, x_TD.to(dtype))[0] for x_TD in batches])
             with torch.no_grad():
                 firsts = [model[0](x_TD.to(dtype))[0] for x_TD in batches]

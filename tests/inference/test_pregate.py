@@ -58,7 +58,7 @@ def forward_by_loops(layers, ahead, x, factor, real):
 
 @pytest.mark.parametrize("ahead", (0, 1, 2))
 @pytest.mark.parametrize(("top_k", "factor"), [(2, 0.0), (1, 0.5)])
-def test_pre_gated_layers_equal_loops(ahead, top_k, factor):
+def test_pre_gated_layers_equal_a_computation_by_loops(ahead, top_k, factor):
     config = dataclasses.replace(CONFIG, top_k=top_k, capacity_factor=factor)
     configs = [dataclasses.replace(config, num_experts=count) for count in (4, 3, 5, 4)]
     layers, x = stack(ahead, *configs), tokens().requires_grad_()

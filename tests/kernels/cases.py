@@ -53,7 +53,8 @@ def inputs(num_tokens: int, num_rows: int, top_k: int, model_dim: int, dtype: to
     )
 
 
-# Each shape is (T, R, K, D). T and R may be 0, K is 1 to 4 or larger, and D may be odd or 1.
+# Each shape is (T, R, K, D). Some shapes have no tokens, no rows, one column or an odd D, and K is 1 to 4
+# or larger.
 SHAPES = (
     (7, 9, 1, 5),
     (7, 12, 2, 8),

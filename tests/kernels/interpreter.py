@@ -25,12 +25,14 @@ def interpret_with_gpu(_: int = 0) -> None:
 def redirect_once() -> None:
     """Patch triton.language once per kernel launch, not once per function that a kernel calls.
 
-    Each patch searches the complete module, which takes two fifths of the interpreter's time.
+    Each patch of triton.language searches the complete module, which takes two fifths of the interpreter's
+    time.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
-    if not hasattr(interpreter, "_LangPatchScope"):  # With other versions of Triton, tests are only slower.
+    # Other versions of Triton make tests slower but not wrong.
+    if not hasattr(interpreter, "_LangPatchScope"):
         return
     redirect = interpreter._patch_lang
 

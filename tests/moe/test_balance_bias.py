@@ -44,7 +44,7 @@ def test_training_loads_count_assignments_of_real_tokens_before_dropping():
     layer = build(capacity_factor=0.5)
     mask = torch.arange(20) % 3 == 1
     load = torch.zeros(4, dtype=torch.int64)
-    for seed in (1, 2):  # The update has two micro-batches.
+    for seed in (1, 2):
         routing = layer(tokens(20, seed=seed), mask)[1].routing
         assert int(routing.dropped_K.sum()) > 0
         load += routing.expert_ids_TK[~mask].flatten().bincount(minlength=4)
@@ -90,7 +90,7 @@ def test_the_load_counts_a_recomputed_micro_batch_once(reentrant):
     name = "decoder.layers.0.fc1"
     layer, reference = (MoEFeedForward(CONFIG, Topology(), 1, name), MoELayer(CONFIG, seed=1, name=name))
     expected = torch.zeros(4, dtype=torch.int64)
-    for seed in (1, 2):  # The update has two micro-batches.
+    for seed in (1, 2):
         calls = []
         layer.begin_micro_batch()
 

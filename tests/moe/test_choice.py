@@ -68,7 +68,7 @@ def chi_square(counts: Tensor, probs: Tensor) -> float:
 @pytest.mark.parametrize("normalize", ("before", "after", "none"))
 @pytest.mark.parametrize("top_k", range(1, E + 1))
 @pytest.mark.parametrize("factor", (0.0, 0.5))
-def test_scores_and_gate_weights_equal_loops(function, normalize, top_k, factor):
+def test_scores_and_gate_weights_equal_a_computation_by_loops(function, normalize, top_k, factor):
     logits_TE, real = logits(17, seed=top_k), [t % 5 != 3 for t in range(17)]
     r = route(
         logits_TE, top_k, factor, real_T=torch.tensor(real), score_function=function,

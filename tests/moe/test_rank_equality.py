@@ -1,6 +1,7 @@
 """Training on equal micro-batches gives equal results on 1, 2 and 4 ranks, to 1e-10 in fp64.
 
-The tests combine options at random with a fixed seed. Losses, norms, weights and biases must be equal.
+The tests combine options at random with a fixed seed. Losses, gradient norms, weights and biases must be
+equal on all numbers of ranks.
 """
 
 import dataclasses

@@ -89,7 +89,7 @@ def test_several_gates_use_the_same_experts():
     ],
     ids=("default", "relu in place", "sin", "without bias", "without biases"),
 )
-def test_ffn_experts_equal_a_loop(options, activation):
+def test_ffn_experts_equal_a_computation_by_loops(options, activation):
     for prescore in (False, True):
         layer = build(experts={**FFN, **options}, is_postscore=not prescore)
         own = layer.experts.expert_parameters()
@@ -99,7 +99,7 @@ def test_ffn_experts_equal_a_loop(options, activation):
 
 
 @pytest.mark.parametrize("activation", (None, torch.sigmoid))
-def test_llama_ffn_experts_equal_a_loop(activation):
+def test_llama_ffn_experts_equal_a_computation_by_loops(activation):
     options = {} if activation is None else {"activation_fn": activation}
     layer = build(experts={**FFN, "type": "llama_ffn", **options})
     own = layer.experts.expert_parameters()
@@ -114,7 +114,7 @@ def test_llama_ffn_experts_equal_a_loop(activation):
 
 
 @pytest.mark.parametrize("out", (None, 3))
-def test_custom_experts_equal_a_loop(out):
+def test_custom_experts_equal_a_computation_by_loops(out):
     layer = build(experts=custom(out=out, power=2))
     equals_loop(layer, 2, expert=lambda layer, e, x: (x @ layer.experts.W[e]) ** 2)
     assert layer(tokens(2, 3)).shape == (2, 3, out or D)

@@ -48,7 +48,7 @@ def in_different_layers(experts, *path):
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_ranks_in_different_layers_raise_an_error(ranks, name):
+def test_ranks_that_call_different_layers_raise_an_error(ranks, name):
     count, *path = PATHS[name]
     message = ranks(4).run(in_different_layers, [count, count], *path)
     group = "rank {} in {}; rank {} in {}" if name == "replicas" else "ranks 0, 2 in {}; ranks 1, 3 in {}"
@@ -62,7 +62,7 @@ def test_ranks_in_different_layers_raise_an_error(ranks, name):
 
 
 @pytest.mark.parametrize("name", ("linear", "gathered"))
-def test_ranks_in_layers_of_different_sizes_raise_an_error(ranks, name):
+def test_ranks_that_call_layers_of_different_sizes_raise_an_error(ranks, name):
     _, *path = PATHS[name]
     for sentence in ranks(4).run(in_different_layers, [4, 8], *path):
         assert "ranks 0, 2 in call 2 of layers.0" in sentence

@@ -24,7 +24,7 @@ def test_the_wait_for_a_missing_rank_ends_after_the_given_time_out():
     with pytest.raises(CommunicationError) as caught, rendezvous.meeting(rank, 2, 1):
         address = f"tcp://127.0.0.1:{free_port()}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    assert time.monotonic() - start < 15  # The client of torch retries for longer than its time-out.
+    assert time.monotonic() - start < 15  # torch's TCP store client retries for longer than its time-out.
     sentence = str(caught.value)
     assert sentence.startswith(f"rank {rank} could not find the other ranks of 2 and gave up after ")
     assert "raise --moe-comm-timeout if they are only slow to start" in sentence
