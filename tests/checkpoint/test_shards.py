@@ -60,7 +60,7 @@ def test_reading_some_expert_shards_returns_a_slice_of_the_stacked_tensor(tmp_pa
         part = tensor.read(1, 3, wanted, index)
         assert torch.equal(part, cut(whole[1:4], wanted, index))
         assert part.is_contiguous()
-        assert part.untyped_storage().nbytes() == part.nbytes  # No other values stay in memory.
+        assert part.untyped_storage().nbytes() == part.nbytes  # The slice holds no other values in memory.
 
 
 def test_a_sharded_checkpoint_describes_expert_tensors_by_plain_records(tmp_path):

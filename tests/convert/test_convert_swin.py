@@ -306,7 +306,8 @@ def test_the_logits_of_a_converted_swin_model_equal_plain_torch(tmp_path, form, 
 
 
 ALL = [(i, j) for i, depth in enumerate(DEPTHS) for j in range(depth)]
-# Each entry has experts, ranks, cosine gate or not, file format, and the file that --input names.
+# Each entry has the number of experts, the number of ranks, whether the gate is cosine, the file format,
+# and the --input file.
 SAVED = {
     "whole experts, at the end": (4, 2, False, "final", "x.pth"),
     "split experts, at the end": (2, 4, True, "final", "x.pth.master"),

@@ -116,7 +116,7 @@ def steps_that_end_together():
             _call(lockstep, pairs, (step + salt) % 2, 3, salt)
         lockstep.rest()
         dist.barrier()
-    if dist.get_rank() == 0:  # Rank 0 calls `end` while other ranks still run steps.
+    if dist.get_rank() == 0:  # Rank 0 leaves the lockstep while other ranks still run steps.
         lockstep.end()
         return lockstep.served
     for salt in range(2):

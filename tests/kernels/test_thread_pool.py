@@ -81,7 +81,9 @@ def test_an_error_in_an_experts_thread_is_raised(two_threads, error):
     [{}, {"expert_type": "glu", "top_k": 2}, {"expert_bias": False, "activation": "gelu"}],
     ids=str,
 )
-def test_experts_in_threads_are_bit_identical_to_experts_one_by_one(two_threads, monkeypatch, options):
+def test_experts_in_threads_are_bit_identical_to_experts_computed_one_by_one(
+    two_threads, monkeypatch, options
+):
     config = MoEConfig(model_dim=24, hidden_dim=40, num_experts=6, top_k=1)
     layer = MoELayer(dataclasses.replace(config, **options), seed=1)
     x = torch.randn(300, 24, generator=torch.Generator().manual_seed(1))

@@ -289,7 +289,7 @@ def test_zero_tokens_and_one_token_and_only_padding_can_be_routed(options, num_t
     assert grad.isfinite().all()
 
 
-def test_ways_to_choose_lists_every_option_that_changes_the_choice_in_training_only():
+def test_the_table_of_ways_to_choose_has_every_option_that_changes_only_training():
     def choices(settings: dict, training: bool) -> list[Tensor]:
         torch.manual_seed(0)
         r = decide(logits(60), config_of(settings), MicroBatch(top_k=2, training=training))

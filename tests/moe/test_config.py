@@ -104,7 +104,7 @@ def test_every_option_has_a_flag_and_a_help_text_and_a_valid_default(owner):
         refuse_bad_values(config())
 
 
-def test_execution_options_belong_to_the_task_and_result_options_to_the_model():
+def test_options_that_change_results_belong_to_the_model_and_other_options_to_the_task():
     themes = {"model": {"Routing", "Capacity", "Balance", "Experts"}}
     themes["task"] = {"Communication", "Parallelism", "Memory", "Kernels"}
     for option in LAYER.values():

@@ -75,7 +75,7 @@ def on_one_rank(training: Training, updates: int = UPDATES) -> dict[str, torch.T
 
 
 def same_on_one_rank(case: Training, updates: int) -> dict[str, torch.Tensor]:
-    """Train on one rank, without the options of the case that only change the execution."""
+    """Train a combination of options on one rank, without options that only change the execution."""
     return on_one_rank(
         dataclasses.replace(
             case,

@@ -68,7 +68,7 @@ def step(layer: MoELayer) -> Tensor:
 
 
 @pytest.mark.parametrize("options", PARTS, ids=str)
-def test_pruned_experts_train_like_experts_whose_weights_are_set_to_zero(options):
+def test_pruned_experts_train_like_experts_whose_pruned_weights_stay_zero(options):
     layer, plain = build(**options), build(**options)
     mask = torch.arange(4 * 6 * 4).view(4, 6, 4) % 3 > 0
     prune.custom_from_mask(layer.experts, "fc1_weight", mask)

@@ -46,7 +46,7 @@ def _records_and_merges():
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN != before
 
 
-def test_the_first_signal_is_recorded_and_a_signal_soon_after_is_merged():
+def test_two_signals_within_a_short_time_count_as_one_signal():
     assert _run(_records_and_merges) == 0
 
 

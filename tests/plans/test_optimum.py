@@ -69,8 +69,8 @@ def test_small_networks_have_no_cut_with_a_larger_lower_bound(seeds):
         check_every_cut(seed)
 
 
-def test_a_fixed_number_of_trees_has_the_smallest_stretch():
-    """Compare the chosen U with a slightly smaller U, where each capacity is U b rounded down."""
+def test_a_fixed_number_of_trees_takes_the_shortest_possible_time():
+    """The trees must not fit if link capacities are computed with a slightly smaller scale."""
     for seed in range(12):
         network = random_network(Random(seed), most=7)
         best = optimum(network)
