@@ -50,7 +50,7 @@ def prepare(parser: ArgumentParser, *words: str) -> None:
 
 
 def _parts(overrides: list[str]) -> tuple[str, ...]:
-    """Return the overrides without values, except overrides that choose a part of the configuration."""
+    """Return the hydra overrides without values, but keep the values that choose a config group."""
     names = (word.partition("=")[0] for word in overrides)
     return tuple(name if "." in name else word for name, word in zip(names, overrides, strict=True))
 

@@ -1,4 +1,4 @@
-"""Experts in a store give the outputs of experts in memory, and fetches and memory equal formulas."""
+"""Experts in a store give the outputs of experts in memory, and the numbers of fetches equal formulas."""
 
 import itertools
 

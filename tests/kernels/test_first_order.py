@@ -80,7 +80,7 @@ def hand_written(tree: ast.AST) -> list[ast.FunctionDef]:
 
 
 def test_every_custom_backward_function_has_the_decorator_against_double_backward():
-    """The decorator is missing only where a backward pass runs another autograd function."""
+    """Only a backward that runs another autograd function lacks the decorator against double backward."""
     marked = []
     for path in (*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")):
         if path.name == "first_order.py":
