@@ -71,7 +71,7 @@ def test_convert_prune_keeps_the_remaining_experts_in_every_tensor(name, convert
 
 
 def no_token_chooses_the_last(model):
-    """Copy expert 1's gate row to later experts; of equal scores, tokens choose the lowest IDs."""
+    """Copy expert 1's gate row to all later experts; equal scores favor the lowest expert IDs."""
     for i in range(2):
         rows = model[f"{STEP.format(i)}gate.weight"]
         rows[2:] = rows[1]

@@ -18,7 +18,7 @@ SAME = Variation(seed=3)
 
 
 def dense_step(layer_norm=False, seed=0):
-    """Return the tensors of a dense FFN with the names in a checkpoint."""
+    """Return the tensors of a dense FFN under the names of a checkpoint."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"fc1.weight": (H, D), "fc1.bias": (H,), "fc2.weight": (D, H), "fc2.bias": (D,)}
     if layer_norm:

@@ -31,7 +31,7 @@ class Meta:
     moe_freq: int = 1
     options: dict = field(default_factory=dict)
     args_alone: bool = False  # Older files have `args` but no `cfg`.
-    task: dict = field(default_factory=dict)  # This field is empty for the default task.
+    task: dict = field(default_factory=dict)  # The task's name and options are absent for the default task.
 
     @property
     def sides(self):
