@@ -1,4 +1,5 @@
-"""Checkpoints through the command line: files are complete or absent, and unsuitable files are refused."""
+"""Tests through fairseq-train that a failed run keeps its last checkpoint, and that a bad checkpoint is
+refused."""
 
 import os
 import re
@@ -12,7 +13,7 @@ from models import lm_args
 
 from fairseq_tutel.plugin.training.save import writing
 
-# The fault, and the start of the log's last line.
+# Each entry has an injected fault and a pattern of the last log line.
 FAULTS = {
     "memory": (
         Trial(what="oom", place="train", when=3, rank=1),
@@ -41,7 +42,7 @@ def test_a_fault_ends_every_rank_with_an_error_and_keeps_the_last_checkpoint(lm_
 
 
 def test_a_save_dir_that_another_run_uses_is_refused_on_all_ranks(lm_data, tmp_path):
-    """Dense models are refused too. In this test, the other run is this process."""
+    """Runs of dense models are refused too. In this test, the test process plays the other run."""
     dense = [
         lm_data, "--user-dir", USER_DIR, "--task", "language_modeling", "--arch", "transformer_lm",
         "--optimizer", "adam", "--batch-size", 4, "--save-dir", tmp_path,
@@ -56,7 +57,7 @@ def test_a_save_dir_that_another_run_uses_is_refused_on_all_ranks(lm_data, tmp_p
 
 @pytest.fixture(scope="module")
 def saved(lm_data, tmp_path_factory):
-    """A checkpoint after one update."""
+    """The checkpoint of a language model after one update."""
     folder = tmp_path_factory.mktemp("saved")
     fairseq("train", *lm_args(lm_data, folder, "--disable-validation", updates=1))
     return folder / "checkpoint_last.pt"

@@ -35,7 +35,7 @@ def _run(command, **options):
 
 
 def _modules():
-    """Return every file of the package, kernels/ included, as the wheel names them."""
+    """Return the path inside the wheel of every file of the package."""
     files = {*(ROOT / "fairseq_tutel").rglob("*.py"), *(ROOT / "fairseq_tutel/kernels").glob("*.py")}
     data = {
         "fairseq_tutel/py.typed",
@@ -60,7 +60,7 @@ def test_an_environment_with_only_the_wheel_trains(built, lm_data, tmp_path):
     python = tmp_path / "env" / "bin" / "python"
     site = Path(_run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
     _run([sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel])
-    # This uses the installed torch and fairseq. A path line does not include editable installs.
+    # A .pth file makes the installed torch and fairseq importable, but not editable installs.
     (site / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     somewhere = {"cwd": tmp_path, "env": clean}

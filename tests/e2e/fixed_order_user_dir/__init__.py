@@ -1,6 +1,4 @@
-"""A --user-dir that loads the plugin, and makes all-reduce add tensors in the order of ranks.
-
-torch's order depends on the backend, and in gloo on the position of an element in its tensor. Tensors with
+"""A --user-dir that loads the plugin, and makes all-reduce add tensors in the order of ranks. Tensors with
 one element, such as a norm, are still summed by torch.
 """
 
