@@ -105,9 +105,7 @@ def _updates(ranks, update_freq, kind=ElasticEpochBatchIterator, consumed=0, **o
     ("ranks", "update_freq", "updates_done"),
     [(2, 3, 0), (2, 3, 1), (3, 4, 0), (3, 4, 1), (4, 5, 0), (4, 5, 1), (2, 1, 5), (24, 1, 0), (5, 5, 0)],
 )
-def test_an_update_has_the_same_batches_on_any_number_of_ranks_and_empty_batches_first(
-    ranks, update_freq, updates_done
-):
+def test_every_update_has_the_same_batches_on_any_number_of_ranks(ranks, update_freq, updates_done):
     consumed = updates_done * ranks * update_freq
     found = _updates(ranks, update_freq, consumed=consumed)
     expected = _updates(1, ranks * update_freq, consumed=consumed)

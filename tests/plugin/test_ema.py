@@ -77,8 +77,8 @@ def test_moving_averages_have_the_same_bits_as_fairseq_s_averages(wide, half):
 
 
 def test_a_resumed_run_averages_weights_after_the_same_updates():
-    """With --ema-update-freq 3, averages change after updates 3 and 6, also if a run resumes at update
-    5."""
+    """With --ema-update-freq 3, averages change after updates 3 and 6, even if a run resumes between
+    them."""
     model = _Model()
     model.draw(1)
     ours, stock = ExpertEMA(model, _config(False, 3)), EMA(model, _config(False, 3), skip_keys={"table"})
