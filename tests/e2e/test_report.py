@@ -114,7 +114,7 @@ def test_the_report_of_an_image_model_has_accuracy_instead_of_perplexity():
         ([DENSE, "--name", "a", "--name", "b"], "--name is given 2 time(s) for 1 run(s)"),
     ],
 )
-def test_bad_input_ends_with_one_sentence(tmp_path, monkeypatch, words, sentence):
+def test_report_refuses_bad_input_with_one_sentence(tmp_path, monkeypatch, words, sentence):
     (tmp_path / "a.txt").write_text("no record\n")
     monkeypatch.chdir(tmp_path)
     assert refusal_of("report", *words).startswith(sentence)

@@ -99,7 +99,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_ends_with_one_sentence(translator, mt_data, tmp_path, monkeypatch, case):
+def test_tokens_refuses_bad_input_with_one_sentence(translator, mt_data, tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.html").write_text("older")
     names = {"SAVE": translator, "DATA": mt_data}

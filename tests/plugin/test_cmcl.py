@@ -69,7 +69,7 @@ def test_the_mean_stochastic_loss_over_all_labels_is_the_exact_loss_plus_a_const
 
 @pytest.mark.parametrize("labels", (None, "drawn"))
 @pytest.mark.parametrize("left_out", (False, True))
-def test_gradients_equal_finite_differences(labels, left_out):
+def test_gradients_of_the_confident_loss_equal_finite_differences(labels, left_out):
     logits, target = case(3, seed=1)
     labels = None if labels is None else random_labels(logits)
     counts = torch.arange(N) % 3 > 0 if left_out else None

@@ -21,7 +21,7 @@ register()
 
 
 class Task:
-    """A substitute for a task; `_has_experts` tells a criterion that the model is a MoE model."""
+    """A substitute for a task; `_has_experts` is true if the model has experts."""
 
     def __init__(self, has_experts):
         self.args = argparse.Namespace()

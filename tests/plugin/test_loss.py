@@ -43,7 +43,7 @@ def test_the_distillation_loss_and_its_gradient_equal_torch_s(monkeypatch, num_r
     close(grad, expected_grad, "gradient")
 
 
-def test_the_gradient_equals_finite_differences():
+def test_the_gradient_of_the_distillation_loss_equals_finite_differences():
     student, teacher, counts = case(6, torch.float64)
     assert torch.autograd.gradcheck(lambda x: distillation_loss(x, teacher, counts, 2.0), student)
 

@@ -24,8 +24,7 @@ def _parameters(dtype=torch.float32):
 def _step(optimizer, parameters, number):
     generator = torch.Generator().manual_seed(number)
     for i, p in enumerate(parameters):
-        # In odd steps, the last parameter has no gradient, so the optimizer counts fewer steps for this
-        # parameter.
+        # In odd steps, the last parameter has no gradient, so the step count of this parameter is lower.
         skipped = i == 2 and number % 2
         p.grad = None if skipped else torch.randn(p.shape, generator=generator).to(p.dtype)
     optimizer.step()
@@ -49,8 +48,7 @@ def _plain(kind):
 
 
 def _resumed(first, second):
-    """Take four steps with one optimizer and four with another; return the parameters and the second
-    optimizer."""
+    """Take four steps with each of two optimizers; return the parameters and the second optimizer."""
     parameters = _parameters()
     a = first(parameters)
     for number in range(4):

@@ -231,7 +231,7 @@ def test_fairseq_s_criterions_have_moe_variants_with_the_balance_loss(name):
 
 
 def test_a_criterion_without_a_dataclass_trains_the_balance_loss():
-    """The variant defines options with `add_args`, and logs values that fairseq's criterion lacks."""
+    """This criterion defines its options with `add_args`."""
     parser = argparse.ArgumentParser()
     criterion = CRITERION_REGISTRY["moe_legacy_masked_lm_loss"]
     criterion.add_args(parser)

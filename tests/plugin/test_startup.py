@@ -48,11 +48,9 @@ def test_a_rank_uses_the_visible_gpu_of_its_local_rank(monkeypatch, visible, loc
 
 
 @pytest.mark.parametrize(("num_procs", "ranks", "expected"), [(8, 16, 8), (8, 2, 2)])
-def test_ranks_per_node_is_the_number_of_ranks_that_fairseq_spawned(
-    monkeypatch, num_procs, ranks, expected
-):
+def test_ranks_per_node_is_the_number_of_spawned_ranks(monkeypatch, num_procs, ranks, expected):
     monkeypatch.setattr(rendezvous, "_spawned_ranks", 0)
-    slurm = {"SLURM_NTASKS_PER_NODE": "1"}  # one task spawns all ranks of a node
+    slurm = {"SLURM_NTASKS_PER_NODE": "1"}  # Slurm starts one task, which spawns ranks
     cfg = OmegaConf.create(
         {
             "distributed_training": {
@@ -125,8 +123,7 @@ def test_only_errors_of_this_package_end_a_command_without_a_traceback():
     ("words", "command"), [((), "train"), (("--config-name", "tiny_lm"), "hydra_train")]
 )
 def test_the_log_has_the_format_of_the_fairseq_command_that_runs(words, command, monkeypatch):
-    """The first imported module of fairseq's commands sets the log format, so no other module may be
-    imported."""
+    """The first command of fairseq that a process imports sets the format of the log."""
     imported = []
 
     def import_module(name):
@@ -150,11 +147,9 @@ def _refuse():
 
 @pytest.mark.parametrize("debug", [True, False])
 @pytest.mark.parametrize("wrapped_main", [True, False])
-def test_the_last_line_of_a_failed_command_is_the_error_sentence(
-    wrapped_main, debug, capsys, caplog, monkeypatch
-):
+def test_the_last_line_of_a_failed_command_is_the_error(wrapped_main, debug, capsys, caplog, monkeypatch):
     """The log has the traceback only with LOGLEVEL=DEBUG."""
-    caplog.set_level(logging.DEBUG)  # as fairseq's wav2vec2 does
+    caplog.set_level(logging.DEBUG)  # fairseq's wav2vec2 sets this level
     monkeypatch.setenv("LOGLEVEL", "DEBUG" if debug else "INFO")
     hook = excepthook(sys.__excepthook__)
     try:

@@ -1,4 +1,4 @@
-"""`token_loss` equals the label-smoothed cross entropy that fairseq computes from all log-probabilities."""
+"""`token_loss` equals the label-smoothed cross entropy of fairseq."""
 
 import pytest
 import torch
@@ -33,9 +33,7 @@ def case(num_rows: int, words: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("smoothing", (0.0, 0.1))
 @pytest.mark.parametrize("num_rows, elements", [(11, 10**6), (11, 30), (11, 3), (1, 30), (0, 30)])
-def test_token_loss_and_its_gradient_equal_fairseq_s_formula(
-    monkeypatch, num_rows, elements, smoothing, dtype
-):
+def test_token_loss_and_its_gradient_equal_fairseq_s(monkeypatch, num_rows, elements, smoothing, dtype):
     monkeypatch.setitem(row_chunks.ELEMENTS, "cpu", elements)
     logits, target = case(num_rows, 9, dtype)
     results = []
@@ -52,7 +50,7 @@ def test_token_loss_and_its_gradient_equal_fairseq_s_formula(
         close(got, expected, name)
 
 
-def test_the_gradient_equals_finite_differences():
+def test_the_gradient_of_token_loss_equals_finite_differences():
     logits, target = case(6, 5, torch.float64)
     assert torch.autograd.gradcheck(lambda x: token_loss(x, target, 0.2, IGNORED)[0], logits)
 
