@@ -54,8 +54,8 @@ class Run:
 def fairseq(command, *args, ranks=1, check=True, env=None, stdin=None):
     """Run fairseq-`command` in `ranks` processes and wait; `check` asserts that all exit codes are 0.
 
-    The command "tutel-NAME" runs `python -m fairseq_tutel.NAME`. Use "tutel-__main__" for tools that import
-    fairseq.
+    The command "tutel-NAME" runs `python -m fairseq_tutel.NAME`. The command "tutel-__main__" runs the
+    tools of `fairseq-tutel`.
     """
     run = wait(start(command, *args, ranks=ranks, env=env, stdin=stdin))
     if check:
@@ -86,7 +86,7 @@ def start(command, *args, ranks=1, env=None, stdin=None):
     """
     argv = [f"fairseq-{command}", *map(str, args)]
     if command in ("generate", "eval-lm", "validate") and "--num-workers" not in argv:
-        argv += ["--num-workers", "0"]  # faster than starting worker processes
+        argv += ["--num-workers", "0"]  # commands start faster without worker processes
     is_stock = command == "train" and "--user-dir" not in argv
     base = {"OMP_NUM_THREADS": "1", **(env or {})}
     directory = Path(_scratch())
@@ -178,4 +178,4 @@ def _child(command, argv, env, log, stdin):
         else:
             importlib.import_module("fairseq_cli." + command.replace("-", "_")).cli_main()
     finally:
-        atexit._run_exitfuncs()  # a forked child skips exit handlers
+        atexit._run_exitfuncs()  # a forked child process skips exit handlers

@@ -5,7 +5,7 @@ import torch
 from cli import fairseq
 from models import lm_args, mt_args
 
-EXEMPT_WITH_ADAM = "k_proj.bias"  # its exact gradient is zero, and Adam amplifies rounding errors
+EXEMPT_WITH_ADAM = "k_proj.bias"  # the exact gradient of k_proj.bias is 0; Adam amplifies rounding errors
 
 
 def assert_ranks_agree(kind, data, extra, tmp_path):

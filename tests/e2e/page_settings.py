@@ -61,7 +61,7 @@ PROGRAMS = {
     "torchrun",
 }  # fmt: skip
 
-# For each page: text of commands, and the text that replaces it in the tests.
+# For each page: texts in commands, and the replacements for the tests.
 EDITS = {
     "README.md": [("--beam 5", "--beam 1 --max-len-b 5"), ("Hund\")", "Hund\", beam=1, max_len_b=5)")],
     "docs/checkpoints.md": [
@@ -79,7 +79,7 @@ EDITS = {
     ],
     "docs/report.md": [("ein kleiner Hund", "w1 w2"), ("eine große Katze", "w3")],
 }  # fmt: skip
-# For each page: file names in its commands, and the files of the fixture `shelf` that replace them.
+# For each page: file names in commands, and the files of the fixture `shelf` that replace these names.
 FILES = {
     "docs/checkpoints.md": {"SAVE": "mt", "SAVE_DIR": "nothing", "DENSE.pt": "dense/checkpoint_best.pt"},
     "docs/daily_use.md": {
@@ -109,7 +109,7 @@ FILES = {
     "docs/vision.md": {"vision": "vision"},
 }  # fmt: skip
 INIT = "import torch.distributed as dist; dist.init_process_group('gloo')"
-# For each page whose Python blocks need several ranks: the launcher, and replacements of text.
+# For each page whose Python blocks need several ranks: the launcher, and replacements in the code.
 PYTHON = {
     "docs/parallelism.md": (
         ["torchrun", "--nproc_per_node", "4"],
@@ -131,7 +131,7 @@ PYTHON = {
     ),
 }  # fmt: skip
 
-# Flags for small models are added after --arch, so that flags of the page override them.
+# The tests add these flags for small models after --arch, so that flags of a page override them.
 LM_SIZES = """
     --decoder-layers 2 --decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16
     --decoder-ffn-embed-dim 32 --decoder-attention-heads 2
@@ -155,7 +155,7 @@ MT_FLAGS = {
     "--task": "moe_translation", "--arch": "moe_transformer_iwslt_de_en", "--optimizer": "moe_adam",
     "--criterion": "moe_label_smoothed_cross_entropy", "--lr": "0.01", "--max-tokens": "400",
 }  # fmt: skip
-# The training flags of the checkpoints that the commands average.
+# Flags to train the checkpoints that commands on the pages average.
 KEPT = "--save-interval-updates 2 --keep-best-checkpoints 5 --max-tokens 400 --max-epoch 9 --store-ema"
 STOCK = "--task translation --criterion label_smoothed_cross_entropy --optimizer adam"
 MOE_FLAGS = {"--moe-freq": "1", "--moe-expert-count": "4"}

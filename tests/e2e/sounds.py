@@ -11,11 +11,11 @@ from cli import ROOT
 
 RATE = 16000
 LETTERS = "abcdef"
-STEPS_A_LETTER = 4  # number of 20 ms frames, as in wav2vec2
+STEPS_A_LETTER = 4  # the tone of a letter lasts 4 frames of 20 ms
 
 
 def tones(folder):
-    """Write sound files of 2 to 5 letters, and fairseq's lists of them; return the folder.
+    """Write sound files and fairseq's lists of these files; return the folder.
 
     For each split, SPLIT.tsv is fairseq's manifest, SPLIT.ltr has the text, and SPLIT.km has one label per
     frame. The sound files are in a subfolder, because fairseq would take their names for names of splits.

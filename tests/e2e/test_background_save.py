@@ -41,8 +41,7 @@ FLAGS = {
 
 @pytest.fixture(scope="module")
 def in_background(lm_data, tmp_path_factory):
-    """Return a function that trains with background saves and the flags of one case, and returns the
-    folder."""
+    """Return a function that trains with background saves and returns the folder of the run."""
     folders = {}
 
     def of(case):
@@ -87,7 +86,7 @@ experts.write_file, Trainer.train_step = write_slowly, train
 """
 
 
-def test_training_continues_while_threads_write(lm_data, tmp_path):
+def test_training_continues_while_threads_write_a_checkpoint(lm_data, tmp_path):
     """Updates continue while a thread writes. The checkpoint of update 2 has the weights of update 2."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "__init__.py").write_text(SLOW)
@@ -95,7 +94,7 @@ def test_training_continues_while_threads_write(lm_data, tmp_path):
     log = fairseq("train", *_words(lm_data, tmp_path, *flags)).logs[0]
     committed = log.index("Saved checkpoint")
     assert log.index("update 2 in the background") < log.index('"num_updates": "3"') < committed
-    assert log.index("update 4 in the background") > committed  # the next save waits for the previous one
+    assert log.index("update 4 in the background") > committed  # the next save waits for the previous save
     first = torch.load(tmp_path / "save" / "checkpoint_1_2.pt", weights_only=False)
     assert first["optimizer_history"][-1]["num_updates"] == 2
 

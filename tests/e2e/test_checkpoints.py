@@ -42,7 +42,7 @@ def test_a_fault_ends_every_rank_with_an_error_and_keeps_the_last_checkpoint(lm_
 
 
 def test_a_save_dir_that_another_run_uses_is_refused_on_all_ranks(lm_data, tmp_path):
-    """Runs of dense models are refused too. In this test, the test process plays the other run."""
+    """Runs of dense models are refused too. In this test, the test process holds the lock of --save-dir."""
     dense = [
         lm_data, "--user-dir", USER_DIR, "--task", "language_modeling", "--arch", "transformer_lm",
         "--optimizer", "adam", "--batch-size", 4, "--save-dir", tmp_path,
@@ -70,9 +70,7 @@ def saved(lm_data, tmp_path_factory):
         (("--moe-freq", 2), "does not fit this model (Error(s) in loading state_dict"),
     ],
 )
-def test_a_truncated_checkpoint_and_one_of_another_model_are_refused(
-    lm_data, saved, tmp_path, option, named
-):
+def test_a_truncated_checkpoint_or_one_of_another_model_is_refused(lm_data, saved, tmp_path, option, named):
     path = shutil.copy(saved, tmp_path)
     if not option:
         os.truncate(path, 4096)

@@ -9,7 +9,7 @@ from cli import HYDRA, ROOT, USER_DIR, fairseq
 from models import lm_args, mt_args
 
 PACKAGE = str(ROOT / "fairseq_tutel")
-ALL = ("--required-batch-size-multiple", 1)  # fairseq keeps a smaller last batch
+ALL = ("--required-batch-size-multiple", 1)  # with this option, fairseq keeps a smaller last batch
 EXPERT_METRICS = {
     "moe_gate_loss", "moe_gshard_loss", "entropy_gating", "expert1_balance_top",
     "expert1_balance_bottom", "unused_expert1_count", "overflow_expert1", "expert2_balance_top",
@@ -109,7 +109,7 @@ def test_generate_on_two_ranks_outputs_every_sentence(mt, mt_data):
     assert found == {str(i) for i in range(21)}
 
 
-def test_hydra_trains_the_committed_configuration(lm_data, tmp_path):
+def test_hydra_trains_a_configuration_of_this_repository(lm_data, tmp_path):
     run = fairseq(
         "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm", f"task.data={lm_data}",
         f"checkpoint.save_dir={tmp_path}", "optimization.max_update=2", "dataset.num_workers=0",

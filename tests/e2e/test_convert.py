@@ -1,5 +1,4 @@
-"""Converted checkpoints run in fairseq's commands, and their MoE layers compute what Meta's and Tutel's
-layers compute."""
+"""Converted checkpoints of Meta and Tutel give the outputs of Meta's and Tutel's MoE layers."""
 
 import dataclasses
 import math
@@ -90,7 +89,7 @@ def test_a_converted_model_of_tutel_s_fairseq_example_computes_the_outputs_of_it
     assert "L_AUX_WT" in printed
     watched = evaluated(lm_data, tmp_path / "ours.pt", tmp_path)
     computed = {
-        "activation_fn": "linear",  # Tutel's example has no activation
+        "activation_fn": "linear",  # experts of Tutel's example have no activation
         "moe_normalize_gate_prob_before_dropping": True,
         "moe_eval_capacity_token_fraction": 1.0,
     }

@@ -64,8 +64,7 @@ def test_training_continues_after_a_node_is_lost_and_a_node_joins(lm_data, tmp_p
         cluster.wait_until(cluster.has_ended)
     finally:
         cluster.close()
-    # When a node joins, torchrun sends SIGTERM to the ranks, and they save before they end. No update is
-    # repeated.
+    # When a node joins, torchrun sends SIGTERM to the ranks. The ranks save, so training repeats no update.
     saved = re.findall(r"a rank received a signal; update (\d+) is saved in", cluster.log())
     assert saved and f"@ {saved[-1]} updates)" in cluster.log()
     fairseq("train", *_words(lm_data, tmp_path / "one", 4, *seed, updates=60))

@@ -1,5 +1,4 @@
-"""Collects expert statistics with `fairseq-tutel tokens`, and uses these statistics to prune and cache
-experts."""
+"""Collects expert statistics with `fairseq-tutel tokens`, and prunes experts with these statistics."""
 
 import json
 import re

@@ -15,7 +15,7 @@ from models import lm_args
 SPAWNING_DIR = str(pathlib.Path(__file__).parent / "spawning_user_dir")
 
 
-def test_the_last_line_names_a_bad_option_or_missing_data(lm_data, tmp_path):
+def test_the_last_line_of_a_failed_command_names_a_bad_option_or_missing_data(lm_data, tmp_path):
     last = refused("train", *lm_args(lm_data, tmp_path, "--moe-top-k", 5)).strip().splitlines()[-1]
     assert re.match(r"error: .*--moe-top-k\) is 5", last)
     assert not list(tmp_path.iterdir())

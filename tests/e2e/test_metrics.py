@@ -38,7 +38,7 @@ def numbers_of(record):
     return numbers
 
 
-def test_two_ranks_log_the_same_expert_metrics_as_two_micro_batches(logged):
+def test_two_ranks_log_the_expert_metrics_of_one_rank_with_two_micro_batches(logged):
     one, two = (logged[key].stats("train_inner") for key in ((1, 2), (2, 1)))
     assert len(one) == len(two) == 5
     for first, second in zip(one, two, strict=True):
@@ -83,7 +83,7 @@ def test_averages_ignore_a_layer_that_layerdrop_skips(mt_data, tmp_path):
             assert [i for i, value in enumerate(listed) if value is not None] == seen
             average = float(record[AVERAGES.get(quantity, f"moe_{quantity}")])
             assert mean(listed[i] for i in seen) == pytest.approx(average, abs=2e-4)
-        for i in seen:  # padding counts in no metric
+        for i in seen:  # no metric counts padding
             load = record[f"moe_load_{labels[i]}"]
             assert record["moe_layers_max_violation"][i] == pytest.approx(max(load), abs=2e-3)
             assert record["moe_layers_dead_experts"][i] == load.count(0)

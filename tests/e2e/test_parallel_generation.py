@@ -8,7 +8,7 @@ from faults.trial import PLACES, Trial, environment
 from models import lm_args, mt_args
 
 SHARED = ("--moe-expert-parallel-size", 2)
-# Two ranks get 21 sentences in 3 batches, or in 1 batch, so that one rank has no batch.
+# With these batch sizes, 21 sentences form 3 batches or 1 batch, so two ranks get unequal numbers.
 UNEQUAL, ALL_ON_ONE = ("--batch-size", 7), ("--batch-size", 21)
 
 
@@ -74,7 +74,7 @@ def test_two_ranks_with_unequal_batches_generate_the_output_of_one_process(mt, m
     assert "expert parallel size 2, replicas 1" in run.logs[0]
 
 
-def test_a_rank_without_sentences_takes_part_in_generation(mt, mt_data, alone):
+def test_generate_works_if_one_rank_has_no_sentence(mt, mt_data, alone):
     run = _run("generate", mt_data, mt, *BEAM, *ALL_ON_ONE, *SHARED)
     assert _hypotheses(run.logs[0]) == pytest.approx(alone, abs=1e-5)
     assert not _hypotheses(run.logs[1])

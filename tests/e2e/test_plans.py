@@ -1,5 +1,4 @@
-"""Training with collective plans equals training with sums in rank order, and is close to torch's
-collectives."""
+"""Training with collective plans gives the bits of training with sums in rank order."""
 
 import json
 from pathlib import Path

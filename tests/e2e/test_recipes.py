@@ -28,7 +28,7 @@ RECIPES = sorted({path.stem for path in ARGS.glob("*.args")} - ARGS_ALONE)
 GPT2_VOCABULARY, WMT_VOCABULARY = 50_257, 32_768
 # With this assumed vocabulary size, the dense Z-code model has its published 0.7 billion parameters.
 ZCODE_VOCABULARY = 192_000
-SIZES = {  # recipe: (vocabulary size, billions of parameters)
+SIZES = {  # for each recipe: (vocabulary size, billions of parameters)
     "gpt_125m_8_experts": (GPT2_VOCABULARY, 0.32),
     "gpt_125m_64_experts": (GPT2_VOCABULARY, 1.91),
     "gpt_350m_128_experts": (GPT2_VOCABULARY, 13.15),
@@ -97,7 +97,7 @@ def test_both_files_of_a_recipe_build_a_model_with_the_listed_number_of_paramete
     vocabulary, billions = SIZES[recipe]
     by_args, by_hydra = (_built(read(recipe), vocabulary) for read in (_from_args, _from_hydra))
     assert _shapes(by_args) == _shapes(by_hydra)
-    assert str(by_args) == str(by_hydra)  # compares dropout and other options
+    assert str(by_args) == str(by_hydra)  # the text of a model has options such as dropout
     size = sum(parameter.numel() for parameter in by_args.parameters()) / 1e9
     assert size == pytest.approx(billions, rel=0.03)
 

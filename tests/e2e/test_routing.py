@@ -1,5 +1,4 @@
-"""Tests of routing through fairseq's commands: resuming random choices, decoding, and custom gates and
-experts."""
+"""Tests of routing in fairseq's commands, such as random choices after a resume and custom gates."""
 
 import itertools
 import re
@@ -57,7 +56,7 @@ def test_random_routing_choices_continue_bit_for_bit_after_a_resume(kind, ranks,
         assert a["model"]["decoder.layers.1.fc1.beside.cmr_gate.weight"].shape == (1, 16)
         for record in run.stats("train_inner"):
             distance = abs(float(record["moe_cmr_gate"]) - 0.3)
-            # Loss and metric differ a little, because only the metric is averaged per micro-batch.
+            # The loss and the metric differ a little, because the metric is an average over micro-batches.
             assert float(record["cmr_gate_loss"]) == pytest.approx(distance, abs=0.02)
 
 
@@ -83,7 +82,7 @@ def test_incremental_decoding_gives_the_scores_of_one_forward_pass(mt_data, tmp_
     words += ("--gen-subset", "valid", "--num-workers", 0, "--required-batch-size-multiple", 1)
     scores = {}
     for extra in (("--prefix-size", 99), ("--score-reference",)):
-        # --prefix-size scores a reference word by word; --score-reference scores it in one forward.
+        # --prefix-size scores a reference word by word; --score-reference scores it in one forward pass.
         run = fairseq("generate", *words, *extra)
         found = re.findall(r"^P-(\d+)\t(.*)$", run.output, re.M)
         scores[extra[0]] = {int(i): [float(x) for x in row.split()] for i, row in found}

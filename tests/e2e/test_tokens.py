@@ -24,7 +24,7 @@ def page(path, *words):
     return json.loads(re.search(r'id="content">(.*?)</script>', path.read_text(), re.S)[1])
 
 
-def test_several_ranks_are_refused(tmp_path, monkeypatch):
+def test_the_tool_tokens_refuses_several_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     sentence = refusal_of("tokens", tmp_path, "--output", tmp_path / "page.html")
     assert sentence == "WORLD_SIZE is 2, but tokens needs one process; run it without torchrun."

@@ -9,7 +9,7 @@ from cli import USER_DIR, fairseq
 from models import lm_args, mt_args
 from tool_in_process import tool
 
-# fairseq keeps a smaller last batch, and starts no worker processes for data.
+# With these options, fairseq keeps a smaller last batch and starts no worker processes.
 ALL = ("--required-batch-size-multiple", 1, "--num-workers", 0)
 FRESH = ("--reset-optimizer", "--reset-lr-scheduler", "--reset-dataloader", "--reset-meters")
 EXPERTS = "decoder.layers.0.fc1.experts.fc1_weight"
@@ -39,7 +39,7 @@ def without(words, *flags, values=1):
 
 
 def dense(words, arch, task, criterion):
-    """Return the command-line words of a MoE model with fairseq's dense model instead."""
+    """Convert the command-line words of a MoE model to those of fairseq's dense model."""
     stock = ("--arch", arch, "--task", task, "--criterion", criterion, "--optimizer", "adam")
     return [*without(words, "--moe-freq", "--moe-expert-count"), *stock]
 
@@ -73,7 +73,7 @@ def test_training_keeps_the_newest_and_the_best_checkpoints(lm):
     assert best["val_loss"] == best["best"] == pytest.approx(min(scores), abs=0.006)
 
 
-# Starting from a checkpoint
+# Loading checkpoints
 
 
 def test_finetune_from_model_loads_only_the_weights_of_a_moe_model(lm, lm_data, tmp_path):

@@ -42,8 +42,7 @@ def _pretrain(kind, data, folder, *extra, updates=2, **kwargs):
 
 
 def one_quick(kinds):
-    """Return test parameters: `make test` runs only the first kind, and `make test-long` runs the
-    others."""
+    """Return test parameters, of which `make test` runs only the first."""
     first, *others = kinds
     return first, *(pytest.param(kind, marks=pytest.mark.long) for kind in others)
 
@@ -153,7 +152,7 @@ def test_a_speech_to_text_model_learns_on_two_ranks_and_generates(kind, sound_da
         folder = ("--save-dir", tmp_path / str(ranks), "--update-freq", 2 // ranks)
         run = fairseq("train", data, *COMMON, *words, *folder, ranks=ranks)
         learns(run)
-    if "conformer" not in kind:  # batch norm depends on the micro-batch
+    if "conformer" not in kind:  # batch norms of a conformer depend on the micro-batch
         same_training(tmp_path / "1", tmp_path / "2")
     output = fairseq(
         "generate", data, "--user-dir", SOUND_DIR, "--task", "moe_speech_to_text", "--gen-subset",
@@ -179,7 +178,7 @@ def test_a_nonautoregressive_model_learns_on_two_ranks_and_generates(kind, mt_da
         args = mt_args(mt_data, tmp_path / str(ranks), *words, "--update-freq", 2 // ranks)
         run = fairseq("train", *args, ranks=ranks)
         learns(run)
-    if "full_mask" in words and kind.startswith("non"):  # the other models draw noise
+    if "full_mask" in words and kind.startswith("non"):  # other models draw random noise per micro-batch
         same_training(tmp_path / "1", tmp_path / "2")
     output = fairseq(
         "generate", mt_data, "--user-dir", SOUND_DIR, "--task", "moe_translation_lev", "--path",

@@ -29,7 +29,7 @@ TRIALS = {
     "a flipped bit": Trial(what="flip", begun=True, says="which is corrupt"),
     "a removed file": Trial(what="remove", begun=True, outcome="continued", says="training resumes from"),
 }
-QUICK = ("a flipped bit",)  # the other trials take minutes
+QUICK = ("a flipped bit",)  # `make test` runs only these trials
 
 
 @pytest.fixture(scope="module")

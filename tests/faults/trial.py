@@ -18,12 +18,12 @@ from fairseq_tutel.checkpoint import folders, shards
 PLACES = str(Path(__file__).parent / "faulty_places")
 # BEGUN is the number of updates in the checkpoint from which a run resumes.
 UPDATES, SAVE_EVERY, BEGUN, EXPERTS = 8, 2, 4, 4
-TIMEOUT, SECONDS = 4, 180  # seconds: --moe-comm-timeout, and a whole run
+TIMEOUT, SECONDS = 4, 180  # --moe-comm-timeout and the longest time of a run, in seconds
 SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
-CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # on other ranks, sums have another order
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # another number of ranks changes the order of sums
 SAVED = re.compile(r"Saved checkpoint \S+ \(epoch \d+ @ (\d+) updates|; update (\d+) is saved in")
 LAST_LINE = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|error)\b.*$", re.M)
-# A pattern of clear error messages.
+# Error messages must match this pattern.
 CLEAR = re.compile(
     r"rank \d+ (could not|ends, because)|ranks? [\d, -]+ did not reach|an injected fault|which is corrupt"
     r"|became NaN or infinite at update \d+|could not be written|no file can be written|files are missing"
@@ -134,7 +134,7 @@ def carry_out(trial: Trial, data: Path, folder: Path, undisturbed: Any) -> None:
     ranks = 2
     if trial.outcome != "continued":
         ranks, extra = trial.ranks_after, ()
-        if torn:  # do what the error message advises
+        if torn:  # the error message advises these steps
             torn.unlink(missing_ok=True)
             extra = ("--restore-file", str(newest(p for p in whole(save_dir) if "last" not in p.name)))
         again = train(data, save_dir, ranks, trial.flags, UPDATES, extra=extra)

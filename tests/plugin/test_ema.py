@@ -77,8 +77,8 @@ def test_moving_averages_have_the_same_bits_as_fairseq_s_averages(wide, half):
 
 
 def test_a_resumed_run_averages_weights_after_the_same_updates():
-    """With --ema-update-freq 3, averages change after updates 3 and 6, even if a run resumes between
-    them."""
+    """With --ema-update-freq 3, averages change after updates 3 and 6, also in a run that resumes after
+    update 4."""
     model = _Model()
     model.draw(1)
     ours, stock = ExpertEMA(model, _config(False, 3)), EMA(model, _config(False, 3), skip_keys={"table"})
@@ -96,7 +96,7 @@ def test_a_resumed_run_averages_weights_after_the_same_updates():
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_tied_weight_is_averaged_once_per_update(wide):
-    """In contrast, fairseq averages a tied weight once for each of the weight's names."""
+    """fairseq, in contrast, averages a tied weight once for each name of the weight."""
     model = _Model(tied=True)
     model.draw(1)
     ema, first = ExpertEMA(model, _config(wide)), model.out.weight.detach().clone()

@@ -77,7 +77,7 @@ def test_a_model_for_inference_uses_the_checkpoint_s_tensors_as_experts(monkeypa
 @pytest.mark.parametrize(("kept", "with_experts"), [("1,3", [0, 1]), ("0,2,3", [2])])
 def test_a_pruned_model_loads_the_weights_of_the_kept_layers(side, kept, with_experts):
     whole, _ = build(side)
-    # The other side needs this option too, because fairseq would drop all layers of a side without it.
+    # Without this option for the decoder, fairseq would drop all decoder layers.
     keep = {"decoder_layers_to_keep": "0,1", f"{side}_layers_to_keep": kept}
     pruned, cfg = build(side, **keep)
     labels = [layer.label for layer in moe_layers(pruned) if layer.label.startswith(side)]
@@ -161,7 +161,7 @@ def test_a_bad_option_is_refused_with_its_name(words):
     cfg, task = run_of("decoder", "moe_cross_entropy", *words.split())
     with pytest.raises(ValueError, match=re.escape(REFUSED[words])):
         task.build_model(cfg.model)
-    guard.set_timeout(0)  # a time-out applies to the whole process
+    guard.set_timeout(0)  # reset the time-out, which applies to the whole process
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])

@@ -60,7 +60,7 @@ def test_a_checkpoint_with_a_flipped_bit_opens_only_with_the_environment_variabl
     ("saved", "read"),
     [({"moe_backend": "grouped_mm"}, {"moe_backend": "auto"}), ({"data": "x"}, {"data": "x"})],
 )
-def test_a_checkpoint_s_removed_backend_is_read_as_auto(kind, saved, read, tmp_path):
+def test_a_removed_backend_in_a_checkpoint_is_read_as_auto(kind, saved, read, tmp_path):
     path = written(tmp_path, cfg={**STATE["cfg"], "task": kind(**saved)})
     assert checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["cfg"]["task"] == kind(**read)
 
@@ -200,7 +200,7 @@ def test_an_out_of_memory_error_during_loading_does_not_name_the_checkpoint(erro
 
 def test_weights_are_memory_mapped_for_inference_but_not_for_training(tmp_path):
     path = written(tmp_path, model={"weight": torch.zeros(2**16)})
-    for resumes in (True, None):  # training reads a copy
+    for resumes in (True, None):  # a run that resumes copies the weights into memory
         state = checkpoint_utils.load_checkpoint_to_cpu(str(path), {}, load_on_all_ranks=resumes)
         with open("/proc/self/maps") as maps:
             assert (str(path) in maps.read()) == (resumes is None)

@@ -29,7 +29,7 @@ def by_table(student: Tensor, teacher: Tensor, counts: Tensor, T: float) -> Tens
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("T", (1.0, 2.5))
 @pytest.mark.parametrize("num_rows, elements", [(11, 10**6), (11, 30), (2, 3), (0, 30)])
-def test_the_distillation_loss_and_its_gradient_equal_torch_s(monkeypatch, num_rows, elements, T, dtype):
+def test_distillation_loss_and_gradient_equal_those_of_torch(monkeypatch, num_rows, elements, T, dtype):
     monkeypatch.setitem(row_chunks.ELEMENTS, "cpu", elements)
     student, teacher, counts = case(num_rows, dtype)
     expected = by_table(student, teacher, counts, T)

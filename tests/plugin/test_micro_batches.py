@@ -139,7 +139,7 @@ def test_a_resumed_run_skips_remaining_batches_that_are_too_few(before, after, i
     """Each of `before` and `after` is (ranks, micro-batches); the epoch has seven batches left."""
     caplog.set_level(logging.INFO)
     options = {"skip_remainder_batch": True}
-    if is_dynamic:  # batches depend on the epoch
+    if is_dynamic:  # each epoch forms different batches
         numbers = range(NUM_BATCHES)
         options["batch_sampler"] = lambda _, epoch: [[(i + epoch) % NUM_BATCHES] for i in numbers]
     job = _Ranks(*before, **options)
@@ -162,7 +162,7 @@ def _root(count=8, freq=(1,), ranks=3):
 
 def test_update_freq_is_computed_from_micro_batches_and_ranks():
     root = _root()
-    for _ in range(2):  # a second call changes nothing
+    for _ in range(2):  # calling set_update_freq twice changes nothing
         set_update_freq(root, 3)
         assert list(root.optimization.update_freq) == [3]
     root = _root(count=0, freq=(2, 4))

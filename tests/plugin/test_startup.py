@@ -85,7 +85,7 @@ def test_the_criterion_gets_the_ddp_backend_of_the_run(monkeypatch):
     cfg = _training()
     cfg.distributed_training.distributed_init_method = None
     cfg.distributed_training.ddp_backend = "pytorch_ddp"
-    cfg.criterion = {"ddp_backend": "pytorch_ddp"}  # some criterions copy this option
+    cfg.criterion = {"ddp_backend": "pytorch_ddp"}  # adaptive_loss copies --ddp-backend
     join_torchrun(cfg)
     assert cfg.criterion.ddp_backend == cfg.distributed_training.ddp_backend == "legacy_ddp"
 
@@ -149,7 +149,7 @@ def _refuse():
 @pytest.mark.parametrize("wrapped_main", [True, False])
 def test_the_last_line_of_a_failed_command_is_the_error(wrapped_main, debug, capsys, caplog, monkeypatch):
     """The log has the traceback only with LOGLEVEL=DEBUG."""
-    caplog.set_level(logging.DEBUG)  # fairseq's wav2vec2 sets this level
+    caplog.set_level(logging.DEBUG)  # fairseq's wav2vec2 sets the root logger to DEBUG
     monkeypatch.setenv("LOGLEVEL", "DEBUG" if debug else "INFO")
     hook = excepthook(sys.__excepthook__)
     try:

@@ -23,7 +23,7 @@ register()
 
 
 def sentence(call):
-    """Return the error line with which a command ends if the command calls `call`."""
+    """Return the error line that a command prints if `call` raises an error."""
     with pytest.raises(SystemExit) as end, refusals_are_sentences():
         call()
     return end.value.code
@@ -72,7 +72,7 @@ EXPLAINED = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from an empty data set
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an empty data set warns
 @pytest.mark.parametrize(("call", "words"), EXPLAINED, ids=[words for _, words in EXPLAINED])
 def test_common_errors_of_fairseq_end_a_command_with_one_sentence(call, words, tmp_path):
     said = sentence(lambda: call(tmp_path))

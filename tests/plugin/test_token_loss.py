@@ -33,7 +33,7 @@ def case(num_rows: int, words: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("smoothing", (0.0, 0.1))
 @pytest.mark.parametrize("num_rows, elements", [(11, 10**6), (11, 30), (11, 3), (1, 30), (0, 30)])
-def test_token_loss_and_its_gradient_equal_fairseq_s(monkeypatch, num_rows, elements, smoothing, dtype):
+def test_token_loss_and_gradient_equal_those_of_fairseq(monkeypatch, num_rows, elements, smoothing, dtype):
     monkeypatch.setitem(row_chunks.ELEMENTS, "cpu", elements)
     logits, target = case(num_rows, 9, dtype)
     results = []

@@ -106,7 +106,7 @@ def test_half_precision_updates_with_sharded_fp32_masters_equal_fairseq_s(precis
             offload=offload, fp16_no_flatten_grads=True, fp16_init_scale=2**12, **{precision: True}
         )
         optimizer = half_optimizer(root, parameters)
-        assert type(optimizer).__name__ == "FP16Optimizer"  # fairseq compares this name
+        assert type(optimizer).__name__ == "FP16Optimizer"  # fairseq compares the class name
         norms = [update(optimizer, parameters, number) for number in range(4)]
         other = half_optimizer(
             root_of(offload=not offload, fp16_no_flatten_grads=True, **{precision: True}), parameters
@@ -156,7 +156,7 @@ def test_clipping_gradients_in_host_memory_uses_no_gpu(precision, offload, monke
 def test_clipping_on_a_cpu_gives_the_bits_of_fairseq_s_clipping(count):
     generator = torch.Generator().manual_seed(count)
     sets = [[torch.nn.Parameter(torch.zeros(7, 11 + i)) for i in range(count + 1)] for _ in range(2)]
-    for a, b in zip(*(parameters[:count] for parameters in sets), strict=True):  # the last has no gradient
+    for a, b in zip(*(parameters[:count] for parameters in sets), strict=True):
         a.grad = torch.randn(a.shape, generator=generator)
         b.grad = a.grad.clone()
     norm = optim.build_optimizer(root_of().optimizer, sets[0]).clip_grad_norm(0.5)

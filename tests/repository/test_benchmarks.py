@@ -43,7 +43,7 @@ def test_every_benchmark_with_a_command_is_in_this_test():
 @pytest.mark.parametrize(
     "name", [*sorted(QUICK), *(pytest.param(name, marks=pytest.mark.long) for name in sorted(LONG))]
 )
-def test_a_benchmark_with_quick_succeeds_and_writes_rows(name, tmp_path):
+def test_every_benchmark_succeeds_with_quick_and_writes_results(name, tmp_path):
     path = tmp_path / "out.json"
     words = ["--quick", *WORDS.get(name, [])]
     has_file = name not in ("gpu_speed", "host", "tiles")
@@ -87,7 +87,7 @@ def test_the_layer_benchmark_detects_wrong_results():
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
 @pytest.mark.parametrize("drops", [False, True])
-def test_the_reference_of_the_layer_benchmark_equals_the_layer(activation, drops):
+def test_the_reference_of_the_layer_benchmark_equals_the_moe_layer(activation, drops):
     case = small(tokens=24, top_k=2, activation=activation)
     inputs = layer_inputs.make_inputs(case, torch.device("cpu"), torch.float64)
     capacity = case.top_k * -(-case.tokens // case.num_experts)

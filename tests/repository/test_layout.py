@@ -23,7 +23,7 @@ CORE = (*BASE, "kernels", "parallel", "plans", "moe", "checkpoint", "inference",
 EDGE = ("plugin", "models", "tasks", "tools", "convert", "")
 LEVEL = {folder: level for level, folder in enumerate((*CORE, *EDGE))}
 
-# Commands in the root folder that import fairseq.
+# These commands in the root folder import fairseq.
 COMMANDS = {"train.py", "run.py"}
 
 
@@ -64,7 +64,7 @@ def against(path: Path) -> set[str]:
     return {there for there in own_folders(path) - {here} if LEVEL[there] >= LEVEL[here]}
 
 
-def test_every_folder_of_the_package_has_a_level():
+def test_every_folder_of_the_package_is_in_the_import_order():
     assert {folder_of(path) for path in FILES} == set(LEVEL)
 
 
@@ -92,7 +92,7 @@ def imported_modules(path: Path, modules: set[str]) -> set[str]:
 def test_no_import_cycle_exists():
     """Imports inside functions count, except in kernels/, where backends import each other."""
     paths = {module_of(path): path for path in FILES if folder_of(path) != "kernels"}
-    root = paths.pop("fairseq_tutel")  # this module imports all folders lazily
+    root = paths.pop("fairseq_tutel")  # fairseq_tutel/__init__.py imports lazily from all folders
     assert IMPORTS[root]
     graph = {name: imported_modules(path, set(paths)) for name, path in paths.items()}
     assert graph["fairseq_tutel.parallel.all_to_all"] > {"fairseq_tutel.parallel.collectives"}

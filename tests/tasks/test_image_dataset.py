@@ -54,7 +54,7 @@ def epoch_of(images, epoch, **options):
 @pytest.fixture(autouse=True)
 def no_readers_are_left():
     """End all data-loading worker processes of a test, because torch would wait 5 s for each process."""
-    before = set(multiprocessing.active_children())  # workers of other tests
+    before = set(multiprocessing.active_children())  # worker processes of other tests
     yield
     for worker in set(multiprocessing.active_children()) - before:
         worker.terminate()
@@ -78,7 +78,7 @@ def test_an_epoch_has_every_image_once_in_a_new_random_order(images):
 
 
 def test_validation_has_the_same_random_order_of_images_in_all_epochs(images):
-    images.labels_N = np.sort(images.labels_N)  # sorted by class, as in folders
+    images.labels_N = np.sort(images.labels_N)  # the labels are sorted by class, as in folders
     orders = []
     for epoch in (1, 2):
         iterator = iterator_of(dataset_of(images, None, **AUGMENTED), epoch)

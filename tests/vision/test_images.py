@@ -21,7 +21,7 @@ RAMP = np.arange(48, dtype=np.uint8).reshape(6, 8) * 5
 
 
 def folder_of(tmp_path, files, split="train"):
-    """Write image files from a dictionary {name: Pillow image or bytes}; return the data folder."""
+    """Write image files from a dictionary of names and images; return the data folder."""
     for name, image in files.items():
         path = tmp_path / split / name
         path.parent.mkdir(parents=True, exist_ok=True)

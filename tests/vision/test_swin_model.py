@@ -55,7 +55,7 @@ def test_linear_layers_of_swin_are_initialized_as_in_the_released_configurations
             assert moe_layers(model)[0].config.balance_loss == loss
 
 
-def test_labels_of_swin_blocks_with_experts_count_blocks_of_a_stage():
+def test_swin_blocks_with_experts_are_numbered_within_their_stage():
     model = build("swin_v2_moe_tiny", swin_depths="3,2", moe_expert_count="2,4")
     found = [(layer.label, layer.config.num_experts) for layer in moe_layers(model)]
     assert found == [("stages_0_1", 2), ("stages_1_1", 4)]

@@ -46,7 +46,7 @@ def is_due(place):
 
 
 def reach(place):
-    """Count that this rank reached a place; inject the fault if the fault must happen now."""
+    """Count this call, and inject the fault if the fault must happen now."""
     if is_due(place):
         happen()
 
@@ -170,7 +170,7 @@ COLLECTIVES = (
 
 for name in COLLECTIVES:
     before(dist, name, "collective")
-for name in ("_reduce_scatter", "_all_gather"):  # aliases of torch's functions
+for name in ("_reduce_scatter", "_all_gather"):  # collectives.py has aliases of these torch functions
     before(collectives, name, "collective")
 FairseqTask.train_step = break_numbers(FairseqTask.train_step)
 before(FairseqTask, "valid_step", "valid")
