@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 gc.set_threshold(100_000, 50, 100)  # garbage collection took a tenth of the test time
 try:
     from hypothesis import settings
-except ImportError:  # the tests of kernels do not need hypothesis
+except ImportError:  # tests of kernels can run without hypothesis
     pass
 else:
     # hypothesis must draw the same examples in every test run.

@@ -1,7 +1,7 @@
 """Runs fairseq's real command lines in tests without importing fairseq for each run.
 
-A fork server imports fairseq and the plugin's modules once. Each rank of a run is a child process of this
-server. A rank calls `cli_main` with separate arguments, environment and log. fairseq-train without
+A fork server imports fairseq and the plugin's modules once. Each rank of a run is a child process of the
+fork server. Each rank calls `cli_main` with separate arguments, environment and log. fairseq-train without
 --user-dir runs in a new process, which starts more slowly. If a run has several ranks, each rank gets
 torchrun's environment variables.
 """
@@ -86,7 +86,7 @@ def start(command, *args, ranks=1, env=None, stdin=None):
     """
     argv = [f"fairseq-{command}", *map(str, args)]
     if command in ("generate", "eval-lm", "validate") and "--num-workers" not in argv:
-        argv += ["--num-workers", "0"]  # commands start faster without worker processes
+        argv += ["--num-workers", "0"]  # commands without worker processes start faster
     is_stock = command == "train" and "--user-dir" not in argv
     base = {"OMP_NUM_THREADS": "1", **(env or {})}
     directory = Path(_scratch())
@@ -170,7 +170,7 @@ def _child(command, argv, env, log, stdin):
     if stdin is not None:
         sys.stdin = open(stdin)  # noqa: SIM115 - open as long as the process
     sys.argv = argv
-    if "fairseq_tutel.plugin" in sys.modules:  # register() runs again, because its log depends on argv
+    if "fairseq_tutel.plugin" in sys.modules:  # the log of register() depends on the arguments
         sys.modules["fairseq_tutel.plugin"].register.cache_clear()
     try:
         if command.startswith("tutel-"):

@@ -39,7 +39,7 @@ class Launched(subprocess.Popen):
 
 
 def launch(launcher, words, log, env=None):
-    """Start `python -m LAUNCHER WORDS`; append its output to a log."""
+    """Start `python -m LAUNCHER WORDS`; append the output of this command to a log."""
     command = [sys.executable, "-m", *map(str, launcher), *map(str, words)]
     with open(log, "a") as file:
         return Launched(
@@ -49,7 +49,7 @@ def launch(launcher, words, log, env=None):
 
 
 def torchrun(ranks, *flags):
-    """Return the arguments of torchrun that start a number of ranks on this machine."""
+    """Return arguments with which torchrun starts the given number of ranks on this machine."""
     own = ("--nproc_per_node", ranks, "--master_port", free_port(), *flags)
     return ("torch.distributed.run", *own, "-m", "fairseq_tutel.train")
 

@@ -54,7 +54,7 @@ NOT_RUN = {
         "examples/vision.sh": "hours",
     },
 }  # fmt: skip
-# The first word of every command that is run must be one of these programs.
+# The programs that commands on the pages may start.
 PROGRAMS = {
     "cat", "fairseq-eval-lm", "fairseq-generate", "fairseq-hydra-train", "fairseq-preprocess",
     "fairseq-score", "fairseq-train", "fairseq-tutel", "fairseq-validate", "grep", "mkdir", "python",
@@ -131,7 +131,7 @@ PYTHON = {
     ),
 }  # fmt: skip
 
-# The tests add these flags for small models after --arch, so that flags of a page override them.
+# Flags for small models, which the tests add after --arch, so that later flags of a page override them.
 LM_SIZES = """
     --decoder-layers 2 --decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16
     --decoder-ffn-embed-dim 32 --decoder-attention-heads 2
@@ -145,7 +145,7 @@ HYDRA_SMALL = ["optimization.max_update=2", "dataset.required_batch_size_multipl
 SMALL = ["--num-workers", "0", "--required-batch-size-multiple", "1"]
 UPDATES = {"docs/ensembles.md": ["--max-epoch", "1"]}
 TWO_UPDATES = ["--max-update", "2"]
-# If a command has the placeholder `…`, these flags replace it, except flags that the command has.
+# Flags that replace the placeholder `…` in a command, except flags that the command already has.
 TRAIN = "DATA_BIN --user-dir user_dir --arch moe_… …"
 LM_FLAGS = {
     "--task": "moe_language_modeling", "--arch": "moe_transformer_lm_gpt", "--optimizer": "moe_adam",

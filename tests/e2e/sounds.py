@@ -11,14 +11,15 @@ from cli import ROOT
 
 RATE = 16000
 LETTERS = "abcdef"
-STEPS_A_LETTER = 4  # the tone of a letter lasts 4 frames of 20 ms
+STEPS_A_LETTER = 4  # the tone of a letter lasts 4 frames of 20 ms each
 
 
 def tones(folder):
     """Write sound files and fairseq's lists of these files; return the folder.
 
     For each split, SPLIT.tsv is fairseq's manifest, SPLIT.ltr has the text, and SPLIT.km has one label per
-    frame. The sound files are in a subfolder, because fairseq would take their names for names of splits.
+    frame. The sound files are in a subfolder, because fairseq would take a file name for the name of a
+    split.
     """
     (folder / "wav").mkdir(parents=True)
     for name in ("ltr", "km"):
@@ -38,7 +39,8 @@ def tones(folder):
 
 
 def banks(sounds, folder):
-    """Compute the filter banks of sound files with examples/filter_banks.py; return their folder."""
+    """Compute filter banks of sound files with examples/filter_banks.py; return the folder of the filter
+    banks."""
     spec = importlib.util.spec_from_file_location("banks", ROOT / "examples" / "filter_banks.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

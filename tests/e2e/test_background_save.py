@@ -66,7 +66,7 @@ def test_a_background_save_writes_the_same_files_as_a_blocking_save(lm_data, tmp
             _same(tmp_path, in_background(case), name)
 
 
-# This --user-dir delays writing of experts until update 4 is done.
+# A --user-dir that delays the writing of experts until update 4 is done.
 SLOW = """
 import threading
 from fairseq.trainer import Trainer

@@ -1,5 +1,4 @@
-"""Tests through fairseq-train that a failed run keeps its last checkpoint, and that a bad checkpoint is
-refused."""
+"""If a training run fails, the last checkpoint stays; a bad checkpoint is refused."""
 
 import os
 import re
@@ -13,7 +12,7 @@ from models import lm_args
 
 from fairseq_tutel.plugin.training.save import writing
 
-# Each entry has an injected fault and a pattern of the last log line.
+# Name of a fault -> the fault to inject into training, and a pattern of the last log line.
 FAULTS = {
     "memory": (
         Trial(what="oom", place="train", when=3, rank=1),
@@ -42,7 +41,8 @@ def test_a_fault_ends_every_rank_with_an_error_and_keeps_the_last_checkpoint(lm_
 
 
 def test_a_save_dir_that_another_run_uses_is_refused_on_all_ranks(lm_data, tmp_path):
-    """Runs of dense models are refused too. In this test, the test process holds the lock of --save-dir."""
+    """The test process holds the lock of --save-dir, so a second training run, even of a dense model, is
+    refused."""
     dense = [
         lm_data, "--user-dir", USER_DIR, "--task", "language_modeling", "--arch", "transformer_lm",
         "--optimizer", "adam", "--batch-size", 4, "--save-dir", tmp_path,

@@ -9,7 +9,7 @@ from cli import HYDRA, ROOT, USER_DIR, fairseq
 from models import lm_args, mt_args
 
 PACKAGE = str(ROOT / "fairseq_tutel")
-ALL = ("--required-batch-size-multiple", 1)  # with this option, fairseq keeps a smaller last batch
+ALL = ("--required-batch-size-multiple", 1)  # fairseq then keeps a last batch that is smaller
 EXPERT_METRICS = {
     "moe_gate_loss", "moe_gshard_loss", "entropy_gating", "expert1_balance_top",
     "expert1_balance_bottom", "unused_expert1_count", "overflow_expert1", "expert2_balance_top",
@@ -19,7 +19,7 @@ EXPERT_METRICS = {
 
 @pytest.fixture(scope="module")
 def lm(lm_data, tmp_path_factory):
-    """A language model that two ranks trained, and its training run."""
+    """The folder of a language model that two ranks trained, and the finished training command."""
     folder = tmp_path_factory.mktemp("lm-run")
     extra = ("--record-a2a-perf-stats", "--lr", 0.02)
     return folder, fairseq("train", *lm_args(lm_data, folder, *extra, updates=40), ranks=2)
@@ -27,10 +27,10 @@ def lm(lm_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mt(mt_data, tmp_path_factory):
-    """A translation model that two ranks trained with --eval-bleu, and its training run."""
+    """The folder of a translation model that two ranks trained, and the finished training command."""
     folder = tmp_path_factory.mktemp("mt-run")
     bleu = ("--eval-bleu", "--eval-bleu-args", '{"beam": 2, "max_len_b": 12}')
-    words = (*bleu, "--user-dir", PACKAGE)  # the package folder works as --user-dir
+    words = (*bleu, "--user-dir", PACKAGE)  # the package folder can be the --user-dir
     return folder, fairseq("train", *mt_args(mt_data, folder, *words, updates=8), ranks=2)
 
 

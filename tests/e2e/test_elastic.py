@@ -41,7 +41,7 @@ def test_a_run_resumed_on_three_ranks_and_then_on_one_equals_a_run_on_one_rank(l
 def test_training_continues_after_a_node_is_lost_and_a_node_joins(lm_data, tmp_path):
     """torch's rendezvous store runs outside of the nodes, so the run survives the loss of any node."""
     lost = 0
-    # With seed 2, two gate logits of a token are almost equal, so rounding errors could change its experts.
+    # With seed 2, two gate logits of a token are almost equal, so rounding could change the chosen experts.
     seed = ("--seed", 4)
     words = _words(lm_data, tmp_path / "save", 4, "--user-dir", SLOW, *seed, updates=60)
     cluster = Cluster(tmp_path, words)
@@ -64,7 +64,8 @@ def test_training_continues_after_a_node_is_lost_and_a_node_joins(lm_data, tmp_p
         cluster.wait_until(cluster.has_ended)
     finally:
         cluster.close()
-    # When a node joins, torchrun sends SIGTERM to the ranks. The ranks save, so training repeats no update.
+    # When a node joins, torchrun sends SIGTERM to the ranks. After SIGTERM, the ranks save, so training
+    # repeats no update.
     saved = re.findall(r"a rank received a signal; update (\d+) is saved in", cluster.log())
     assert saved and f"@ {saved[-1]} updates)" in cluster.log()
     fairseq("train", *_words(lm_data, tmp_path / "one", 4, *seed, updates=60))

@@ -14,11 +14,11 @@ from fairseq_tutel.checkpoint.shards import bind, is_record, unbind
 
 LAST = "checkpoint_last.pt"
 
-DECAY = 0.75  # a float represents 0.75 exactly
+DECAY = 0.75  # fp32 represents 0.75 exactly
 AVERAGED = ("--store-ema", "--ema-decay", DECAY, "--save-interval-updates", 1, "--disable-validation")
 SHARDED = ("--moe-checkpoint", "sharded")
 WIDE = ("--bf16", "--ema-fp32")
-# A case is a list of starts (ranks, last update, flags), and the flags of all starts.
+# Each test case is a list of runs (ranks, last update, flags), and the flags of all runs.
 CASES = {
     "full": ([(2, 2, ()), (1, 3, ())], ()),
     "sharded, bf16": ([(1, 2, SHARDED), (2, 4, (*SHARDED, "--moe-save-async"))], WIDE),

@@ -1,6 +1,6 @@
-"""Training through fairseq-train gives equal metrics and weights on 1 rank and on 4 ranks. Both runs use
-fp32 and equal micro-batches: ranks x --update-freq is 4. Losses, gradient norms and metrics of experts
-agree to a relative error of 1e-5.
+"""Training through fairseq-train gives equal metrics and weights on 1 rank and on 4 ranks. Training on 1
+rank and on 4 ranks uses fp32 and equal micro-batches: ranks x --update-freq is 4. Losses, gradient norms
+and metrics of experts agree to a relative error of 1e-5.
 """
 
 import pytest
@@ -8,7 +8,7 @@ from equality import assert_ranks_agree
 
 SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
 CASES = {
-    # In this case, the four ranks form two nodes.
+    # --moe-local-size 2 divides the four ranks into two nodes.
     "dropless-top1-2dh": (
         "lm", *SGD, "--moe-top-k", 1, "--moe-use-2dh", "--moe-local-size", 2, "--moe-recompute-experts",
         "--moe-cmr", "--cmr-gate-loss-wt", 0.5, "--cmr-gate-loss-p", 0.2,

@@ -20,7 +20,7 @@ EXPERTS = 4
 
 @pytest.fixture(scope="module")
 def mt(mt_data, tmp_path_factory):
-    """The sharded checkpoint of a translation model, next to a file with its expert statistics."""
+    """The sharded checkpoint of a translation model, next to a file with expert statistics."""
     save = tmp_path_factory.mktemp("statistics")
     fairseq("train", *mt_args(mt_data, save, *SHARDED, updates=2))
     collect(save / "checkpoint_last.pt", mt_data, save / "use.json")
@@ -90,7 +90,7 @@ def test_an_automatic_expert_cache_keeps_the_output_and_reads_each_expert_once(m
 
 
 def test_opening_a_model_with_offloaded_experts_reads_no_expert(mt, mt_data, tmp_path):
-    """In this test, the files of experts are empty, so reading an expert would raise an error."""
+    """The test empties the files of all experts, so reading an expert would raise an error."""
     shutil.copytree(mt.parent, tmp_path / "empty")
     files = sorted((tmp_path / "empty/experts").rglob("*.safetensors"))
     assert files

@@ -1,4 +1,4 @@
-"""If a command fails, the last line of its output is one error sentence."""
+"""If a command fails, the last line of the output is one error sentence."""
 
 import os
 import pathlib

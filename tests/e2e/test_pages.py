@@ -125,7 +125,7 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder that links to files of the repository. The commands run in this folder."""
+    """The folder in which the commands of a page run, with links to files of the repository."""
     for name in ("user_dir", "configs", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "stdin.txt").write_text("w1 w2\nw3\n")
@@ -215,7 +215,7 @@ def test_every_command_of_a_page_is_run_or_has_a_reason_in_not_run(page):
 
 
 def check(page: str, folder: Path) -> None:
-    """Run the commands of a page, and then its Python blocks as one program."""
+    """Run all commands of a page, and then all Python blocks of the page as one program."""
     failed = []
     for line, command in runs(page):
         try:

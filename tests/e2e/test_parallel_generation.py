@@ -8,7 +8,7 @@ from faults.trial import PLACES, Trial, environment
 from models import lm_args, mt_args
 
 SHARED = ("--moe-expert-parallel-size", 2)
-# With these batch sizes, 21 sentences form 3 batches or 1 batch, so two ranks get unequal numbers.
+# With batch size 7, 21 sentences form 3 batches for two ranks; with batch size 21, one rank has no batch.
 UNEQUAL, ALL_ON_ONE = ("--batch-size", 7), ("--batch-size", 21)
 
 
@@ -57,7 +57,7 @@ def _calls(run):
 
 @pytest.fixture(scope="module")
 def alone(mt, mt_data):
-    """Return the hypotheses that one process generates, with their scores."""
+    """Return the hypotheses that one process generates, and the score of each hypothesis."""
     one = _run("generate", mt_data, mt, *BEAM, *UNEQUAL, ranks=1)
     found = _hypotheses(one.output)
     lengths = {len(words.split()) for _, words in found}
@@ -97,7 +97,7 @@ def test_eval_lm_spreads_sentences_and_experts_over_ranks(lm, lm_data):
         int(re.search(r"num. model params: ([\d,]+)", run.logs[0])[1].replace(",", ""))
         for run in (one, two)
     ]
-    # Each rank holds 2 of the 4 experts of both layers; an expert has 2 x 16 x 32 weights and 48 biases.
+    # A rank has 2 of 4 experts in each of two layers; an expert has 2 x 16 x 32 weights and 48 biases.
     assert sizes[0] - sizes[1] == 2 * 2 * (2 * 16 * 32 + 48)
 
 

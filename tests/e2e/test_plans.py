@@ -15,7 +15,7 @@ from fairseq_tutel.plans.generators import make
 
 FIXED = str(Path(__file__).parent / "fixed_order_user_dir")
 UPDATES = 3
-# Each of these plans adds tensors in the order of ranks.
+# The plans of these generators add tensors in the order of ranks.
 IN_ORDER = (("one_phase", "reduce_scatter"), ("one_phase", "all_gather"), ("two_phase", "all_reduce"))
 
 
@@ -49,7 +49,7 @@ def test_training_with_collective_plans_adds_gradients_in_rank_order(ranks, flag
     folder, rows = tmp_path / "files", "two_hops" if flags else "linear"
     if flags:
         write(folder, (2, ranks))
-    else:  # the default plans also add in rank order
+    else:  # the default plans for two ranks add in rank order
         tool("plans", ranks, "--output", folder)
     by_plans = ("--moe-collective-plans", folder, "--moe-a2a-algorithm", f"plan:{rows}_all_to_all_2")
     run = train(lm_data, tmp_path / "plans", *flags, *by_plans, ranks=ranks)

@@ -86,7 +86,7 @@ def test_every_recipe_has_a_flags_file_a_hydra_file_and_a_table_row():
     assert all(f"| `{recipe}` |" in table for recipe in (*RECIPES, *ARGS_ALONE))
 
 
-# Only `make test-long` builds the models of recipes whose names start with these prefixes.
+# Prefixes of recipes whose models only `make test-long` builds.
 LARGE = ("parallel_", "zcode_64", "gpt_125m_64", "gpt_350m_128")
 
 
@@ -97,7 +97,7 @@ def test_both_files_of_a_recipe_build_a_model_with_the_listed_number_of_paramete
     vocabulary, billions = SIZES[recipe]
     by_args, by_hydra = (_built(read(recipe), vocabulary) for read in (_from_args, _from_hydra))
     assert _shapes(by_args) == _shapes(by_hydra)
-    assert str(by_args) == str(by_hydra)  # the text of a model has options such as dropout
+    assert str(by_args) == str(by_hydra)  # the printed model shows options such as dropout
     size = sum(parameter.numel() for parameter in by_args.parameters()) / 1e9
     assert size == pytest.approx(billions, rel=0.03)
 

@@ -31,7 +31,7 @@ def test_a_run_is_refused_if_its_ranks_have_different_checkpoints(lm_data, tmp_p
 
 
 def test_a_run_without_checkpoint_last_resumes_from_the_newest_checkpoint(lm_data, tmp_path, saved):
-    """checkpoint_last.pt is missing if the disk was full when fairseq copied this file."""
+    """A full disk can stop fairseq from writing checkpoint_last.pt."""
     for name in ("a", "b"):
         shutil.copytree(saved[0], tmp_path / name)
         (tmp_path / name / "checkpoint_last.pt").unlink()

@@ -33,7 +33,7 @@ def test_a_stopped_rank_ends_the_other_ranks_with_an_error(lm_data, tmp_path):
     flags = ("--moe-expert-parallel-size", 1, "--moe-comm-timeout", 1)
     started = _start(lm_data, tmp_path, "stop", *flags, ranks=2)
     (process, _), (stopped, _) = started
-    process.join(60)  # torch alone would wait 30 minutes
+    process.join(60)  # without the plugin, torch would wait 30 minutes
     assert process.exitcode not in (0, None)
     stopped.kill()
     run = wait(started)

@@ -51,7 +51,7 @@ def test_random_routing_choices_continue_bit_for_bit_after_a_resume(kind, ranks,
     if kind == "noise":
         steps = a["model"]["decoder.layers.0.fc1.balance_bias.bias"] / 0.001
         torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
-        assert 0 < steps.abs().max() <= 3  # an update changes a bias by 0.001
+        assert 0 < steps.abs().max() <= 3  # an update changes a balance bias by 0.001
     if kind == "nllb":
         assert a["model"]["decoder.layers.1.fc1.beside.cmr_gate.weight"].shape == (1, 16)
         for record in run.stats("train_inner"):

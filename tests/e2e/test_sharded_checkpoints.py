@@ -34,7 +34,7 @@ def train(data, folder, updates, ranks, freq, *extra):
 
 
 ZERO = ("--moe-zero-stage", 2, "--moe-offload-optimizer")
-# Each layout is (number of ranks, expert parallel size, flags).
+# Name of a run -> (number of ranks, expert parallel size, flags).
 LAYOUTS = {
     "1 full": (1, 1, ()),
     "1 sharded": (1, 1, SHARDED),
@@ -59,7 +59,8 @@ def train_at(name, data, folder, updates):
 
 @pytest.fixture(scope="module")
 def saved_at(lm_data, tmp_path_factory):
-    """Return a function that trains two updates in a layout and returns the --save-dir."""
+    """Return a function that trains one of the runs in `LAYOUTS` for two updates and returns the
+    --save-dir."""
     folders = {}
 
     def of(name):

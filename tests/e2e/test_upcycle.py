@@ -13,7 +13,7 @@ from tool_in_process import tool
 
 
 def dense_args(args):
-    """Convert the training arguments of a MoE model to those of the dense model."""
+    """Convert training arguments for a MoE model to training arguments for a dense model."""
     dense, words = [], iter(map(str, args))
     for word in words:
         if word.startswith("--moe-"):
@@ -78,7 +78,7 @@ def test_an_upcycled_model_has_the_validation_loss_of_the_dense_model(lm, lm_dat
         return float(re.search(r"Loss \(base 2\): ([\d.]+)", run.output)[1])
 
     convert("upcycle", lm, tmp_path / "moe.pt")
-    assert loss(tmp_path / "moe.pt") == pytest.approx(loss(lm), abs=1.01e-4)  # the last digit may differ
+    assert loss(tmp_path / "moe.pt") == pytest.approx(loss(lm), abs=1.01e-4)  # the log has 4 decimals
 
 
 def older(path, target):
@@ -138,7 +138,7 @@ def test_fairseq_opens_a_pruned_model_and_a_model_converted_back_to_dense(lm, lm
         made[name] = tmp_path / f"{name}.pt"
         convert(kind, trained, made[name], *options)
         outputs(made[name], lm_data)
-    # fairseq must open the dense model without the plugin, so this command runs in a new process.
+    # A new process shows that fairseq opens the dense model without the plugin.
     words = (lm_data, "--path", made["dense"], "--tokens-per-sample", 16, "--batch-size", 8, "--cpu")
     ended = subprocess.run(
         [sys.executable, "-m", "fairseq_cli.eval_lm", *map(str, words)], capture_output=True, text=True

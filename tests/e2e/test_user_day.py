@@ -9,7 +9,7 @@ from cli import USER_DIR, fairseq
 from models import lm_args, mt_args
 from tool_in_process import tool
 
-# With these options, fairseq keeps a smaller last batch and starts no worker processes.
+# Options with which fairseq keeps a smaller last batch and starts no worker processes.
 ALL = ("--required-batch-size-multiple", 1, "--num-workers", 0)
 FRESH = ("--reset-optimizer", "--reset-lr-scheduler", "--reset-dataloader", "--reset-meters")
 EXPERTS = "decoder.layers.0.fc1.experts.fc1_weight"
@@ -39,7 +39,7 @@ def without(words, *flags, values=1):
 
 
 def dense(words, arch, task, criterion):
-    """Convert the command-line words of a MoE model to those of fairseq's dense model."""
+    """Convert a command line that trains a MoE model to a command line that trains a dense model."""
     stock = ("--arch", arch, "--task", task, "--criterion", criterion, "--optimizer", "adam")
     return [*without(words, "--moe-freq", "--moe-expert-count"), *stock]
 
@@ -87,7 +87,7 @@ def test_finetune_from_model_loads_only_the_weights_of_a_moe_model(lm, lm_data, 
     assert found["model"][EXPERTS].shape[0] == 4
     _started_afresh(found, updates=1)
     assert _steps(found) == {1}
-    # If the same command runs again, training resumes from the checkpoint in --save-dir.
+    # If a training command runs again, training resumes from the checkpoint in --save-dir.
     fairseq("train", *lm_args(lm_data, tmp_path, *words, updates=2))
     assert _steps(load(tmp_path / "checkpoint_last.pt")) == {2}
 

@@ -10,7 +10,7 @@ from equality import learns, same_training
 from models import COMMON, EXPERTS, SOUND_DIR, mt_args
 from sounds import banks, tones
 
-# These convolutions give one frame per 20 ms of audio.
+# Convolutions of wav2vec2 that give one frame per 20 ms of audio.
 CONVOLUTIONS = "[(16, 10, 5)] + [(16, 8, 8)] * 2"
 WAVES = (
     "--conv-feature-layers", CONVOLUTIONS, "--encoder-layers", 2, "--encoder-embed-dim", 16,
@@ -67,7 +67,7 @@ DECODER = (
 )  # fmt: skip
 WRITES = ("--task", "moe_audio_finetuning", "--labels", "ltr", "--autoregressive")
 CTC = ("--criterion", "moe_ctc", "--post-process", "letter")
-# Each entry is (pretrained model, options of the task, options of the model).
+# Architecture -> (pretrained model, options of the task, options of the model).
 FINE_TUNED = {
     "wav2vec_seq2seq": ("wav2vec2", WRITES, (*DECODER, "--decoder-embed-dim", 512)),
     "hubert_ctc": (

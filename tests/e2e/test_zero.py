@@ -81,7 +81,7 @@ def one_process(lm_data, tmp_path_factory):
     return of
 
 
-# These two recipes together use every kind of parallelism of the other recipes.
+# The recipes e_d_m and e_z_offload together use every kind of parallelism of the other recipes.
 @pytest.mark.parametrize("form", ["e_d_m", "e_z_offload"])
 def test_four_ranks_with_a_parallel_recipe_train_as_one_process(form, lm_data, one_process, tmp_path):
     run = fairseq("train", lm_data, *_recipe(form), "--save-dir", tmp_path, ranks=4)

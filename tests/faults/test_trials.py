@@ -7,7 +7,7 @@ from corpora import language
 
 from .trial import Trial, carry_out, train
 
-# With these options, a run writes sharded checkpoints in the background.
+# Options with which a training run writes sharded checkpoints in the background.
 BACKGROUND = ("--moe-checkpoint", "sharded", "--moe-save-async")
 RANK_1 = r"rank 1\b"
 TRIALS = {
@@ -29,7 +29,7 @@ TRIALS = {
     "a flipped bit": Trial(what="flip", begun=True, says="which is corrupt"),
     "a removed file": Trial(what="remove", begun=True, outcome="continued", says="training resumes from"),
 }
-QUICK = ("a flipped bit",)  # `make test` runs only these trials
+QUICK = ("a flipped bit",)  # trials that `make test` runs
 
 
 @pytest.fixture(scope="module")

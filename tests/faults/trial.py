@@ -23,7 +23,7 @@ SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # another number of ranks changes the order of sums
 SAVED = re.compile(r"Saved checkpoint \S+ \(epoch \d+ @ (\d+) updates|; update (\d+) is saved in")
 LAST_LINE = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|error)\b.*$", re.M)
-# Error messages must match this pattern.
+# A regular expression that matches every clear error message.
 CLEAR = re.compile(
     r"rank \d+ (could not|ends, because)|ranks? [\d, -]+ did not reach|an injected fault|which is corrupt"
     r"|became NaN or infinite at update \d+|could not be written|no file can be written|files are missing"
@@ -38,7 +38,7 @@ class Trial:
     Attributes:
         what: kill, stop, error, oom, signal, nan, empty (batch), full (disk), flip (a bit), remove, none,
             or the tensor in which an update gets a NaN: expert, master, exp_avg_sq.
-        place, when, rank: the fault happens when `rank` reaches `place` for the `when`-th time.
+        place, when, rank: the fault happens when the rank reaches the place for the `when`-th time.
         everywhere: whether the fault kills all ranks.
         number: name of the signal, such as SIGTERM.
         outcome: "ended" if the fault must end the run with an error, otherwise "continued".
@@ -134,7 +134,7 @@ def carry_out(trial: Trial, data: Path, folder: Path, undisturbed: Any) -> None:
     ranks = 2
     if trial.outcome != "continued":
         ranks, extra = trial.ranks_after, ()
-        if torn:  # the error message advises these steps
+        if torn:  # the error message advises --restore-file
             torn.unlink(missing_ok=True)
             extra = ("--restore-file", str(newest(p for p in whole(save_dir) if "last" not in p.name)))
         again = train(data, save_dir, ranks, trial.flags, UPDATES, extra=extra)
@@ -214,15 +214,15 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def belongs(path: Path, checkpoint: Path) -> bool:
-    """Return whether a file is the given checkpoint, or a shard file that this checkpoint names."""
+    """Return whether a file is a checkpoint or a shard file that the checkpoint names."""
     return path == checkpoint or path.parent.name in folders.mentions(checkpoint)
 
 
 def tear(how: str, save_dir: Path) -> Path:
-    """Flip a bit of checkpoint_last.pt or remove this file; return the path of the file."""
+    """Flip a bit of checkpoint_last.pt, or remove checkpoint_last.pt; return the path."""
     path = save_dir / "checkpoint_last.pt"
     content = bytearray(path.read_bytes())
-    path.unlink()  # another file may be a hard link to this file
+    path.unlink()  # another checkpoint may be a hard link to the same file
     if how == "flip":
         content[random.Random(1).randrange(len(content) // 4, len(content) // 2)] ^= 1
         path.write_bytes(content)

@@ -39,7 +39,7 @@ class Criterion(GateLossMixin, Squares):
 
 
 class Model(nn.Module):
-    """A model with two MoE layers; its padding mask marks the last token of the second sentence."""
+    """A model with two MoE layers, in which the last token of the second sentence is padding."""
 
     def __init__(self, recompute=False, **options):
         super().__init__()

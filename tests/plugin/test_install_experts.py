@@ -45,7 +45,7 @@ def task_of_words():
 
 
 def build(side, **overrides):
-    """Return a model and its configuration; every second layer has experts.
+    """Return a model with experts in every second layer, and the model's configuration.
 
     Args:
         side: encoder (a translation model) or decoder (a language model).
@@ -77,7 +77,7 @@ def test_a_model_for_inference_uses_the_checkpoint_s_tensors_as_experts(monkeypa
 @pytest.mark.parametrize(("kept", "with_experts"), [("1,3", [0, 1]), ("0,2,3", [2])])
 def test_a_pruned_model_loads_the_weights_of_the_kept_layers(side, kept, with_experts):
     whole, _ = build(side)
-    # Without this option for the decoder, fairseq would drop all decoder layers.
+    # Without --decoder-layers-to-keep, fairseq would drop all decoder layers.
     keep = {"decoder_layers_to_keep": "0,1", f"{side}_layers_to_keep": kept}
     pruned, cfg = build(side, **keep)
     labels = [layer.label for layer in moe_layers(pruned) if layer.label.startswith(side)]

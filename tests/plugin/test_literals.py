@@ -1,4 +1,4 @@
-"""If fairseq passes an option to eval(), a checkpoint with code in this option is refused."""
+"""fairseq passes some options to eval(), so the plugin refuses checkpoints with code in these options."""
 
 import argparse
 import re

@@ -142,7 +142,7 @@ def test_code_in_an_option_and_a_path_of_a_folder_or_pipe_are_refused(words, tmp
 
 @pytest.fixture
 def modules(tmp_path, monkeypatch):
-    """Write two modules that are not yet imported, one in a --user-dir and one outside of this folder."""
+    """Write two modules, one inside and one outside of a --user-dir."""
     source = "import torch\nopen('made', 'w').close()\nclass Gate(torch.nn.Linear): pass\n"
     (tmp_path / "my_user_dir").mkdir()
     (tmp_path / "my_user_dir" / "__init__.py").write_text("")

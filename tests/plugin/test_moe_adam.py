@@ -24,7 +24,7 @@ def _parameters(dtype=torch.float32):
 def _step(optimizer, parameters, number):
     generator = torch.Generator().manual_seed(number)
     for i, p in enumerate(parameters):
-        # In odd steps, the last parameter has no gradient, so the step count of this parameter is lower.
+        # In odd steps, the last parameter has no gradient, so the optimizer skips this parameter.
         skipped = i == 2 and number % 2
         p.grad = None if skipped else torch.randn(p.shape, generator=generator).to(p.dtype)
     optimizer.step()
@@ -160,7 +160,7 @@ def test_every_shard_of_an_expert_gets_the_scale_of_the_whole_expert():
 def test_all_reduce_scales_large_fp16_gradients_without_overflow(monkeypatch):
     class Stock:
         def all_reduce_grads(self, module):
-            """Do nothing, because this model has no dense parameters."""
+            """Do nothing, because the model has only experts."""
 
     place = Topology(world_size=64, expert_parallel_size=64)
     monkeypatch.setattr(RUN, "topology", place)

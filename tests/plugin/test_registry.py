@@ -32,7 +32,7 @@ from fairseq_tutel.plugin.training.task import MoETaskMixin
 register()
 
 ROOT = Path(__file__).resolve().parents[2]
-# Options for tiny models; some of these options usually come from the task.
+# Options for tiny models, including options that models usually get from the task.
 SIZES = {
     **{f"{side}_{part}": 2 for side in ("encoder", "decoder") for part in ("layers", "attention_heads")},
     **{f"{side}_embed_dim": 32 for side in ("encoder", "decoder")},
@@ -58,7 +58,7 @@ OF_TASK = {
     "ignore_duration_input": False, "ignore_f0_input": False,
 }  # fmt: skip
 MODELS = [name for name in ARCH_MODEL_INV_REGISTRY if name.startswith("moe_")]
-# These models need a pretrained checkpoint or a special task, so this file does not build them.
+# Models that the tests do not build, because a pretrained checkpoint or a special task is needed.
 UNBUILT = {
     "moe_transformer_from_pretrained_xlm", "moe_multilingual_transformer", "moe_wav2vec_ctc",
     "moe_wav2vec_seq2seq", "moe_wav2vec2_laser", "moe_wav2vec_classification", "moe_hubert_ctc",
@@ -231,7 +231,7 @@ def test_fairseq_s_criterions_have_moe_variants_with_the_balance_loss(name):
 
 
 def test_a_criterion_without_a_dataclass_trains_the_balance_loss():
-    """This criterion defines its options with `add_args`."""
+    """moe_legacy_masked_lm_loss defines its options with `add_args` instead of a dataclass."""
     parser = argparse.ArgumentParser()
     criterion = CRITERION_REGISTRY["moe_legacy_masked_lm_loss"]
     criterion.add_args(parser)

@@ -35,8 +35,7 @@ def config(folder, **options):
 
 
 def checked(cfg):
-    """Return the path of the checkpoint from which training resumes, or None if this file does not
-    exist."""
+    """Return the path of the checkpoint from which training resumes, or None if there is no checkpoint."""
     check_checkpoint(cfg)
     path = flag_and_path(cfg)[1]
     return path if os.path.exists(path) else None
@@ -47,7 +46,7 @@ def test_the_newest_complete_checkpoint_replaces_a_missing_checkpoint_last(tmp_p
     whole = save(tmp_path, "checkpoint_1_4.pt", 4)
     for number, name in enumerate(["checkpoint_best.pt", "checkpoint1.pt", "checkpoint_1_3.pt"], 1):
         save(tmp_path, name, number)
-    save(tmp_path, "checkpoint_2_9.pt", 9, a=RECORD)  # the files of experts are missing
+    save(tmp_path, "checkpoint_2_9.pt", 9, a=RECORD)  # the files of its experts are missing
     truncated = save(tmp_path, "checkpoint_1_8.pt", 8)
     os.truncate(truncated, os.path.getsize(truncated) - 1)
     damaged = Path(save(tmp_path, "checkpoint_1_7.pt", 7, a=torch.ones(9)))
@@ -92,7 +91,7 @@ def test_training_loads_a_pretrained_model_only_at_the_first_start(tmp_path, fla
     saved = save(folder, "checkpoint_1_4.pt", 4)
     assert checked(cfg) == saved
     assert (cfg.restore_file, getattr(cfg, flag)) == (saved, None)
-    # If the user names a checkpoint in --save-dir, training uses this file and ignores newer checkpoints.
+    # Training resumes from a checkpoint that the user names, even if --save-dir has newer checkpoints.
     shutil.copy(begin, folder / "checkpoint_best.pt")
     cfg = config(folder, **{flag: str(folder / "checkpoint_best.pt")})
     assert checked(cfg) == str(folder / "checkpoint_best.pt")

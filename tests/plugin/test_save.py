@@ -17,7 +17,7 @@ plugin.register()
 
 @pytest.fixture(autouse=True)
 def _sound(monkeypatch):
-    """Disable the search for NaN in weights, because these tests have no model."""
+    """Disable the search for NaN in weights, because the tests of locks have no model."""
     monkeypatch.setattr(save.finite, "refuse_to_save", lambda trainer: None)
 
 

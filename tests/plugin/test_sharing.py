@@ -44,7 +44,7 @@ def test_features_shared_in_evaluation_are_the_mean_of_those_in_training():
     torch.manual_seed(1)
     drawn = torch.stack([torch.stack(shared(features, 0.7, training=True)) for _ in range(4000)])
     torch.testing.assert_close(drawn.mean(dim=0), torch.stack(mixed), rtol=0.02, atol=0)
-    # Masks differ between elements, and a member always keeps the features that it computed.
+    # Random masks differ between elements, and never remove features that the member itself computed.
     assert len(drawn[:, 0, 0].unique()) == 4 and (drawn[:, 0] >= features[0]).all()
 
 

@@ -1,4 +1,4 @@
-"""Tests the plugin's work before fairseq's main function starts, and after this function fails."""
+"""Tests code of the plugin that runs before fairseq's main function, and after an error."""
 
 import argparse
 import contextlib
@@ -33,7 +33,7 @@ def test_a_rank_uses_the_visible_gpu_of_its_local_rank(monkeypatch, visible, loc
     cfg = OmegaConf.create(
         {
             "common": {"cpu": False},
-            # Under torchrun, fairseq first sets the world size to the number of GPUs of this node.
+            # Under torchrun, fairseq first sets the world size to the number of GPUs of one node.
             "distributed_training": {
                 "distributed_init_method": None, "distributed_world_size": visible,
                 "ddp_backend": "pytorch_ddp",

@@ -72,7 +72,7 @@ EXPLAINED = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an empty data set warns
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # empty data sets warn
 @pytest.mark.parametrize(("call", "words"), EXPLAINED, ids=[words for _, words in EXPLAINED])
 def test_common_errors_of_fairseq_end_a_command_with_one_sentence(call, words, tmp_path):
     said = sentence(lambda: call(tmp_path))

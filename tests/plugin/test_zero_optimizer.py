@@ -106,7 +106,7 @@ def test_half_precision_updates_with_sharded_fp32_masters_equal_fairseq_s(precis
             offload=offload, fp16_no_flatten_grads=True, fp16_init_scale=2**12, **{precision: True}
         )
         optimizer = half_optimizer(root, parameters)
-        assert type(optimizer).__name__ == "FP16Optimizer"  # fairseq compares the class name
+        assert type(optimizer).__name__ == "FP16Optimizer"  # fairseq's Trainer compares the class name
         norms = [update(optimizer, parameters, number) for number in range(4)]
         other = half_optimizer(
             root_of(offload=not offload, fp16_no_flatten_grads=True, **{precision: True}), parameters

@@ -123,7 +123,7 @@ def test_benchmark_ratios_compare_times_of_one_round():
         "bca",
         "bac",
     ]
-    # In the last round, both times are three times as long, so the ratio stays the same.
+    # In the last round, a and b both take three times as long, so the ratio of times does not change.
     summary = timing.against({"a": [1.0, 1.0, 3.0], "b": [2.0, 2.0, 6.0]}, "a")["b"]
     assert (summary["ratio_p20"], summary["ratio"], summary["ratio_p80"]) == (2, 2, 2)
 

@@ -29,7 +29,7 @@ OF_OTHER_PROGRAMS = """
     --use-moe-pad-mask --use-sharded-state --use-stable-embedding
     --nodes --open-mode --requeue --shutdown-timeout --signal --signals-to-handle
 """
-# This pattern matches flags, but not prefixes of flags such as --moe-.
+# A regular expression that matches flags, but not prefixes of flags such as --moe-.
 FLAG = re.compile(r"(?<![\w-])--[a-z0-9](?:[\w-]*\w)?(?![\w-])")
 # Flags of docs/failures.md.
 OF_OTHER_PROGRAMS += " --array --no-kill --nodes --open-mode --rdzv-id --requeue --wrap"

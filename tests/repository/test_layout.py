@@ -16,14 +16,14 @@ import fairseq_tutel
 
 PACKAGE = Path(__file__).parents[2] / "fairseq_tutel"
 
-# Every folder may import these files of the package's root folder.
+# Files of the package's root folder that every other folder may import.
 BASE = ("files", "option")
-# A folder may import only the folders that stand before it in these lists.
+# Folders of the package in import order: a folder may import only earlier folders.
 CORE = (*BASE, "kernels", "parallel", "plans", "moe", "checkpoint", "inference", "vision")
 EDGE = ("plugin", "models", "tasks", "tools", "convert", "")
 LEVEL = {folder: level for level, folder in enumerate((*CORE, *EDGE))}
 
-# These commands in the root folder import fairseq.
+# Files of the package's root folder that may import fairseq.
 COMMANDS = {"train.py", "run.py"}
 
 
@@ -124,7 +124,7 @@ def test_only_kernels_imports_triton():
     assert {folder_of(path) for path in FILES if "triton" in top_names(path)} == {"kernels"}
 
 
-# These modules predict times without torch, so that `fairseq-tutel plan` starts fast.
+# Modules that predict times without torch, so that `fairseq-tutel plan` starts fast.
 PREDICTION = {"cost.py", "links.py", "machine.py", "strategy.py", "search.py"}
 
 
@@ -181,7 +181,7 @@ def test_the_core_works_with_torch_and_numpy_alone():
     assert result.returncode == 0, result.stderr
 
 
-# Installing fairseq installs these packages too.
+# Packages that pip installs together with fairseq.
 BROUGHT = {"fairseq_cli", "hydra", "omegaconf"}
 # The import names of packages whose import name differs from the package name.
 IMPORTED_AS = {"pillow": "PIL"}
@@ -198,7 +198,7 @@ def test_every_imported_package_is_a_declared_dependency():
     assert "fairseq-fixed" in named
 
 
-# Other modules must not set attributes of the classes in these files.
+# Files with classes whose attributes other modules must not set.
 CLOSED = ("moe/layer.py", "moe/expert_stack.py", "moe/experts.py", "moe/balance.py",
           "moe/gates.py", "plugin/feed_forward.py")  # fmt: skip
 

@@ -41,7 +41,7 @@ def test_a_prepared_configuration_equals_the_configuration_of_hydra(ranks):
     assert ranks(2).run(compare, words) == [(False, True)] * 2  # a prepared configuration is used once
 
 
-# This program imports the modules of the fork server and fails if an import initializes CUDA.
+# A program that imports the modules of the fork server, and fails if an import initializes CUDA.
 IMPORT_ALL = """
 import importlib, traceback
 import torch

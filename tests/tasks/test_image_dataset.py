@@ -78,7 +78,7 @@ def test_an_epoch_has_every_image_once_in_a_new_random_order(images):
 
 
 def test_validation_has_the_same_random_order_of_images_in_all_epochs(images):
-    images.labels_N = np.sort(images.labels_N)  # the labels are sorted by class, as in folders
+    images.labels_N = np.sort(images.labels_N)  # as in folders, images are sorted by class
     orders = []
     for epoch in (1, 2):
         iterator = iterator_of(dataset_of(images, None, **AUGMENTED), epoch)

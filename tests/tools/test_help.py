@@ -10,7 +10,7 @@ import pytest
 
 from fairseq_tutel.__main__ import TOOLS, parser_of
 
-# This program prints the help of `fairseq-tutel`, of each tool and of each subcommand.
+# A program that prints the help of `fairseq-tutel`, of each tool and of each subcommand.
 HELP = """
 import contextlib, io, sys
 from fairseq_tutel.__main__ import TOOLS, main

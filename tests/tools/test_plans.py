@@ -43,7 +43,7 @@ def test_plan_check_prints_the_properties_of_a_plan(written):
 def test_plan_check_prints_the_load_of_the_network_links(written):
     plan = make("one_phase", "all_reduce", 16)
     said = tool("plan-check", written(plan), "--network", "dgx_a100:2", "--alpha-us", 1e-9)
-    # Each GPU sends 8 shards to the other box; these links of 25 GB/s determine the predicted time.
+    # Each GPU sends 8 shards to the other box over links of 25 GB/s, which determine the predicted time.
     matrix, vertices = find("dgx_a100:2").matrix, find("dgx_a100:2").vertices
     bandwidths = sorted(set(matrix[0]) - {0})
     assert bandwidths == [25, 300] and "gpu0.0" in vertices

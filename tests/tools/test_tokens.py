@@ -28,14 +28,14 @@ def test_statistics_have_the_load_and_the_typical_tokens_of_each_expert():
     found = statistics(
         [
             sample(["a", "a", "b", "c"], [[0, 1], [0, 1], [2, 1], [2, 0]]),
-            sample(["a", "b", "b"], [[0, 2], [2, 1], [2, -1]]),  # -1 is a dropped assignment
+            sample(["a", "b", "b"], [[0, 2], [2, 1], [2, -1]]),  # -1 marks a dropped assignment
         ],
         LAYER,
         4,
     )
     assert found.load_E.tolist() == pytest.approx([4 / 13, 4 / 13, 5 / 13, 0])
     names = [[token for token, _ in tokens] for tokens in found.typical]
-    assert names == [["a"], ["b", "a"], ["b"], []]  # c occurs only once
+    assert names == [["a"], ["b", "a"], ["b"], []]  # the token c occurs only once
     assert dict(found.typical[2])["b"] == pytest.approx(3 / 5)
     assert not found.languages
 

@@ -29,7 +29,7 @@ def drawn(module, seed=0):
 
 
 def window_and_region(i, side, window, shifted):
-    """Return the window of a row or column, and whether shifting moved this row to the opposite edge."""
+    """Return the window of a row or column, and whether the row or column was shifted over an edge."""
     if side <= window:
         return 0, 0
     shift = window // 2 if shifted else 0

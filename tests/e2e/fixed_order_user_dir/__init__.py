@@ -1,5 +1,5 @@
-"""A --user-dir that loads the plugin, and makes all-reduce add tensors in the order of ranks. torch still
-adds tensors with one element, such as a norm.
+"""A --user-dir that loads the plugin, and makes all-reduce add tensors in the order of ranks. Exception:
+torch adds tensors with one element, such as a norm.
 """
 
 from types import SimpleNamespace

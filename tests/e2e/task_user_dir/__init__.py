@@ -1,4 +1,4 @@
-"""A --user-dir that loads the plugin. fairseq then imports a custom task from its folder `tasks`."""
+"""A --user-dir that loads the plugin, and has a custom task in the folder `tasks`."""
 
 from fairseq_tutel.plugin import register
 

@@ -35,8 +35,7 @@ LIMIT = 120_000
 
 
 def is_due(place):
-    """Count how often this rank reached a place; if the fault must happen now, write the marker and return
-    True."""
+    """Return whether the fault must happen now, and write the file `marker` in this case."""
     _times[place] = _times.get(place, 0) + 1
     here = _fault["place"] == place and _rank == _fault["rank"] and not _happened
     due = here and _times[place] == _fault["when"]
@@ -46,7 +45,7 @@ def is_due(place):
 
 
 def reach(place):
-    """Count this call, and inject the fault if the fault must happen now."""
+    """Inject the fault if the rank has reached the place and time of the fault."""
     if is_due(place):
         happen()
 
@@ -109,7 +108,8 @@ def break_batches(original):
 
 
 def ruin(original):
-    """Wrap the optimizer step of a task, so that the fault then sets one element of a tensor to NaN."""
+    """Wrap the optimizer step of a task, so that the fault sets one element of a tensor to NaN
+    afterwards."""
 
     def wrapper(self, optimizer, model, update_num):
         original(self, optimizer, model, update_num)
@@ -170,7 +170,7 @@ COLLECTIVES = (
 
 for name in COLLECTIVES:
     before(dist, name, "collective")
-for name in ("_reduce_scatter", "_all_gather"):  # collectives.py has aliases of these torch functions
+for name in ("_reduce_scatter", "_all_gather"):  # collectives.py has aliases of two torch functions
     before(collectives, name, "collective")
 FairseqTask.train_step = break_numbers(FairseqTask.train_step)
 before(FairseqTask, "valid_step", "valid")
