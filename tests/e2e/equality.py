@@ -33,7 +33,7 @@ def learns(run):
 
 
 def facts_of(checkpoint):
-    """Return the unrounded averages of the current epoch's metrics from the checkpoint."""
+    """Return the unrounded averages of the current epoch's metrics in a checkpoint."""
     aggregators = dict(checkpoint["extra_state"]["metrics"])
     facts = {}
     for _, name, _, state in aggregators["train"]:

@@ -87,7 +87,8 @@ experts.write_file, Trainer.train_step = write_slowly, train
 
 
 def test_training_continues_while_threads_write_a_checkpoint(lm_data, tmp_path):
-    """Updates continue while a thread writes. The checkpoint of update 2 has the weights of update 2."""
+    """While a thread writes the checkpoint of update 2, training continues without changing this
+    checkpoint."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "__init__.py").write_text(SLOW)
     flags = (*ASYNC, "--user-dir", tmp_path / "slow", "--disable-validation", "--max-update", 4)

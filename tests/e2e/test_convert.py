@@ -79,7 +79,7 @@ def test_a_converted_translation_model_of_meta_computes_the_outputs_of_meta_s_la
     assert equals_the_layer_by_loops(meta, watched) > 0
 
 
-def test_a_converted_model_of_tutel_s_fairseq_example_computes_the_outputs_of_its_layer(lm_data, tmp_path):
+def test_a_converted_model_of_tutel_s_fairseq_example_computes_the_outputs_of_tutel(lm_data, tmp_path):
     options = {"activation_fn": "gelu", "share_decoder_input_output_embed": True}
     meta = Meta(words_of(lm_data, ""), ranks=4, options=options)
     for rank in range(4):

@@ -77,7 +77,7 @@ def test_an_ensemble_opens_as_one_model_and_as_separate_members(trained, lm_data
     convert("members", "--input", folder / "checkpoint_last.pt", "--output", tmp_path / "members")
     paths = [tmp_path / "members" / f"member{m}.pt" for m in range(SIZE)]
     alone = fairseq("eval-lm", *data, "--path", paths[1])
-    # A member alone predicts worse, because each member learns only some samples.
+    # A single member predicts worse than the ensemble, because each member learns only some samples.
     assert 0 < loss_of(one) < loss_of(alone)
     of_ensemble, of_member = load(folder)["model"], torch.load(paths[1], weights_only=False)["model"]
     same_bits({key: of_ensemble[f"members.1.{key}"] for key in of_member}, of_member)

@@ -83,7 +83,7 @@ def test_score_gives_the_output_of_eval_lm_and_sample_gives_the_most_probable_wo
     assert model.sample("w1 w3", max_len_b=9) == model.decode(tokens)
 
 
-def test_dictionaries_are_read_next_to_the_checkpoint_or_from_an_argument(lm, lm_data, tmp_path):
+def test_dictionaries_are_read_from_the_checkpoint_folder_or_from_an_argument(lm, lm_data, tmp_path):
     state, path = torch.load(lm, weights_only=False), tmp_path / "moved.pt"
     state["cfg"]["task"]["data"] = "/nowhere"
     torch.save(state, path)

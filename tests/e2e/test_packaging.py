@@ -1,4 +1,4 @@
-"""The wheel and the sdist hold the whole package, and an environment with only the wheel trains."""
+"""The wheel and the sdist have every file of the package, and a model trains with only the wheel."""
 
 import os
 import shutil
@@ -54,7 +54,7 @@ def test_wheel_and_sdist_hold_every_module_as_a_regular_file(built):
 
 
 @pytest.mark.long
-def test_an_environment_with_only_the_wheel_trains(built, lm_data, tmp_path):
+def test_a_model_trains_in_an_environment_with_only_the_wheel(built, lm_data, tmp_path):
     (wheel,) = built.glob("*.whl")
     _run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"])
     python = tmp_path / "env" / "bin" / "python"

@@ -101,7 +101,7 @@ def test_only_the_signals_of_moe_preemption_signals_are_handled(lm_data, tmp_pat
 
 
 @LONG
-def test_fairseq_s_spawned_ranks_get_a_signal_to_the_main_process(lm_data, tmp_path):
+def test_the_main_process_forwards_a_signal_to_spawned_ranks(lm_data, tmp_path):
     words = lm_args(
         lm_data, tmp_path / "save", "--user-dir", SPAWNING, "--distributed-world-size", 2,
         "--ddp-backend", "legacy_ddp", "--distributed-backend", "gloo", "--cpu", updates=100_000,

@@ -24,7 +24,8 @@ def case(M: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_loop(logits_MNC, target_N, beta) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross entropy of each ensemble member, and beta times the member's KL divergence."""
+    """Return each member's cross entropy, and beta times the KL divergence from the uniform
+    distribution."""
     ce, kl = [], []
     for logits_NC in logits_MNC:
         logs_NC = logits_NC.log_softmax(dim=1)

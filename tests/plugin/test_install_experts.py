@@ -108,7 +108,7 @@ def test_encoder_and_decoder_compute_capacity_from_separate_sentence_lengths():
     model, _ = build("encoder", max_source_positions=40, max_target_positions=28, **fraction)
     lengths = {layer.label: layer.config.eval_sentence_length for layer in moe_layers(model)}
     assert lengths == {"encoder_1": 40, "encoder_3": 40, "decoder_1": 28}
-    fraction["moe_eval_capacity_token_fraction"] = -1.0  # -1 means the training capacity
+    fraction["moe_eval_capacity_token_fraction"] = -1.0  # a fraction of -1 means the training capacity
     model, _ = build("encoder", max_source_positions=40, **fraction)
     assert {layer.config.eval_sentence_length for layer in moe_layers(model)} == {0}
     fraction["moe_eval_capacity_token_fraction"] = 0.1
@@ -157,7 +157,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_a_bad_option_is_refused_with_its_name(words):
+def test_the_error_for_a_bad_option_names_the_option(words):
     cfg, task = run_of("decoder", "moe_cross_entropy", *words.split())
     with pytest.raises(ValueError, match=re.escape(REFUSED[words])):
         task.build_model(cfg.model)
@@ -187,7 +187,7 @@ def test_options_that_cannot_work_on_several_ranks_are_refused(words):
         refuse_run(cfg, model, two, in_step=False, sliced=False, ahead=0)
 
 
-def test_local_drop_needs_complete_experts():
+def test_moe_local_drop_is_refused_if_experts_are_split_over_ranks():
     cfg, task = run_of("decoder", "moe_cross_entropy", "--moe-local-drop", "0.1")
     model = TransformerLanguageModel.build_model(cfg.model, task)
     with pytest.raises(ValueError, match=r"^--moe-local-drop is 0.1, which needs complete experts"):

@@ -135,7 +135,7 @@ def test_a_run_resumed_with_other_micro_batches_starts_with_the_next_batch(befor
 
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize(("before", "after"), [((1, 4), (2, 8)), ((3, 4), (3, 9)), ((2, 0), (8, 0))])
-def test_a_resumed_run_skips_remaining_batches_that_are_too_few(before, after, is_dynamic, caplog):
+def test_a_resumed_run_skips_batches_that_do_not_fill_an_update(before, after, is_dynamic, caplog):
     """Each of `before` and `after` is (ranks, micro-batches); the epoch has seven batches left."""
     caplog.set_level(logging.INFO)
     options = {"skip_remainder_batch": True}

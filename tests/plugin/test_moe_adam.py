@@ -123,7 +123,7 @@ def test_moe_adam_loads_moments_of_another_precision(fp16_first):
 
 
 def _mixed_into(*stock):
-    """Return an instance of a class that inherits from MoEOptimizerMixin first; __init__ is not called."""
+    """Return an optimizer with MoEOptimizerMixin as first base class, without calling __init__."""
     twin = type("Twin", (MoEOptimizerMixin, *stock), {})
     return twin.__new__(twin)
 

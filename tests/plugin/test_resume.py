@@ -46,7 +46,7 @@ def test_the_newest_complete_checkpoint_replaces_a_missing_checkpoint_last(tmp_p
     whole = save(tmp_path, "checkpoint_1_4.pt", 4)
     for number, name in enumerate(["checkpoint_best.pt", "checkpoint1.pt", "checkpoint_1_3.pt"], 1):
         save(tmp_path, name, number)
-    save(tmp_path, "checkpoint_2_9.pt", 9, a=RECORD)  # the files of its experts are missing
+    save(tmp_path, "checkpoint_2_9.pt", 9, a=RECORD)  # the checkpoint's expert files are missing
     truncated = save(tmp_path, "checkpoint_1_8.pt", 8)
     os.truncate(truncated, os.path.getsize(truncated) - 1)
     damaged = Path(save(tmp_path, "checkpoint_1_7.pt", 7, a=torch.ones(9)))

@@ -45,7 +45,7 @@ def set_from_outside(path):
                 yield node.attr
 
 
-def test_every_attribute_that_the_plugin_sets_on_other_objects_is_in_changed():
+def test_every_attribute_that_the_plugin_sets_on_other_objects_is_listed():
     files = [*INTEGRATION, *(PACKAGE / "parallel").glob("*.py")]
     found = {(p.relative_to(PACKAGE).as_posix(), name) for p in files for name in set_from_outside(p)}
     assert found == {(file, name) for file, names in CHANGED.items() for name in names.split()}

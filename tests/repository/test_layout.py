@@ -120,7 +120,7 @@ def test_the_core_never_imports_fairseq():
     assert found <= COMMANDS
 
 
-def test_only_kernels_imports_triton():
+def test_only_the_folder_kernels_imports_triton():
     assert {folder_of(path) for path in FILES if "triton" in top_names(path)} == {"kernels"}
 
 

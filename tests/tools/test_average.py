@@ -41,7 +41,7 @@ def load(path):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 )
-def test_the_mean_of_equal_tensors_has_the_bits_of_these_tensors(dtype, copies):
+def test_the_mean_of_equal_tensors_equals_each_tensor_bit_for_bit(dtype, copies):
     tensor = (torch.randn(2000, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
     found = mean([tensor] * copies)
     assert found.dtype == dtype

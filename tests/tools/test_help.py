@@ -76,7 +76,7 @@ def test_help_texts_show_defaults_in_square_brackets(name):
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_inputs_of_tools_are_positional_and_the_output_flag_is_output(name):
+def test_inputs_of_tools_are_positional_and_outputs_use_the_flag_output(name):
     flags = {flag: action for action in SHOWN[name] for flag in action.option_strings}
     assert not {"--input", "--inputs", "--input-prefix", "--model", "--data"} & flags.keys()
     assert ("--output" in flags) == ("--overwrite" in flags)

@@ -123,7 +123,7 @@ def test_records_of_a_resumed_run_replace_repeated_updates_and_add_time():
     )  # fmt: skip
     assert updates(run) == [10, 20, 40]
     assert seconds(run) == [6, 14 + 5, 14 + 25]
-    assert "valid" not in run.records  # the resumed process lost the validated weights
+    assert "valid" not in run.records  # the weights of update 20 were computed again
     assert run.training[1].values["loss"] == 1
     assert run.ranks == [2, 4]
     assert run.notes == ["Resumed: a new process logs from update 20 on."]
@@ -212,7 +212,7 @@ def test_the_training_log_in_a_folder_is_found(tmp_path):
     assert found == file and [entry.update for entry in log.entries] == [10]
 
 
-def test_a_second_log_with_equal_records_is_not_a_second_run(tmp_path):
+def test_two_logs_with_equal_records_count_as_one_run(tmp_path):
     lines = [inner(10, gnorm="nan"), inner(20), inner(30)]
     (tmp_path / "train.json").write_text("\n".join(lines))
     (tmp_path / "a.log").write_text("\n".join(f"INFO | train_inner | {line}" for line in lines[:2]))

@@ -156,7 +156,7 @@ def test_an_augmented_crop_is_a_window_of_the_padded_image():
     assert set(found) == set(range(25))
 
 
-def test_flip_0_5_mirrors_half_of_the_images():
+def test_a_flip_probability_of_0_5_mirrors_half_of_the_images():
     found = [tensor_of(image) for image in each(lambda d: augmented(IMAGE, ImageConfig(flip=0.5), d))]
     flips = [torch.equal(image, PIXELS.flip(2)) for image in found]
     assert all(torch.equal(image, PIXELS) for image, flip in zip(found, flips, strict=True) if not flip)
