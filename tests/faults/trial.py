@@ -35,18 +35,14 @@ CLEAR = re.compile(
 class Trial:
     """A fault to inject into a training run, and the expected result.
 
-    Attributes:
-        what: kill, stop, error, oom, signal, nan, empty (batch), full (disk), flip (a bit), remove, none,
-            or the tensor in which an update gets a NaN: expert, master, exp_avg_sq.
-        place, when, rank: the fault happens when the rank reaches the place for the `when`-th time.
-        everywhere: whether the fault kills all ranks.
-        number: name of the signal, such as SIGTERM.
-        outcome: "ended" if the fault must end the run with an error, otherwise "continued".
-        says: a regular expression that the log of at least one rank must match.
-        begun: whether the run with the fault resumes from a checkpoint.
-        ranks_after: number of ranks of the run that resumes after the fault.
-        flags: command-line flags of all runs.
-        exact: whether the final weights must equal those of a run without a fault.
+    The fault `what` is kill, stop, error, oom, signal, nan, empty (batch), full (disk), flip (a bit), remove
+    or none. At the place "update", `what` is the tensor that becomes NaN: expert, master or exp_avg_sq.
+    The fault happens when `rank` reaches `place` of `faulty_places` for the `when`-th time. If `everywhere`
+    is set, the fault kills all ranks. `number` is the name of a signal. `outcome` is "ended" if the fault
+    must end the run with an error, and otherwise "continued". The log of at least one rank must match the
+    pattern `says`. If `begun` is set, the run with the fault resumes from a checkpoint. After the fault, a
+    run on `ranks_after` ranks resumes. All runs use `flags`. If `exact` is set, the final weights must equal
+    the weights of a run without a fault.
     """
 
     what: str = "none"
@@ -116,11 +112,7 @@ def train(data: Path, save_dir: Path, ranks: int, flags: tuple, updates: int, tr
 def carry_out(trial: Trial, data: Path, folder: Path, undisturbed: Any) -> None:
     """Train with a fault, and assert that the exit codes and the resumed run are as expected.
 
-    Args:
-        trial: the fault.
-        data: a binarized corpus.
-        folder: an empty folder.
-        undisturbed: function (flags, updates) -> the --save-dir of a run on 2 ranks without a fault.
+    `folder` is empty. `undisturbed(flags, updates)` returns the --save-dir of a run without a fault.
     """
     save_dir = folder / "save"
     if trial.begun:

@@ -96,7 +96,7 @@ def test_a_resumed_run_averages_weights_after_the_same_updates():
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_tied_weight_is_averaged_once_per_update(wide):
-    """fairseq, in contrast, averages a tied weight once for each name of the weight."""
+    """fairseq's moving average updates a tied weight once for each name of the weight."""
     model = _Model(tied=True)
     model.draw(1)
     ema, first = ExpertEMA(model, _config(wide)), model.out.weight.detach().clone()

@@ -47,9 +47,7 @@ def task_of_words():
 def build(side, **overrides):
     """Return a model with experts in every second layer, and the model's configuration.
 
-    Args:
-        side: encoder (a translation model) or decoder (a language model).
-        overrides: model options that replace options of the command line.
+    The side encoder gives a translation model, and the side decoder gives a language model.
     """
     cfg = configuration(side, **overrides).model
     return models.build_model(cfg, task_of_words()), cfg

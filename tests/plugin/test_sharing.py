@@ -63,7 +63,7 @@ def test_outputs_and_gradients_of_feature_sharing_equal_a_direct_computation(mem
 
 
 def test_ensemble_members_run_one_at_a_time_in_order(members):
-    """Random numbers of members are reproducible, and no forward hook remains."""
+    """Ensemble members draw reproducible random numbers, and no forward hook remains on a member."""
     drawn = []
     for member in members:
         member.first.register_forward_pre_hook(lambda *_: drawn.append(float(torch.rand(()))))

@@ -34,7 +34,7 @@ def run(name, words):
     return importlib.import_module(f"benchmarks.{name}").main(words)
 
 
-def test_every_benchmark_with_a_command_is_in_this_test():
+def test_every_benchmark_with_a_command_has_a_test():
     modules = {module.name for module in pkgutil.iter_modules(benchmarks.__path__) if not module.ispkg}
     commands = {name for name in modules if "def main(" in (ROOT / "benchmarks" / f"{name}.py").read_text()}
     assert commands == LONG | QUICK
