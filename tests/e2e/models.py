@@ -1,8 +1,8 @@
 """Command-line arguments of the tiny models that the end-to-end tests train.
 
 fairseq drops the last batch of a data set if the batch size is not a multiple of
---required-batch-size-multiple, 8 by default. All models are trained with the value 1, so that fairseq drops
-no sentence.
+--required-batch-size-multiple, 8 by default. The tests set --required-batch-size-multiple to 1, so that
+fairseq drops no sentence.
 """
 
 from pathlib import Path

@@ -15,7 +15,7 @@ from fairseq_tutel.plans.generators import make
 
 FIXED = str(Path(__file__).parent / "fixed_order_user_dir")
 UPDATES = 3
-# The plans of these generators add tensors in the order of ranks.
+# Generators of plans that add tensors in the order of ranks.
 IN_ORDER = (("one_phase", "reduce_scatter"), ("one_phase", "all_gather"), ("two_phase", "all_reduce"))
 
 

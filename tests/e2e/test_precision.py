@@ -65,7 +65,7 @@ def test_half_precision_on_a_gpu_trains_resumes_and_generates_like_fp32(
     flags, ranks = ON_GPU[precision], 2 if "two GPUs" in precision else 1
     if torch.cuda.device_count() < ranks:
         pytest.skip("not run: each rank needs a GPU")
-    if ranks == 1:  # without this flag, fairseq would use all GPUs
+    if ranks == 1:  # without --distributed-world-size, fairseq would use all GPUs
         flags = ("--distributed-world-size", 1, *flags)
     _translation(mt_data, tmp_path, *flags, updates=3, ranks=ranks)
     run = _translation(mt_data, tmp_path, *flags, ranks=ranks)

@@ -35,14 +35,14 @@ CLEAR = re.compile(
 class Trial:
     """A fault to inject into a training run, and the expected result.
 
-    The fault `what` is kill, stop, error, oom, signal, nan, empty (batch), full (disk), flip (a bit), remove
-    or none. At the place "update", `what` is the tensor that becomes NaN: expert, master or exp_avg_sq.
-    The fault happens when `rank` reaches `place` of `faulty_places` for the `when`-th time. If `everywhere`
-    is set, the fault kills all ranks. `number` is the name of a signal. `outcome` is "ended" if the fault
-    must end the run with an error, and otherwise "continued". The log of at least one rank must match the
-    pattern `says`. If `begun` is set, the run with the fault resumes from a checkpoint. After the fault, a
-    run on `ranks_after` ranks resumes. All runs use `flags`. If `exact` is set, the final weights must equal
-    the weights of a run without a fault.
+    The fault `what` is kill, stop, error, oom, signal, nan, empty (batch), full (disk), flip (a bit),
+    remove or none. At the place "update", `what` is the tensor that becomes NaN: expert, master or
+    exp_avg_sq. The fault happens when `rank` reaches `place` of `faulty_places` for the `when`-th time. If
+    `everywhere` is set, the fault kills all ranks. `number` is the name of a signal. `outcome` is "ended"
+    if the fault must end the run with an error, and otherwise "continued". The log of at least one rank
+    must match the pattern `says`. If `begun` is set, the run with the fault resumes from a checkpoint.
+    After the fault, a run on `ranks_after` ranks resumes. All runs use `flags`. If `exact` is set, the
+    final weights must equal the weights of a run without a fault.
     """
 
     what: str = "none"

@@ -1,5 +1,5 @@
 """A --user-dir that loads the plugin, and makes all-reduce add tensors in the order of ranks. Exception:
-torch adds tensors with one element, such as a norm.
+torch adds tensors that have only one element, such as a norm, in another order.
 """
 
 from types import SimpleNamespace
