@@ -1,4 +1,5 @@
-"""MoE criterions compute fairseq's loss; models with a plain softmax use the faster `token_loss`."""
+"""MoE criterions compute fairseq's loss; `token_loss` computes this loss if the model has a plain
+softmax."""
 
 from types import SimpleNamespace
 

@@ -121,7 +121,7 @@ def test_a_run_may_resume_on_another_number_of_ranks_after_every_update(seed, or
 
 @pytest.mark.parametrize(("before", "after"), [((2, 0), (3, 4)), ((4, 6), (3, 8)), ((3, 6), (4, 0))])
 def test_a_run_resumed_with_other_micro_batches_starts_with_the_next_batch(before, after):
-    """Each of `before` and `after` is (ranks, micro-batches); 0 micro-batches means --update-freq 1."""
+    """`before` and `after` are (ranks, micro-batches), and 0 micro-batches means --update-freq 1."""
     in_order = list(itertools.chain(*map(_real, _Ranks(*before).take())))
     job = _Ranks(*before)
     seen = list(itertools.chain(*map(_real, job.take(2))))
@@ -136,7 +136,7 @@ def test_a_run_resumed_with_other_micro_batches_starts_with_the_next_batch(befor
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize(("before", "after"), [((1, 4), (2, 8)), ((3, 4), (3, 9)), ((2, 0), (8, 0))])
 def test_a_resumed_run_skips_batches_that_do_not_fill_an_update(before, after, is_dynamic, caplog):
-    """Each of `before` and `after` is (ranks, micro-batches); the epoch has seven batches left."""
+    """`before` and `after` are (ranks, micro-batches), and the resumed epoch has seven batches left."""
     caplog.set_level(logging.INFO)
     options = {"skip_remainder_batch": True}
     if is_dynamic:  # each epoch forms different batches

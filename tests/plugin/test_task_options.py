@@ -52,7 +52,8 @@ def _ranking(folder, *extra):
 
 
 def _experts(cfg):
-    """Build a model as in training; return weights of experts, the run configuration and `is_training`."""
+    """Build a model in a training run; return weights of experts, the run configuration and
+    `is_training`."""
     facts = []
 
     def main(cfg):
