@@ -38,7 +38,7 @@ def test_a_run_resumed_on_three_ranks_and_then_on_one_equals_a_run_on_one_rank(l
 
 
 @pytest.mark.long
-def test_training_continues_after_a_node_is_lost_and_a_node_joins(lm_data, tmp_path):
+def test_training_continues_after_one_node_is_lost_and_another_joins(lm_data, tmp_path):
     """torch's rendezvous store runs outside of the nodes, so the run survives the loss of any node."""
     lost = 0
     # With seed 2, two gate logits of a token are almost equal, so rounding could change the chosen experts.

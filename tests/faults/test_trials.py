@@ -29,7 +29,7 @@ TRIALS = {
     "a flipped bit": Trial(what="flip", begun=True, says="which is corrupt"),
     "a removed file": Trial(what="remove", begun=True, outcome="continued", says="training resumes from"),
 }
-QUICK = ("a flipped bit",)  # trials that `make test` runs
+QUICK = ("a flipped bit",)  # names of the trials that `make test` runs
 
 
 @pytest.fixture(scope="module")

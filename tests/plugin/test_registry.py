@@ -185,7 +185,7 @@ def test_only_models_that_support_experts_have_a_moe_variant():
     assert not [name for name in MODELS if "parallel" in name]
 
 
-def test_docs_list_every_fairseq_model_with_a_moe_variant_or_a_reason():
+def test_docs_list_the_moe_variant_of_each_fairseq_model_or_a_reason_why_not():
     page = (ROOT / "docs" / "models.md").read_text().split("why it has no")
     rows = [re.findall(r"^\| (.*) \| (.*) \|$", part, re.M) for part in page]
     variants = {name: sides for sides, names in rows[0] for name in re.findall(r"`(\w+)`", names)}

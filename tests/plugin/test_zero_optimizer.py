@@ -97,7 +97,7 @@ def test_an_offloaded_optimizer_gives_equal_weights_norms_and_state(name):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision_updates_with_sharded_fp32_masters_equal_fairseq_s(precision):
+def test_half_precision_updates_with_sharded_fp32_masters_equal_those_of_fairseq(precision):
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     results = []
     for offload in (False, True):

@@ -85,7 +85,7 @@ def flags_of_fairseq() -> set[str]:
     return {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
 
 
-def test_every_flag_that_docs_name_exists():
+def test_every_flag_in_the_docs_exists():
     known = flags_of_the_package() | flags_of_fairseq() | {*OF_OTHER_PROGRAMS.split()}
     known |= {flag for path in SCRIPTS for flag in FLAG.findall(path.read_text())}
     unknown = {

@@ -68,7 +68,7 @@ def test_every_folder_of_the_package_is_in_the_import_order():
     assert {folder_of(path) for path in FILES} == set(LEVEL)
 
 
-def test_a_folder_imports_only_folders_of_lower_level():
+def test_a_folder_imports_only_folders_before_it_in_the_import_order():
     assert {str(path.relative_to(PACKAGE)): against(path) for path in FILES if against(path)} == {}
 
 

@@ -130,7 +130,7 @@ def test_former_flags_for_inputs_of_tools_still_work(name):
         (("schedule", "torus:1x4", "--slices", "9999"), "give at least 1 and at most 1024"),
     ],
 )
-def test_a_wrong_command_line_ends_with_one_sentence(words, sentence, capsys):
+def test_a_wrong_command_line_of_a_tool_ends_with_one_sentence(words, sentence, capsys):
     with pytest.raises(SystemExit) as end:
         parsed(*words)
     assert end.value.code == 2

@@ -62,7 +62,7 @@ def test_inspect_counts_tied_weights_once(tmp_path):
     assert inspect(plain, "--json")["bytes"]["optimizer state"] == 120
 
 
-def test_inspect_prints_the_same_for_a_sharded_and_an_unsharded_checkpoint(tmp_path):
+def test_inspect_prints_equal_content_for_sharded_and_unsharded_checkpoints(tmp_path):
     path = save(tmp_path / "a.pt")
     whole = inspect(path, "--json")
     convert("sharded", "--input", path, "--output", tmp_path / "b.pt")
