@@ -53,6 +53,6 @@ def shared(tmp_path_factory):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in TRIALS]
 )
-def test_a_run_with_a_fault_ends_with_an_error_or_continues_without_loss(name, shared, tmp_path):
+def test_a_run_with_a_fault_ends_with_an_error_or_continues_to_the_last_update(name, shared, tmp_path):
     data, undisturbed = shared
     carry_out(TRIALS[name], data, tmp_path, undisturbed)

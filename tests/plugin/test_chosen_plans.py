@@ -15,7 +15,7 @@ TOPOLOGY = Topology(world_size=4, expert_parallel_size=4, expert_group="four")
 
 @pytest.fixture(autouse=True)
 def given(monkeypatch):
-    """Give the run three plans for four ranks; the plan named slow has no measurements."""
+    """Give the run three plans for four ranks: two all-to-all plans and one all-gather plan."""
     quick = written.placed(make("linear", "all_to_all", 4), make("ring", "all_gather", 4))
     slow = quick[0]._replace(name="slow", report=None)
     monkeypatch.setattr(plans, "plans_of", lambda _: (*quick, slow))

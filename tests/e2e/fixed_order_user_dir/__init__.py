@@ -1,5 +1,5 @@
 """A --user-dir that loads the plugin, and makes all-reduce add tensors in the order of ranks. Exception:
-torch adds tensors that have only one element, such as a norm, in another order.
+torch itself adds tensors that have only one element, such as a norm.
 """
 
 from types import SimpleNamespace
