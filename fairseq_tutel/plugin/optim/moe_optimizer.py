@@ -1,7 +1,7 @@
 """A mixin that adds experts on several ranks, ZeRO and offload to fairseq's optimizers.
 
-fairseq's fp16 and memory-efficient wrappers use such an optimizer like any optimizer of the model's
-parameters. Its state in a checkpoint has the same format as fairseq's.
+fairseq's fp16 and memory-efficient wrappers can wrap such an optimizer. The optimizer state in a checkpoint
+has the same format as fairseq's.
 """
 
 import logging
@@ -29,10 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class MoEOptimizerMixin:
-    """Adds experts on several ranks and ZeRO to a FairseqOptimizer class; it is the first base class.
-
-    The mixin changes nothing for a model without experts, or on one rank without offload.
-    """
+    """Mixin that adds experts on several ranks, ZeRO and offload to a FairseqOptimizer class."""
 
     optimizer: Any  # torch's optimizer
     params: Any
@@ -40,7 +37,7 @@ class MoEOptimizerMixin:
     # Under ZeRO or offload, the optimizer updates these partitions instead of the parameters.
     zero: ZeroState | None = None
     _gathered_state: dict[int, dict[str, Any]] | None = None
-    # Whether the parameters are fp32 master copies of half-precision parameters, which are saved.
+    # Whether the optimizer's parameters are fp32 master copies of half-precision parameters.
     holds_masters: bool = False
     # Increases once per update, also if an overflow skips its step.
     times_clipped: int = 0
