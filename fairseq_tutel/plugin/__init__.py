@@ -23,7 +23,7 @@ THRESHOLDS = {M_MMAP_THRESHOLD: GIB, M_TRIM_THRESHOLD: 2 * GIB - 1, M_TOP_PAD: 6
 
 @functools.cache
 def register() -> None:
-    """Register models, criterions, tasks and optimizers with fairseq, and wrap seven fairseq functions.
+    """Register models, criterions, tasks and optimizers with fairseq, and wrap some fairseq functions.
 
     Importing the models folder calls `register` a second time, which has no effect.
 
@@ -63,8 +63,7 @@ def keep_freed_memory() -> bool:
 
     On a machine with a GPU, the function changes nothing. By default glibc returns the memory of a large
     tensor to the system when the tensor is freed. Each training step would then map the memory of the next
-    large tensor again, and zero the memory page by page. The stacked gradients of experts are such large
-    tensors.
+    large tensor again, and zero the memory page by page. An example is the stacked gradients of experts.
 
     Example:
         >>> kept = ft.keep_freed_memory()  # once, at the start of a program

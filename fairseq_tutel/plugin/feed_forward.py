@@ -62,11 +62,9 @@ class Context:
         seed: int = 1,
     ) -> None:
         self.trains, self.gather, self.wait_for_turn = trains, gather, wait_for_turn
-        # A dummy batch only makes this rank join the collectives; its tokens are neither routed nor
-        # counted.
+        # A dummy batch only makes this rank join the collectives; no token is routed or counted.
         self.is_dummy = False
-        # [batch, time] bool: the padding mask of the last embedded tokens, for decoder layers that receive
-        # no mask.
+        # [batch, time] bool: the last embedded tokens' padding mask, for decoder layers without mask.
         self.padding_mask: Tensor | None = None
         self.local_drop, self.seed, self._update = local_drop, seed, 0
         # Coefficients of the layers' losses in the current backward pass, by layer and name of the loss.
@@ -266,8 +264,7 @@ def replace_ffn(
     The stock layer must have fc1, fc2 and a dropout between fc1 and fc2. The layer's attribute
     `batch_first` must be true if the layer calls fc1 with [batch, time, D]. If the layer already has
     experts, for example of a pretrained model, the weights of these experts are kept. `name` is the
-    qualified name of fc1; the experts' seeds depend on it. If `experts` is None, new experts are built and
-    initialized.
+    qualified name of fc1; the experts' seeds depend on it. If `experts` is None, new experts are built.
     """
     batch_first = getattr(layer, "batch_first", False)
     moe = MoEFeedForward(config, topology, seed, name, context, experts, batch_first)
@@ -325,8 +322,7 @@ class _Difference(nn.Module):
 
 def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
     # An encoder layer has the mask as the second argument, `encoder_padding_mask`, or as
-    # `self_attn_padding_mask` in older layers. A decoder layer has `self_attn_padding_mask` and a mask of
-    # the encoder.
+    # `self_attn_padding_mask` in older layers. A decoder layer has `self_attn_padding_mask`.
     if hasattr(layer, "encoder_attn"):
         given = "self_attn_padding_mask" in kwargs
         mask = kwargs["self_attn_padding_mask"] if given else layer.fc1.context.padding_mask

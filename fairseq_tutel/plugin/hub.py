@@ -78,8 +78,7 @@ def from_checkpoint(
 def files_of(path: str | Path, name: str = "path") -> list[Path]:
     """Return the absolute paths of the checkpoint files that a user's `path` names.
 
-    If `path` contains a folder, `checkpoint_in` chooses a file of the folder. Error messages call the path
-    `name`.
+    For a folder, `checkpoint_in` chooses the checkpoint file. Error messages call the path `name`.
 
     Raises:
         ValueError: a file does not exist, or a folder has no checkpoint.

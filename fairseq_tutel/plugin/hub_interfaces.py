@@ -28,8 +28,7 @@ from fairseq_tutel.vision.images import decoded, fitted, normalized, tensor_of
 
 # Each value of --moe-inference-dtype, and the equal `dtype` argument.
 INFERENCE_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
-# Minimum of max_tokens, as in fairseq-generate; a sentence may be longer than the max_tokens of the
-# training run.
+# Minimum of max_tokens, as in fairseq-generate; a sentence may be longer than the training run's limit.
 MAX_TOKENS = 12000
 # Option of GPT-2's BPE, and the name of its file next to a checkpoint. fairseq itself finds the files of
 # every other BPE.
@@ -147,8 +146,7 @@ class Generation(hub_utils.GeneratorHubInterface):
         """Generate with beam search, and return fairseq's hypotheses for each sentence."""
         with self.lock:
             for model in self.models:
-                # Without this call, BART's and mBART's attention would keep the largest beam size of
-                # earlier calls.
+                # BART's and mBART's attention would keep the largest beam size of earlier calls.
                 if hasattr(model, "set_beam_size"):
                     model.set_beam_size(beam)
             return super().generate(tokens, beam, *args, **options)

@@ -114,8 +114,7 @@ class GateLossMixin:
 def _logged(value: Any) -> Any:
     """Return a logged value without its autograd graph, because fairseq's meters keep logged values.
 
-    The value is converted from half precision to fp32, because half-precision sums over micro-batches would
-    be rounded.
+    Half-precision values are converted to fp32, because sums over micro-batches would be rounded.
     """
     if not torch.is_tensor(value):
         return value
@@ -136,8 +135,7 @@ class _AddGateLoss(torch.autograd.Function):
     """Autograd function that adds a loss of the MoE layers; backward sets the coefficient of each layer.
 
     In a backward pass, the node of this function runs before the nodes of the MoE layers. The coefficients
-    are removed at the end of the backward pass, so a backward pass without a criterion's loss adds no
-    balance loss.
+    are removed after the backward pass, so a backward pass without a criterion's loss adds none.
     """
 
     @staticmethod

@@ -1,7 +1,6 @@
 """Builds the experts of an opened model without memory; the checkpoint later provides their weights.
 
-With --moe-expert-store, the experts stay offloaded in an expert store. All models of a command share one
-expert store.
+With --moe-expert-store, the experts stay offloaded in an expert store, which all models of a command share.
 """
 
 import atexit

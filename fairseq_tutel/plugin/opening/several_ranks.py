@@ -35,8 +35,7 @@ class Command:
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
-        # All models use the command line's --moe-expert-parallel-size; the value in a checkpoint is
-        # ignored.
+        # All models use the command line's --moe-expert-parallel-size, not the value in a checkpoint.
         self.expert_parallel_size = read(TaskConfig, cfg.task).moe_expert_parallel_size or 1
         self.lockstep: Lockstep | None = None
         self._turns: dict[MoEFeedForward, int] = {}
