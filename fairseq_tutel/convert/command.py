@@ -1,4 +1,4 @@
-"""convert: convert a checkpoint from or to another system, or to a different kind of model."""
+"""Defines the tool `convert`, which converts checkpoints from or to other systems or kinds of models."""
 
 import argparse
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from fairseq_tutel.tools.parser import add_input, add_options, add_output
 from fairseq_tutel.vision.options import SwinExpertsConfig
 
 NEW_RUN = "; start a new training run from it"
-# A flag, and its keywords for add_argument.
+# A command-line flag, and the keyword arguments of the flag's add_argument call.
 Option = tuple[str, dict[str, Any]]
-# Options of the experts of `convert upcycle`.
+# Options of `convert upcycle` for the experts.
 OF_EXPERTS = tuple(
     item for item in (*options_of("model"), *options_in(SwinExpertsConfig)) if item.theme != "Older names"
 )
@@ -48,38 +48,33 @@ class Variation:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A subcommand of the tool `convert`: its function, help and options. --help needs no torch.
-
-    Attributes:
-        call: the module in fairseq_tutel.convert and its function, which is imported when it runs. Its
-            arguments are the parsed options, the input files and the output path. It writes the output, and
-            returns the text to print after the output path.
-        text: the help text.
-        example: the words after the subcommand's name in a correct command.
-        source: help text of the input.
-        inputs: the form of the input: a checkpoint, which may be in a folder such as --save-dir; a folder;
-            or files, which the function `inputs_of` of the module lists.
-        key: name of the parsed input and, in upper case, of the input in the help.
-        former: an older option that also names the input.
-        output: help text of --output, which names a folder if `is_folder`.
-        one_of: mutually exclusive options; exactly one must be given.
-        exclusive: mutually exclusive options; at most one may be given.
-        of_model: further options, from a table of options that are saved with the model.
-    """
+    """A subcommand of the tool `convert`: its function, help and options. Its --help needs no torch."""
 
     name: str
+    # A module in fairseq_tutel.convert and a function in the module, in the form MODULE:FUNCTION. The
+    # arguments are the parsed options, input files and output path. The result is a text to print.
     call: str
+    # The help text of the subcommand.
     text: str
+    # An example of correct words after the subcommand's name.
     example: str
+    # The help text of the input.
     source: str = "a checkpoint"
+    # "checkpoint" (a file, or a folder such as --save-dir), "folder", or "files" (listed by `inputs_of`).
     inputs: str = "checkpoint"
+    # The name of the parsed input; the help shows this name in upper case.
     key: str = "input"
+    # An older option that also names the input.
     former: str = "--input"
+    # The help text of --output, which names a folder if `is_folder`.
     output: str = "the checkpoint to write"
     is_folder: bool = False
     options: tuple[Option, ...] = ()
+    # Mutually exclusive options, of which exactly one must be given.
     one_of: tuple[Option, ...] = ()
+    # Mutually exclusive options, of which at most one may be given.
     exclusive: tuple[Option, ...] = ()
+    # Additional options, which are saved with the model.
     of_model: tuple[TableOption, ...] = ()
 
     def add_to(self, kinds: Any) -> None:
@@ -129,7 +124,7 @@ def size_limit(arguments: argparse.Namespace) -> int:
 
 
 def option(flag: str, help: str, metavar: str | None = None, **keywords: Any) -> Option:
-    """Return a flag and its add_argument keywords; the default metavar is N for integers, X for floats."""
+    """Return a flag and its add_argument keywords; the default metavar is N for int and X for float."""
     usual = {int: "N", float: "X"}.get(keywords.get("type", str))
     if metavar or usual:
         keywords["metavar"] = metavar or usual

@@ -36,8 +36,7 @@ class Layout(NamedTuple):
 
     The vector has these entries in this order: number of real tokens; averages over layers (losses, then N
     metrics); metrics and tokens of each logged layer; assignments of each expert in the logged layers;
-    dropped assignments of each expert. Averages and metrics in the vector are multiplied by the real
-    tokens.
+    dropped assignments of each expert. Averages and metrics are multiplied by the real tokens.
     """
 
     losses: Sequence[str]
@@ -196,8 +195,7 @@ def _dropped(sums_2E: Tensor, part: slice) -> list[float | None]:
 
 def _sum_up(name: str, sums: Tensor, index: int) -> str:
     """Add sums to a fairseq meter and return the meter's key, which depends on name, shape and index."""
-    # Checkpoints contain meters. Sums with different shapes or indices have different keys and are not
-    # added.
+    # Checkpoints contain meters. Sums with different shapes or indices have different keys.
     key = "_moe_" + name + "_" + "x".join(map(str, sums.shape)) + (f"_{index}" if index else "")
     metrics.log_scalar(key, sums, 1)
     return key

@@ -1,8 +1,8 @@
 """Defines the command-line flags and hydra keys of this package.
 
 Every MoE model has the options `ModelOptions`, every task `SystemOptions`, and every MoE criterion
-`GateLossOptions`. `layer_config` makes the MoEConfig of one layer from the configurations of the model and
-the task.
+`GateLossOptions`. `layer_config` makes the MoEConfig of one layer from the configurations of model and
+task.
 """
 
 import dataclasses
