@@ -9,7 +9,7 @@ import torch
 from fairseq_tutel.files import shown
 
 META = "Meta's moe branch"
-# Description of a checkpoint -> pattern of a part of a tensor's name that identifies such a checkpoint.
+# For each kind of checkpoint, a pattern of a tensor name that identifies the kind.
 SIGNS = {
     f"{META}, one rank's experts": r"\.moe_layer\.experts\.(\w+_module\.)*\d+\.",
     f"{META}, weights that all ranks share": r"\.moe_layer\.gate\.wg\.",
@@ -44,7 +44,7 @@ def refuse_malformed(state: Any, path: str) -> None:
 def refuse_weights(weights: Mapping[str, Any], path: str) -> None:
     """Raise ValueError for a weight or bias of whole numbers, which torch would convert."""
     for key, value in weights.items():
-        # In some models, attention masks are named "bias".
+        # In some models, attention masks are buffers named "bias".
         if (
             torch.is_tensor(value)
             and str(key).endswith(("weight", "bias"))

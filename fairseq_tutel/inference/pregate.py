@@ -1,8 +1,8 @@
-"""Pre-gating: the gate of a MoE block gets the input of the N-th MoE block before it.
+"""Pre-gating: the gate of a MoE block gets the input of the MoE block N positions earlier.
 
-So the experts of a block are chosen early, and offloaded experts can be fetched while the blocks in between
-compute. The first N blocks of a stack use their own input. Dimensions: T tokens, D model_dim. Source:
-Pre-gated MoE (Hwang et al. 2024).
+The experts of a block are thus chosen early, and offloaded experts can be fetched while the blocks in
+between compute. The gates of the first N blocks of a stack use the input of their own block. Dimensions:
+Shape suffixes: T tokens, D model_dim. Source: Source: Hwang et al. 2024, Pre-gated MoE.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from fairseq_tutel.option import is_whole
 
 
 def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
-    """Enable pre-gating: each layer's gate gets the input of the layer N = `ahead` positions before it.
+    """Enable pre-gating: each layer's gate gets the input of the layer that is `ahead` positions earlier.
 
     Args:
         layers: different MoE layers of one stack and one model_dim, in the order in which every forward
@@ -53,7 +53,7 @@ def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
 
 
 class _Ahead(NamedTuple):
-    """The routing of a later layer, with the call that computed it and whether it has gradients."""
+    """The routing of a later layer, the call that computed this routing, and whether it has gradients."""
 
     routing: Routing
     call: Call
@@ -61,9 +61,9 @@ class _Ahead(NamedTuple):
 
 
 class Chain:
-    """Computes the routing of each layer in a stack when the N-th layer before it is called.
+    """Computes the routing of each layer in a stack when the layer N positions earlier is called.
 
-    A routing is used only in the same forward pass.
+    A routing is used only in the forward pass that computed it.
     """
 
     def __init__(self, layers: Sequence[MoELayer], ahead: int) -> None:
@@ -75,11 +75,11 @@ class Chain:
         return {**self.__dict__, "_pending": {}}
 
     def routing_of(self, layer: MoELayer, x_TD: Tensor, call: Call) -> Routing:
-        """Return the routing of a layer, and compute the routing of the N-th layer after it."""
+        """Return the routing of a layer, and compute the routing of the layer N positions later."""
         index = self.layers.index(layer)
         if index == 0:
             self._pending.clear()
-        # The first N layers fetch their experts before the experts of later layers.
+        # The first N layers fetch their experts before later layers' experts are fetched.
         routing = _prefetched(layer, x_TD, call) if index < self.ahead else self._take(index, call)
         later = index + self.ahead
         if later < len(self.layers):
