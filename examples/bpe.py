@@ -1,4 +1,4 @@
-"""Train a sentencepiece BPE, or split plain text into its pieces for fairseq-preprocess."""
+"""Train a sentencepiece BPE on text, or split text into BPE pieces for fairseq-preprocess."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ import sentencepiece
 
 
 def main() -> None:
-    """Run the step that the command line names."""
+    """Run the step (train or split) that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     steps = parser.add_subparsers(dest="step", required=True)
     learn = steps.add_parser("learn", help="learn MODEL.model from text files")

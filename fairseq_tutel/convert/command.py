@@ -1,4 +1,4 @@
-"""Defines the tool `convert`, which converts checkpoints from or to other systems or kinds of models."""
+"""The tool convert converts checkpoints from or to other systems or kinds of models."""
 
 import argparse
 from collections.abc import Sequence

@@ -20,8 +20,8 @@ from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.configs import Tensors, freq_of, print_notes, use_moe_variants
 from fairseq_tutel.convert.tutel_layer import COUNT, our_layer
 
-INPUT = "PREFIX"  # name of the input in error messages
-# The example has no MoE options: they are fixed, or set by environment variables.
+INPUT = "PREFIX"  # Error messages call the input by this name.
+# Tutel's example has fixed MoE options, or sets MoE options by environment variables.
 FIXED = {
     "moe_top_k": 2,
     "moe_top1_expert": False,

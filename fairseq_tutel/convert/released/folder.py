@@ -34,8 +34,8 @@ class ReleasedFolder:
         self.path, self.flag = path, flag
         if not path.is_dir():
             raise ValueError(f"{flag} is {path}, which is not a folder; give a folder with {CONFIG}.")
-        self._open: tuple[str, Any] | None = None  # name and content of the open weight file
-        self._verified: set[str] = set()  # names of files with verified checksums
+        self._open: tuple[str, Any] | None = None  # The name and content of the open weight file.
+        self._verified: set[str] = set()  # Names of files with verified checksums.
 
     def json(self, name: str) -> dict[str, Any]:
         """Return the content of a JSON file in the folder, which must be a JSON object."""

@@ -54,9 +54,9 @@ UNUSED = (
 class Experts:
     """Options of `convert from-hf` for models with experts."""
 
-    expert_dtype: str = ""  # fp32, or one of EXPERT_DTYPES; by default the dtype of the input
-    keep: Path | None = None  # JSON file that lists the experts to keep; by default all
-    pairs: Sequence[str] = ()  # language pairs for which `keep` lists experts
+    expert_dtype: str = ""  # fp32 or one of EXPERT_DTYPES; by default the input's dtype.
+    keep: Path | None = None  # A JSON file that lists the experts to keep.
+    pairs: Sequence[str] = ()  # Language pairs for which `keep` lists experts.
 
 
 @dataclass(frozen=True)

@@ -150,11 +150,11 @@ def switch(theirs: str, ours: str, default: bool, opposite: bool = False) -> Opt
 class Setup(NamedTuple):
     """What a family's `setup` function needs to choose task options."""
 
-    options: dict[str, Any]  # our options of the model
-    config: Mapping[str, Any]  # config.json
-    tokenizer: str  # class of transformers' tokenizer; empty if unknown
-    languages: list[str]  # codes of the languages in the dictionary
-    normalizes: bool = False  # whether audio is normalized to mean 0 and variance 1
+    options: dict[str, Any]  # The fairseq options of the model.
+    config: Mapping[str, Any]  # The content of config.json.
+    tokenizer: str  # The class of transformers' tokenizer; empty if unknown.
+    languages: list[str]  # The codes of the languages in the dictionary.
+    normalizes: bool = False  # True if audio is normalized to mean 0 and variance 1.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ READ = ("num_experts", "expert_capacity", "moe_eval_capacity_token_fraction", "m
 POLICIES = {name: name for name in ("all", "sampling", "random")}
 # For each router_dtype of transformers, whether the gate has the model's dtype instead of float32.
 ROUTER_DTYPES = {"float32": False, "bfloat16": True, "float16": True}
-MOST_EXPERTS = 10_000  # limit per layer, because the names of all experts are listed
-# A token fraction so small that it gives at most one slot, so that the minimum capacity decides.
+MOST_EXPERTS = 10_000  # A limit per layer, because names of all experts are listed.
+# With this tiny token fraction, an expert has at most one slot, so the minimum capacity decides.
 ONE_SLOT = 1e-9
 # fairseq_tutel options that must have these values, because other values change the computation.
 FIXED = {
