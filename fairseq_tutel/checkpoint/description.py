@@ -23,7 +23,7 @@ Facts = dict[str, Any]
 def describe(state: Any, path: Path, options: Sequence[Option], check: bool = False) -> Facts:
     """Return a description of a checkpoint file's content.
 
-    `options` are names of model options to describe. With `check`, all bytes are compared with the
+    `options` are all options that a MoE model can have. With `check`, all bytes are compared with the
     checksums.
     """
     is_checkpoint = isinstance(state, dict) and isinstance(state.get("model"), dict)
@@ -61,7 +61,7 @@ def describe(state: Any, path: Path, options: Sequence[Option], check: bool = Fa
 def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
     for tensor in shards:
         for expert in range(tensor.shape[0]):
-            tensor.read(expert, 1)  # reading raises an error for a wrong digest
+            tensor.read(expert, 1)  # reading a file with a wrong digest fails
     if not is_whole(str(path)):
         raise ValueError(
             f"CHECKPOINT names {path}, whose bytes do not match their checksums; give an older checkpoint."
@@ -71,7 +71,7 @@ def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
 def _changed_options(state: dict[str, Any], known: Sequence[Option]) -> Facts:
     """Return the MoE options of a checkpoint that differ from their defaults."""
     options = SavedModel(state).options_of("model")
-    inner = options.get("w2v_args")  # options of the pretrained inner model
+    inner = options.get("w2v_args")  # the options of a pretrained inner model
     options = inner.get("model", options) if isinstance(inner, dict) else options
     values = {option: plain(options[option.key]) for option in known if option.key in options}
     changed = {o.flag: value for o, value in values.items() if value not in (None, o.default)}

@@ -1,6 +1,6 @@
 """Saves the experts of all ranks in the order of their global IDs.
 
-Either rank 0 gathers and saves all experts, or every rank writes a part of the experts. Rank 0 keeps all
+Either rank 0 gathers and saves all experts, or every rank writes its part of the experts. Rank 0 keeps all
 gathered experts, and each optimizer state tensor of the same shape, in host memory until the files are
 written. With Adam, the gathered tensors need three times the bytes of the experts.
 """
@@ -20,7 +20,7 @@ from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Weights
 from fairseq_tutel.parallel import collectives, world
 from fairseq_tutel.parallel.groups import Slice, Topology, join, slice_of
 
-# Maximum number of bytes that rank 0 gathers from all ranks in one step, on its device.
+# Maximum number of bytes that rank 0 gathers in one step from all ranks on its device.
 GATHERED_BYTES = 64 * 2**20
 _DIFFER = "the ranks' optimizers differ; the last saved checkpoint is complete."
 _MAKE_ROOM = "free disk space, or give a --save-dir that all ranks share; the last checkpoint is complete."
@@ -46,9 +46,9 @@ def expert_modules(model: nn.Module) -> list[ExpertStack]:
 def gather_to_first(tensor: Tensor, topology: Topology, parameter: Tensor | None = None) -> Tensor | None:
     """Gather one parameter of all experts in host memory on rank 0, and return None on other ranks.
 
-    Only the EP group of rank 0 communicates, because its ranks hold every expert once. If the tensor is,
-    for example, a moment of Adam, `parameter` is the parameter of this moment. A tensor that is offloaded
-    to host memory is copied to the parameter's device in row chunks.
+    Only the EP group of rank 0 communicates, because its ranks hold every expert once. If the tensor is not
+    a parameter, `parameter` is the parameter to which it belongs, for example as a moment of Adam. A tensor
+    that is offloaded to host memory is copied to the parameter's device in row chunks.
     """
     if topology.rank >= topology.expert_parallel_size:
         return None
@@ -157,7 +157,7 @@ class CopiedExperts:
                 self._files.append(file._replace(tensors=copies))
 
     def write(self, folder: Path, check: Callable[[], object]) -> "Written":
-        """Write the copied tensors to shard files and free them; call `check` before each file."""
+        """Write the copied tensors to shard files and free them; `check` is called before each file."""
         written = Written()
         while self._files:
             check()
@@ -169,7 +169,7 @@ class CopiedExperts:
 class Written:
     """The result of writing experts on one rank: tensors, files, and an error if there was one."""
 
-    # For each stack of experts, the pieces by (expert ID, index of the expert shard).
+    # The pieces of each stack of experts, by (expert ID, index of the expert shard).
     pieces: dict[_Stack, dict[tuple[int, int], Piece]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     error: str | None = None
@@ -203,15 +203,15 @@ def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str,
     """Rename a folder that all ranks have written to its final name, and return the records. Collective.
 
     Raises:
-        ValueError: a rank could not write its files; all ranks raise this error. The next run removes the
-        incomplete folder.
+        ValueError: a rank could not write its files; all ranks raise this error. The next run removes a
+        folder that was not renamed.
     """
     everything = gather_written(own)
     return world.run_on_rank_zero(lambda: records_of(everything, folder), _FOLDER)
 
 
 def gather_written(own: Written, group: dist.ProcessGroup | None = None) -> list[Written]:
-    """Return the results of writing of all ranks; the group None means all ranks. Collective."""
+    """Return the results of writing shard files on all ranks; the group None has all ranks. Collective."""
     return world.all_gather_object(own, "the agreement on the shards that were written", group)
 
 
@@ -284,8 +284,8 @@ def _files_of(
 def _share(num_local: int, topology: Topology, turn: int) -> range:
     """Return the range of local experts that this rank saves; its EP replicas save the other experts.
 
-    `turn` is the index of the layer that is saved. If there are more replicas than experts, the replicas
-    that write differ between layers.
+    `turn` is the index of the layer whose experts are saved. If there are more EP replicas than experts,
+    each layer is written by other replicas.
     """
     n = topology.num_replicas
     replica = (topology.rank // topology.expert_parallel_size + turn) % n

@@ -23,15 +23,15 @@ DOS_FOLDER = 0x10
 CHUNK = 2**20
 NOT_A_FILE = "a folder, pipe, device or broken link"
 IS_CORRUPT = "is corrupt (truncated while it was written, or changed on disk)"
-# The class fairseq.data.Dictionary is in checkpoints of speech tasks. The class is imported on demand,
-# since importing fairseq takes seconds.
+# fairseq.data.Dictionary is a class in checkpoints of speech tasks. The class Dictionary is imported on
+# demand, since importing fairseq takes seconds.
 DICTIONARY = "fairseq.data.dictionary.Dictionary"
 # File names of the checkpoint to use in a folder such as --save-dir, in order of preference.
 USUAL = ("checkpoint_best.pt", "checkpoint_last.pt", "model.pt")
 
 
 def is_not_a_file(path: str | os.PathLike) -> bool:
-    """Return whether a path is a pipe, device or folder, from which reading could block forever."""
+    """Return whether a path exists but is no regular file, such as a pipe, which could block forever."""
     return os.path.lexists(path) and not os.path.isfile(path)
 
 
@@ -39,7 +39,7 @@ def checkpoint_in(path: Path, flag: str) -> Path:
     """Return a file's path, or the path of a folder's best checkpoint, checkpoint_last.pt or model.pt.
 
     Raises:
-        ValueError: the folder has no checkpoint; the message names the flag.
+        ValueError: the folder has no checkpoint; the message contains the flag.
     """
     if not path.is_dir():
         return path
@@ -54,14 +54,14 @@ def checkpoint_in(path: Path, flag: str) -> Path:
 def is_whole(path: str) -> bool:
     """Read a file that torch.save wrote, and return whether the bytes match the file's checksums.
 
-    This check is needed because torch.load does not compare checksums. A file from before torch 1.6 has no
+    is_whole() compares checksums, because torch.load does not. A file from before torch 1.6 has no
     checksums, so only the file's first byte is checked.
     """
     return _is_old(path) or _passes(path, _matches_checksums)
 
 
 def has_an_end(path: str) -> bool:
-    """Return whether the zip directory at the end of a file is intact. Only the zip directory is read."""
+    """Return whether the zip directory at the end of a file is intact. Only this zip directory is read."""
     return _is_old(path) or _passes(path, lambda archive: True)
 
 
@@ -84,16 +84,16 @@ def _is_old(path: str) -> bool:
 
 
 def _passes(path: str, test: Callable[[zipfile.ZipFile], bool]) -> bool:
-    # If a file cannot be opened, the file is not corrupt, so it is opened before the check. torch opens a
-    # file by name only if the name is UTF-8.
+    # The file is opened first, because a file that cannot be opened is not corrupt. torch opens a file by
+    # name only if the name is UTF-8.
     with open(path, "rb") as file:
         try:
             torch._C.PyTorchFileReader(file)  # torch checks more than zipfile does
             with zipfile.ZipFile(file) as archive:
                 return all(map(_is_plain, archive.infolist())) and test(archive)
-        except Exception as error:  # e.g. for a changed name, size or flag
+        except Exception as error:  # the zip content is corrupt
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                raise  # a disk error; corrupt offsets cause EINVAL or no errno
+                raise  # corrupt offsets cause EINVAL or no errno
             return False
 
 
@@ -108,7 +108,7 @@ def _matches_checksums(archive: zipfile.ZipFile) -> bool:
     with progress(f"checking {name}", sum(entry.file_size for entry in entries), "B") as advance:
         for entry in entries:
             with archive.open(entry) as content:
-                while chunk := content.read(CHUNK):  # the last read compares the checksum
+                while chunk := content.read(CHUNK):  # the last read of an entry compares checksums
                     advance(len(chunk))
     return True
 
@@ -144,8 +144,9 @@ def refused_class(error: BaseException) -> str | None:
 def read_file(path: Path, flag: str, verify: bool = True) -> Any:
     """Load the file at `path`, a value of the command-line flag `flag`; raise ValueError for a bad file.
 
-    The tensors stay on disk until they are read. With `verify`, all bytes are compared with the checksums.
-    Without `verify`, a converter could write corrupt weights to a new file with valid checksums.
+    The tensors of the loaded file stay on disk until they are read. With `verify`, all bytes of the file
+    are compared with the checksums. Without `verify`, a converter could write corrupt weights to a new file
+    with valid checksums.
     """
     let_checkpoints_load()
     if is_not_a_file(path):
@@ -186,8 +187,8 @@ def walk(tree: Any, opened: Callable[[Any], Any] = lambda node: node) -> Iterato
     """Yield (container, key, value) for every entry of nested dictionaries, lists and tuples.
 
     Each container is visited once, because a container from a file may contain itself. During the
-    iteration, the caller may replace `container[key]`. The function `opened` is called for every value, and
-    can turn a value of another type into a container.
+    iteration, the caller may replace `container[key]` by another value. The function `opened` is called for
+    every value, and can turn a value of another type into a container.
     """
     pending = [tree]
     visited: dict[int, Any] = {}  # keeps the containers alive, so that no id is reused

@@ -1,8 +1,8 @@
 """Creates, commits and deletes the folders of shard files in --save-dir.
 
 SAVE_DIR/experts/writing-89abcdef is incomplete. A complete folder is named
-SAVE_DIR/experts/0123456789abcdef, where the number is a hash of its content. A folder is in use when a
-complete checkpoint file names the folder. Before that, other processes cannot detect that the folder is
+SAVE_DIR/experts/0123456789abcdef, where the number is a hash of its content. An expert folder is in use
+when a complete checkpoint file names the folder. Other processes cannot detect earlier that a folder is
 needed, so they delete a folder only if it is at least one hour old.
 """
 
@@ -24,8 +24,8 @@ NAME = re.compile(r"[0-9a-f]{16}")
 MENTION = re.compile(rb"experts/([0-9a-f]{16})")
 YOUNG_SECONDS = 3600.0
 
-# Folders that this process committed or that it found in a checkpoint. Such a folder is deleted as soon as
-# no checkpoint names the folder.
+# Expert folders that this process committed or that it found in a checkpoint. Such an expert folder is
+# deleted as soon as no checkpoint names the folder.
 _known: set[Path] = set()
 
 
@@ -45,10 +45,10 @@ def commit(written: Path, digests: Iterable[str]) -> str:
     folder = written.parent / name
     if folder.exists():  # an earlier save had the same content
         for file in written.iterdir():
-            os.replace(file, folder / file.name)  # the older shard file may be damaged
+            os.replace(file, folder / file.name)  # the older file may be damaged
         written.rmdir()
     else:
-        os.utime(written)  # restarts the hour after which others may delete it
+        os.utime(written)  # sets the folder's age to 0
         os.rename(written, folder)
     _known.add(folder.resolve())
     sync(folder)
@@ -69,8 +69,8 @@ def collect(save_dir: Path) -> None:
     """Delete expert folders that are old and incomplete, or that no checkpoint in `save_dir` names.
 
     A checkpoint may have any file name, so all files are read. If a checkpoint is unreadable, only
-    incomplete folders are deleted. If `experts` is a symbolic link, nothing is deleted. A complete folder
-    that changed within the last hour is deleted only if this process committed or found it.
+    incomplete folders are deleted. If `experts` is a symbolic link, nothing is deleted. A complete expert
+    folder that changed within the last hour is deleted only if this process committed or found it.
     """
     parent = save_dir / PARENT
     if parent.is_symlink() or not parent.is_dir():
@@ -94,7 +94,7 @@ def collect(save_dir: Path) -> None:
 
 
 def remove_cut_off(save_dir: Path, seconds: float) -> None:
-    """Delete incomplete folders that have not changed for `seconds` seconds."""
+    """Delete incomplete expert folders that have not changed for `seconds` seconds."""
     for folder in (save_dir / PARENT).glob(f"{WRITING}-*"):
         if _age(folder) >= seconds:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Locks a folder, so that only one training run writes to it.
+"""Locks a folder, so that only one training run at a time writes to the folder.
 
 The operating system holds the lock, and frees the lock when the process ends, also after a kill.
 """
@@ -37,12 +37,12 @@ def locked(folder: str) -> Iterator[bool]:
             with contextlib.suppress(OSError):  # The file of a killed run may have another owner.
                 os.fchmod(file, 0o666)  # All users may lock the folder.
             is_locked = _lock(file, folder)
-            if os.fstat(file).st_nlink:  # 0 if an ending run has just removed the file
+            if os.fstat(file).st_nlink:  # 0 if an ending run has removed the lock file
                 break
         try:
             yield is_locked
         finally:
-            with contextlib.suppress(OSError):  # another user owns the folder
+            with contextlib.suppress(OSError):  # the folder has another owner
                 os.remove(path)
 
 

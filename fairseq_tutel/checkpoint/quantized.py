@@ -1,18 +1,17 @@
 """Converts experts' tensors to bf16, or quantizes them to int8 or int4.
 
-In this file, a row is a vector along the last dimension of a tensor. A tensor [..., W] with R rows is
-stored as
+A row is a vector along the last dimension. A tensor [..., W] with R rows is stored in one of these formats:
 
-    bf16        the values themselves
-    int8        R scales in float32, then R rows of W bytes: value = scale * byte, from -127 to 127
-    int4    R scales in float32, then R rows of ceil(W / 2) bytes: value = scale * (nibble - 8); the low
-            nibbles are the row's first half, the high nibbles its second half, padded with 8
-    int4 in groups, for a matrix [R, W] whose sizes are multiples of 64: W / 64 * R scales in bfloat16, one
-            for 64 values of a row, then `packed_int4` of the nibbles: value = scale * (nibble - 8)
+- In bf16, the values are stored without scales.
+- In int8, R scales in float32 come first, and then R rows of W bytes. A value is scale * byte.
+- In int4, R scales in float32 come first, and then R rows of ceil(W / 2) bytes. A value is
+  scale * (nibble - 8). The low nibbles are a row's first half, the high nibbles the second half, padded with 8.
+- In int4 in groups, for a matrix [R, W] whose sizes are multiples of 64, a scale in bfloat16 for each 64
+  values of a row comes first, and then `packed_int4` of the nibbles.
 
 The scale of a row is the row's largest magnitude, divided by 127 (int8) or 7 (int4). The scale of a group
-of 64 values is the one of `CANDIDATES` with the least squared error. The scale of a group is negative if
-the value of largest magnitude is positive. The value 0 stays 0.
+is the one of `CANDIDATES` with the least squared error, so it is negative if the value of largest magnitude
+is positive. A value of 0 stays 0.
 """
 
 import math
@@ -25,18 +24,18 @@ from fairseq_tutel.checkpoint.options import EXPERT_DTYPES as EXPERT_DTYPES
 from fairseq_tutel.kernels.quantized import BLOCK, GROUP, ZERO, QuantizedMatrix, packed_int4, unpacked_int4
 
 LARGEST = {"int8": 127, "int4": 7}
-# Candidates for a group's scale are the group's value of largest magnitude, divided by these numbers.
+# Candidates for a group's scale are the group's value of largest magnitude, divided by -8 and by -9.
 CANDIDATES = (-8.0, -9.0)
 ROW_BLOCK = 2**18  # values
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """Describes how a tensor is stored in bf16, int8 or int4."""
+    """Describes how an expert's tensor is stored in bf16, int8 or int4."""
 
-    expert_dtype: str  # The value is one of EXPERT_DTYPES.
-    shape: tuple[int, ...]  # The shape before quantization.
-    dtype: torch.dtype  # The dtype before quantization.
+    expert_dtype: str  # The stored dtype is one of EXPERT_DTYPES.
+    shape: tuple[int, ...]  # The shape of the tensor before quantization.
+    dtype: torch.dtype  # The dtype of the tensor before quantization.
     in_rows: bool = False  # In older files, int4 has one scale per row for every shape.
 
     @property
@@ -78,7 +77,7 @@ class Quantized:
         return torch.cat([*scales, *rows])
 
     def _quantized_rows(self, values_RW: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bytes of the scales, and the bytes of the quantized values, of some rows."""
+        """Return the scale bytes and the value bytes of some rows of a quantized tensor."""
         largest, values_RW = LARGEST[self.expert_dtype], values_RW.float()
         scales_R1 = _finite(values_RW.abs().amax(1, keepdim=True) / largest)
         whole_RW = (values_RW / scales_R1.masked_fill(scales_R1 == 0, 1)).round_()
@@ -110,7 +109,7 @@ class Quantized:
         return QuantizedMatrix(packed, scales.view(torch.bfloat16).view(-1, num_rows), dtype)
 
     def dequantize(self, stored: Tensor, out: Tensor | None = None) -> Tensor:
-        """Dequantize a stored tensor in float32, and round to the dtype; write into `out` if given."""
+        """Dequantize a stored tensor in float32, and round to its old dtype; write into `out` if given."""
         out = stored.new_empty(self.shape, dtype=self.dtype) if out is None else out
         if self.expert_dtype == "bf16":
             return out.copy_(stored)
@@ -138,7 +137,7 @@ class Quantized:
 
 
 def _quantized_groups(values_RW: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales of all groups [R, W / 64] of some rows, and the bytes of these rows' values."""
+    """Return the scales [R, W / 64] and the value bytes of some rows of an int4 tensor in groups."""
     values_RGg = values_RW.float().view(len(values_RW), -1, GROUP)
     largest_RG1 = values_RGg.gather(2, values_RGg.abs().argmax(2, keepdim=True))
     best = _finite((largest_RG1 / CANDIDATES[0]).bfloat16())
@@ -153,7 +152,7 @@ def _quantized_groups(values_RW: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finite(scales: Tensor) -> Tensor:
-    """Return scales unchanged, or raise ValueError if a scale is not finite."""
+    """Return quantization scales unchanged, or raise ValueError if a scale is not finite."""
     if not scales.isfinite().all():
         raise ValueError("the tensor has values that are not finite")
     return scales
@@ -186,12 +185,12 @@ class RoundingError:
     """Accumulates the quantization error over several tensors."""
 
     worst_row: float = 0.0  # The largest |difference| / |row| of any row.
-    differences: float = 0.0  # The sum of squared differences.
-    squares: float = 0.0  # The sum of squared values.
+    differences: float = 0.0  # The sum of squared quantization errors.
+    squares: float = 0.0  # The sum of squared values of the tensors.
 
     @property
     def relative(self) -> float:
-        """The root mean square of the errors, divided by the root mean square of the values."""
+        """The root mean square of the quantization errors, divided by that of the values."""
         return math.sqrt(self.differences / self.squares) if self.squares else 0.0
 
     def add(self, values: Tensor, rounded: Tensor) -> None:

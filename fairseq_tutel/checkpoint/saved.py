@@ -22,7 +22,7 @@ from fairseq_tutel.parallel.progress import progress
 
 logger = logging.getLogger(__name__)
 
-# The keys are parts of a configuration; the value is the key of the part's name in a flat configuration.
+# For each part of a configuration, the key of the part's name in an old, flat configuration.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
 # The FFN tensors of a dense layer, and the tensors that --scale-fc adds.
 DENSE = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
@@ -43,7 +43,7 @@ Weights = dict[str, Any]
 class Layer:
     """A layer with an FFN or experts; layers are sorted as in --moe-expert-count, encoder first."""
 
-    stack: int  # Encoders have 0, decoders 1, and stages of Swin their number.
+    stack: int  # Encoders have number 0, decoders 1, and Swin stages 0 to 3.
     index: int  # Layers of an encoder, decoder or stage are numbered from 0.
     side: str  # The side is encoder or decoder or, in Swin, stages.N.
     name: str  # The prefix of the layer's tensor names, such as decoder.layers.1.
@@ -118,11 +118,11 @@ class SavedModel:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """The layers of the model that have an FFN or experts, in the model's order."""
+        """The layers of the model that have an FFN or experts, in the order of the model."""
         return layers_of(self.weights)
 
     def stacks(self, layer: Layer) -> Weights:
-        """Return the stacked tensors [E, ...] of a layer's experts, keyed by name within an expert."""
+        """Return the stacked tensors [E, ...] of a layer's experts, by their names within an expert."""
         prefix = f"{layer.moe}.experts."
         own = {k.removeprefix(prefix): t for k, t in self.weights.items() if k.startswith(prefix)}
         # A tensor name with a dot belongs to a module that all experts share, such as a layer norm.
@@ -182,7 +182,7 @@ class SavedModel:
                 setattr(flat, PARTS[part], name)
 
     def drop(self, keys: Collection[str]) -> None:
-        """Remove options from the checkpoint's configuration."""
+        """Remove some options from the configuration in the checkpoint."""
         for options in map(self.options_of, PARTS):
             for key in keys:
                 options.pop(key, None)
@@ -212,13 +212,13 @@ class SavedModel:
             self.state["model"] = dict(weights)
 
     def write(self, output: Path) -> None:
-        """Write the checkpoint as one file; `write_all` lists the errors that may be raised."""
+        """Write the checkpoint as one file; `write_all` documents possible errors."""
         unbind(self.state)
         write_all([(output, self.state)])
 
 
 def drop_retired(state: Mapping[str, Any], path: str | Path) -> None:
-    """Remove the options of `RETIRED` from a checkpoint, in place, and log the options in one line."""
+    """Remove retired options from a checkpoint, in place, and log these options in one line."""
     found = set()
     for part in (state.get("args"), *(state.get("cfg") or {}).values()):
         options = vars(part) if isinstance(part, argparse.Namespace) else part
@@ -232,7 +232,7 @@ def drop_retired(state: Mapping[str, Any], path: str | Path) -> None:
 
 
 def _values(options: Any) -> dict[str, Any]:
-    """Return options as a dictionary that can be edited to change the options."""
+    """Return options as a dictionary whose changes also change the options."""
     if isinstance(options, argparse.Namespace):
         return vars(options)
     return options if isinstance(options, dict) else {}

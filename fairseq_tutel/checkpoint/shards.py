@@ -9,9 +9,9 @@ In a record, E is the number of experts, and s the number of shards of each expe
 i of expert e, where the stack is split along dimension `dim`. The shard files have the format safetensors.
 The folder of the shard files is next to the checkpoint.
 
-The record of a quantized tensor has version 2, or version 3 for int4 in groups. A record of a quantized
-tensor has two more keys: `"packing": "int8"` and `"error": [relative error, error of the worst row]`.
-Quantized experts have one piece each.
+The record of a quantized tensor has version 2, or version 3 for int4 in groups. The record of a quantized
+tensor has two additional keys: The keys are `"packing": "int8"` and `"error": [relative error, error of the
+worst row]`. Quantized experts have one piece each.
 """
 
 import contextlib
@@ -60,17 +60,17 @@ class Piece:
 class ShardedTensor:
     """A stacked tensor [E, ...] of experts in shard files, which are read on demand."""
 
-    root: Path  # The folder of the checkpoint.
+    root: Path  # The folder that contains the checkpoint.
     folder: str  # The folder of the shard files, relative to `root`.
     shape: tuple[int, ...]
     dtype: torch.dtype
-    slicing: Slice  # How experts are split into pieces.
-    pieces: tuple[Piece, ...]  # The E * s pieces, expert by expert.
-    # Open files by path, shared by all tensors of a checkpoint.
+    slicing: Slice  # The way in which experts are split into pieces.
+    pieces: tuple[Piece, ...]  # The E * s pieces of the stack, expert by expert.
+    # Open shard files by path, which all tensors of a checkpoint share.
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
-    expert_dtype: str = ""  # One of EXPERT_DTYPES if experts are quantized.
-    error: tuple[float, float] = (0.0, 0.0)  # The relative error, and the worst row's error.
-    in_rows: bool = False  # As in the class `Quantized`.
+    expert_dtype: str = ""  # The quantized dtype, one of EXPERT_DTYPES.
+    error: tuple[float, float] = (0.0, 0.0)  # The relative quantization error, and the worst row's.
+    in_rows: bool = False  # The attribute `in_rows` of `Quantized`.
 
     @property
     def quantized(self) -> Quantized | None:
@@ -84,7 +84,7 @@ class ShardedTensor:
 
     @property
     def stored_bytes(self) -> int:
-        """The total bytes that this tensor occupies in the shard files."""
+        """The number of bytes that the sharded tensor occupies in the shard files."""
         dtype, shape = self.stored
         return len(self.pieces) * math.prod(shape) * dtype.itemsize
 
@@ -111,15 +111,15 @@ class ShardedTensor:
         return out
 
     def __getitem__(self, expert: int) -> Tensor:
-        """Return one expert's tensor."""
+        """Return the tensor of one expert."""
         return self.read(expert, 1)[0]
 
     def read_into(self, out: Tensor, expert: int) -> None:
-        """Write one expert's tensor into `out`."""
+        """Write the tensor of one expert into `out`."""
         self._read_expert(out, expert, Slice(), 0)
 
     def select(self, experts: Sequence[int]) -> "ShardedTensor":
-        """Return the stacked tensor of some experts, which is also read on demand."""
+        """Return a stacked tensor of fewer experts, which are also read on demand."""
         s = self.slicing.count
         pieces = tuple(piece for e in experts for piece in self.pieces[e * s : (e + 1) * s])
         return replace(self, shape=(len(experts), *self.shape[1:]), pieces=pieces)
@@ -143,7 +143,7 @@ class ShardedTensor:
         if dim == 0:
             self._read_piece(pieces[0], out)
             return
-        # The requested range may be a piece, a part of a piece, or several pieces.
+        # The requested range of a tensor may be a piece, a part of a piece, or several pieces.
         width, length = self.shape[dim] // s, self.shape[dim] // slicing.count
         begin = index * length
         touched = range(begin // width, (begin + length - 1) // width + 1)
@@ -175,7 +175,7 @@ class ShardedTensor:
         return self.opened[path]
 
     def record(self) -> dict[str, Any]:
-        """Return the dictionary that replaces this tensor in the main file of a sharded checkpoint."""
+        """Return the record that replaces this tensor in the main file of a sharded checkpoint."""
         more = {"packing": self.expert_dtype, "error": list(self.error)} if self.expert_dtype else {}
         in_groups = self.quantized is not None and self.quantized.in_groups
         return {
@@ -198,7 +198,7 @@ class ShardedExpert:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of this expert's tensor."""
+        """The shape of the expert's tensor after dequantization."""
         return self.stack.shape[1:]
 
     @property
@@ -207,7 +207,7 @@ class ShardedExpert:
         return self.stack.dtype
 
     def whole(self) -> Tensor:
-        """Read and return this expert's tensor."""
+        """Read and return the tensor of this expert."""
         return self.stack[self.expert]
 
 
@@ -240,7 +240,7 @@ def write_pieces(
     `layout` has the dtype and the shape of each tensor, by key. The function `value` is called once per
     key, and returns the tensor for the key.
     """
-    # safetensors sorts tensors in the same order, which aligns every tensor.
+    # The safetensors library sorts tensors in the same order, which aligns every tensor.
     order = sorted(layout, key=lambda key: (-layout[key][0].itemsize, key))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0

@@ -48,23 +48,24 @@ class Variation:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A subcommand of the tool `convert`: its function, help and options. Its --help needs no torch."""
+    """A subcommand of the tool `convert`, with its function, help and options; needs no torch."""
 
     name: str
-    # A module in fairseq_tutel.convert and a function in the module, in the form MODULE:FUNCTION. The
-    # arguments are the parsed options, input files and output path. The result is a text to print.
+    # A conversion function in the form MODULE:FUNCTION, where MODULE is a module in fairseq_tutel.convert.
+    # The arguments of this function are the parsed options, input files and output path. The result of this
+    # function is a text to print.
     call: str
     # The help text of the subcommand.
     text: str
     # An example of correct words after the subcommand's name.
     example: str
-    # The help text of the input.
+    # The help text of the subcommand's input.
     source: str = "a checkpoint"
     # "checkpoint" (a file, or a folder such as --save-dir), "folder", or "files" (listed by `inputs_of`).
     inputs: str = "checkpoint"
-    # The name of the parsed input; the help shows this name in upper case.
+    # The name of the parsed input argument; the help shows the name in upper case.
     key: str = "input"
-    # An older option that also names the input.
+    # The name of an older option for the input.
     former: str = "--input"
     # The help text of --output, which names a folder if `is_folder`.
     output: str = "the checkpoint to write"
@@ -74,7 +75,7 @@ class Conversion:
     one_of: tuple[Option, ...] = ()
     # Mutually exclusive options, of which at most one may be given.
     exclusive: tuple[Option, ...] = ()
-    # Additional options, which are saved with the model.
+    # Additional options that are saved with the model.
     of_model: tuple[TableOption, ...] = ()
 
     def add_to(self, kinds: Any) -> None:
@@ -113,7 +114,7 @@ class Conversion:
 
 
 def size_limit(arguments: argparse.Namespace) -> int:
-    """Return the value of --max-shard-size in bytes; raise ValueError if it is not a size."""
+    """Return the value of --max-shard-size in bytes; raise ValueError if the value is not a size."""
     limit = bytes_of(arguments.max_shard_size)
     if not limit:
         raise ValueError(

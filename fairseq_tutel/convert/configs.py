@@ -88,7 +88,7 @@ def freq_of(places: Sequence[int], count: int, preferred: int = 0) -> int | None
 def replaced(saved: SavedModel, made: Mapping[Layer, Tensors]) -> Tensors:
     """Return the model's weights in the same order, with new FFN tensors in some layers.
 
-    `made` has the new FFN tensors of each of these layers, by their names in the layer.
+    `made` has the new FFN tensors of each changed layer, by their names in the layer.
     """
     layers, weights = {layer.name: layer for layer in made}, {}
     for key, tensor in saved.weights.items():
@@ -159,7 +159,7 @@ def refuse_other_rows(saved: SavedModel, source: Sized, target: Sized) -> None:
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    """Print notes on a conversion, one per line."""
+    """Print notes on a conversion, one note per line."""
     for note in notes:
         print(printable(f"note: {note}".replace("\n", "\\n")))
 

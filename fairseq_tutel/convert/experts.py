@@ -150,9 +150,9 @@ def _refuse_uneven_groups(config: MoEConfig, layer: Layer, kept: Sequence[int]) 
 def to_dense(saved: SavedModel, chosen: Mapping[Layer, Sequence[int]]) -> tuple[dict[str, int], list[str]]:
     """Replace the experts of every MoE layer by one dense FFN, in place.
 
-    The new FFN concatenates the hidden units of the chosen experts. If the sum of expert weights is the
-    same for every token, the chosen experts get this total weight, else 1. The function returns the widths
-    of padded layers by label, and the labels of layers whose outputs may change.
+    The new dense FFN concatenates the hidden units of the chosen experts. If the sum of expert weights is
+    the same for every token, the chosen experts get this sum as their total weight, else 1. The function
+    returns the widths of padded layers by label, and the labels of layers whose outputs may change.
 
     Raises:
         ValueError: a dense FFN cannot represent the experts.
@@ -219,7 +219,7 @@ def _use_dense_options(saved: SavedModel, widths: Mapping[str, int]) -> None:
 def _dense_ffn(
     saved: SavedModel, layer: Layer, config: MoEConfig, chosen: Sequence[int], weight: float
 ) -> Tensors:
-    """Return one dense FFN that joins the chosen experts, each with an equal part of `weight`."""
+    """Return one dense FFN that joins the chosen experts, each with an equal part of the total `weight`."""
     _refuse_no_dense(config, layer, len(chosen))
     scale = weight / len(chosen)
     experts = [saved.expert(layer, i) for i in chosen]
@@ -273,14 +273,14 @@ def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig) -> bool:
 def kept_by_share(
     scores: Mapping[Layer, Sequence[float]], share: float, least: Mapping[Layer, int], globally: bool
 ) -> dict[Layer, list[int]]:
-    """Return the sorted IDs of a fraction of the experts of each layer: those to keep.
+    """Return the sorted IDs of the experts to keep, a fraction of the experts of each layer.
 
     By default, each layer keeps the same fraction of its experts: those with the highest scores. With
-    `globally`, the model as a whole keeps this fraction of its experts. With `globally`, each layer keeps
-    the experts with the highest scores that together have a fraction t of the layer's total score; t is the
-    same in all layers. Of experts with equal scores, the one with the lower ID is kept.
+    `globally`, this fraction refers to all experts of the model. With `globally`, each layer keeps the
+    experts with the highest scores that together have a fraction t of the layer's total score; t is the
+    same in all layers. Of experts with equal scores, those with lower IDs are kept.
 
-    Source: Koishekenov et al. 2023, Memory-efficient NLLB-200, describes `globally`.
+    Source: Koishekenov et al. 2023, Memory-efficient NLLB-200, describes global pruning.
 
     Args:
         scores: scores of at least 0 of the E experts of each layer, not all 0.
@@ -292,7 +292,8 @@ def kept_by_share(
     if not globally:
         counts = {layer: max(least[layer], _rounded(share * len(ids))) for layer, ids in ranked.items()}
     else:
-        # In this order, experts are added while t grows. The first `least` experts of a layer are kept.
+        # Experts are added in this order while the threshold t grows. The first `least` experts of each
+        # layer are always kept.
         order = []
         for layer, ids in ranked.items():
             sums = accumulate(scores[layer][i] / sum(scores[layer]) for i in ids)

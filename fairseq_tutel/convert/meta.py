@@ -35,8 +35,8 @@ TASKS = {
     "streaming_language_modeling": "language_modeling",
     "multilingual_language_modeling": "language_modeling",
 }
-# For each tensor name in fairseq_tutel, the name in Meta's branch. Names begin after the layer's name; {}
-# is the expert's ID on its rank.
+# For each tensor name in fairseq_tutel, the name in Meta's branch. Tensor names begin after the layer's
+# name; {} is the expert's ID on its rank.
 OUR_GATE, GATE = ".fc1.gate.weight", ".moe_layer.gate.wg.weight"
 EXPERTS = {
     f".fc1.experts.{part}_{kind}": f".moe_layer.experts.{{}}.{part}.{kind}"
@@ -53,8 +53,8 @@ OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     BEFORE: (False, bool),
     BPR: (False, bool),
     "moe_second_expert_policy": ("sampling", str),
-    # In Meta's branch, a fraction below 0 means the training capacity; in fairseq_tutel, 0 means no
-    # fraction.
+    # In Meta's branch, a token fraction of at most 0 means the training capacity; in fairseq_tutel, 0 means
+    # no fraction.
     "moe_eval_capacity_token_fraction": (0.25, lambda v: v if v > 0 else -1.0),
     **dict.fromkeys(("moe_eom", "moe_fom", "moe_local_drop", "cmr_gate_drop"), (0.0, float)),
     **dict.fromkeys(("moe_cmr", "moe_eval_capacity_max_seqlen"), (False, bool)),
@@ -134,7 +134,8 @@ def inputs_of(arguments: argparse.Namespace) -> list[Path]:
 def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
     """Load the files of a checkpoint from Meta as one checkpoint, and return notes on changes.
 
-    The experts are copied to memory once. All weights other than experts stay memory-mapped.
+    Experts are copied to memory once while the files are joined. All weights other than experts stay
+    memory-mapped.
 
     Raises:
         ValueError: a file or weight is missing, corrupt or flattened, or the model cannot be converted.
@@ -185,7 +186,7 @@ def _stacked(
     """Take each expert's tensor out of the ranks' weights, and stack these tensors to [E, …].
 
     If there are more ranks than experts, each block of E neighboring ranks holds every expert once. If the
-    copies of an expert differ, `notes` gets a note.
+    copies of an expert on several ranks differ, `notes` gets a note.
     """
     found: list[Tensor] = []
     local = max(1, num_experts // len(ranks))
@@ -255,7 +256,7 @@ def _weights(file: SavedModel) -> Tensors:
                 f"INPUT names {file.path}, which holds flattened weights ({key}) of a sharded training "
                 "run; save the checkpoint again with Meta's branch, without --use-sharded-state."
             )
-        # Meta's CMR layer refers to the MoE layer, so the file has two names for these weights.
+        # Meta's CMR layer refers to the MoE layer, so the file has two names for the MoE layer's weights.
         if not name.endswith(".cmr_layer.lang_idx"):
             weights[name.replace(".cmr_layer.moe_layer.", ".moe_layer.")] = tensor
     return weights
@@ -300,7 +301,7 @@ def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
         for key, value in options.items()
         if key.startswith("moe_") and value and key not in known
     ]
-    if options.get("moe_top1_expert"):  # Meta's top-1 gate ignores these options
+    if options.get("moe_top1_expert"):  # Meta's top-1 gate ignores both options
         options |= {"moe_second_expert_policy": "all", BPR: False}
     for key, (default, ours) in OPTIONS.items():
         options[key] = ours(default if options.get(key) is None else options[key])

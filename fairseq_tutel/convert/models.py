@@ -91,7 +91,7 @@ def sides_of(saved: SavedModel) -> dict[str, list[Layer]]:
         ValueError: the model is not a transformer.
     """
     sides = {side: list(layers) for side, layers in groupby(saved.layers, lambda one: one.side)}
-    if not sides or not sides.keys() <= {*SIDES}:  # a Swin model has stages
+    if not sides or not sides.keys() <= {*SIDES}:  # Swin models have stages
         raise ValueError(
             f"INPUT names {saved.path}, which has no encoder or decoder layers; give a transformer."
         )
@@ -137,7 +137,7 @@ def _options_of(
         found[f"{side}_layers_to_keep"] = None
     if not any(layer.has_experts for layer in layers):
         return found
-    # --encoder-moe-freq and --decoder-moe-freq are -1 if --moe-freq applies.
+    # The value -1 of --encoder-moe-freq or --decoder-moe-freq means that --moe-freq applies.
     own = f"{side}_moe_freq"
     before = options.get(own, -1) if not alone else -1
     before = options.get("moe_freq", 0) if before == -1 else before
@@ -207,7 +207,7 @@ def _member(saved: SavedModel, number: int) -> SavedModel:
     arch, criterion = made.options["ensemble_arch"], made.name("criterion")
     model_class = ARCH_MODEL_REGISTRY.get(arch)
     if criterion.removeprefix("moe_") == "cmcl":
-        images = "image_classification"  # a dense classifier's task and criterion have this name
+        images = "image_classification"  # a dense image classifier uses this name
         stock = images if made.name("task").removeprefix("moe_") == images else "cross_entropy"
         made.rename("criterion", criterion.replace("cmcl", stock))
     made.rename("model", arch)

@@ -24,7 +24,7 @@ from fairseq_tutel.parallel.groups import Slice
 from fairseq_tutel.parallel.progress import progress
 
 EXPERTS = ".experts"
-# The layer, the tensor name, the dictionary with the stacked tensor, and the key in this dictionary.
+# A layer, a tensor name, the dictionary with the stacked tensor, and the key in this dictionary.
 Stacks = list[tuple[str, str, dict, Any]]
 
 
@@ -85,7 +85,7 @@ def to_sharded(
     Raises:
         ValueError: the checkpoint has no experts, or an expert cannot be quantized or written.
     """
-    found = sorted(_stacks(saved.state), key=lambda stack: stack[0])  # each layer has its own file
+    found = sorted(_stacks(saved.state), key=lambda stack: stack[0])  # each layer has a separate shard file
     if not found:
         raise ValueError("INPUT names a checkpoint without experts; give a checkpoint with experts.")
     experts = target.parent / folders.PARENT
@@ -98,7 +98,7 @@ def to_sharded(
             if tensor.expert_dtype:
                 errors[key] = tensor.error
         saved.write(target)
-    except BaseException:  # no checkpoint names the folder, so it is removed
+    except BaseException:  # no checkpoint names the folder
         if committed is not None and target.parent / committed not in before:
             shutil.rmtree(target.parent / committed, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -164,7 +164,7 @@ def _write_layer(
 ) -> list[ShardedTensor]:
     """Write the stacked tensors of a layer to one file, with one expert's tensor in memory at a time.
 
-    The function calls `advance` with 1 for each expert's tensor.
+    For each expert's tensor, `advance` is called with the number 1.
     """
     made: list[ShardedTensor] = []
     sources: dict[str, tuple[int, int]] = {}  # key in file -> (index of stacked tensor, expert ID)
@@ -212,7 +212,7 @@ def stored_form(expert: Tensor, form: Quantized | None, error: RoundingError, na
     """Return an expert's tensor, quantized if requested, and add the quantization error to `error`.
 
     Raises:
-        ValueError: the expert's tensor cannot be quantized.
+        ValueError: the tensor of an expert cannot be quantized.
     """
     if form is None:
         return expert.contiguous()

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
 
 
 def inputs_of(arguments: argparse.Namespace) -> list[Path]:
-    """Return all files of a released Swin checkpoint."""
+    """Return the paths of all files of a released Swin checkpoint."""
     return [*chain(*files_of(Path(arguments.input)))]
 
 
@@ -120,10 +120,10 @@ def read(files: list[list[Path]], classes: int | None = None) -> SavedModel:
 
 
 def _open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, Any]]:
-    """Load the weights of each rank's files, and the saved MoE options ({} for a dense model)."""
+    """Load the weights of each rank's files, and the saved MoE options, which are {} for a dense model."""
     contents: dict[Path, Any] = {}
     ranks: list[Tensors] = []
-    # The saved configuration is read as a plain dictionary.
+    # yacs's class of the saved configuration is read as a plain dictionary.
     with torch.serialization.safe_globals([(OrderedDict, "yacs.config.CfgNode")]):
         for path in dict.fromkeys(path for own in files for path in own):
             contents[path] = read_file(path, "INPUT")
@@ -214,7 +214,7 @@ def _command_line(
     if not layers:
         return
     gates = [_gate(model, f"{layer.moe}.", layer.label) for layer in layers]
-    kind, first = gates[0]  # gates of several types fail later
+    kind, first = gates[0]  # loading fails for several gate types
     counts = counts_text([len(rows) for _, rows in gates])
     yield from ("--moe-expert-count", counts, "--moe-gate-type", kind)
     if kind == "cosine":
@@ -280,7 +280,7 @@ def _sizes_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
 
 
 def _trained_window(theirs: Mapping[str, Tensor], stage: int, window: int) -> int:
-    """Return the window size of a stage's position table in training, or 0 if it is `window`."""
+    """Return the window size with which a stage's position table was trained, or 0 if it is `window`."""
     table = theirs.get(f"layers.{stage}.blocks.0.attn.relative_coords_table")
     if table is None or window == 1:
         return 0
@@ -302,7 +302,7 @@ def _renamed(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if match := BLOCK.fullmatch(name):
             name = f"stages.{match[1]}.blocks.{match[2]}.{match[3]}"
         model[re.sub(r"^layers\.", "stages.", name)] = tensor
-    if not any(name.endswith("fc2.bias") for name in model):  # a bias of 0 has no effect
+    if not any(name.endswith("fc2.bias") for name in model):  # trained without biases, which are 0
         for name in [name for name in model if name.endswith("fc2.weight")]:
             model[name.replace(".weight", ".bias")] = model[name].new_zeros(len(model[name]))
     return model
@@ -326,10 +326,10 @@ def _check(model: Mapping[str, Tensor], config: SwinConfig) -> None:
 def _checkpoint(
     weights: Tensors, config: SwinConfig, image_size: int, expert_options: list[str]
 ) -> SavedModel:
-    """Return a fairseq checkpoint with these weights, and with options parsed from a command line."""
+    """Return a fairseq checkpoint with the given weights, and with options parsed from a command line."""
     task, arch = (with_experts(TASK), with_experts(SWIN)) if expert_options else (TASK, SWIN)
     words = ["--task", task, "--arch", arch, "--image-size", str(image_size), *expert_options]
-    words += ["--criterion", task] if expert_options else []  # the criterion with balance loss
+    words += ["--criterion", task] if expert_options else []  # adds the balance loss
     for option in options_in(SwinConfig):
         value = getattr(config, option.name)
         words += [] if isinstance(value, bool) else [option.flag, str(value)]

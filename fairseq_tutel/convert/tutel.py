@@ -20,8 +20,8 @@ from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.configs import Tensors, freq_of, print_notes, use_moe_variants
 from fairseq_tutel.convert.tutel_layer import COUNT, our_layer
 
-INPUT = "PREFIX"  # Error messages call the input by this name.
-# Tutel's example has fixed MoE options, or sets MoE options by environment variables.
+INPUT = "PREFIX"  # Error messages call the input PREFIX.
+# In Tutel's example, MoE options are fixed or set by environment variables.
 FIXED = {
     "moe_top_k": 2,
     "moe_top1_expert": False,
@@ -122,8 +122,8 @@ def _expert_counts(ranks: list[Tensors]) -> dict[str, int]:
 def _joined(ranks: list[Tensors], counts: dict[str, int], within: str) -> tuple[Tensors, list[str]]:
     """Join the weights of all ranks of a Tutel model, and rename the weights for fairseq_tutel.
 
-    The function also returns a note if weights other than experts differ between ranks. `within` is
-    inserted after the prefix of a MoE layer. Weights outside MoE layers are taken from rank 0.
+    The function also returns a note if weights other than experts differ between ranks. The text `within`
+    is inserted after the prefix of a MoE layer. Weights outside MoE layers are taken from rank 0.
     """
     weights: Tensors = {}
     done: set[str] = set()
@@ -171,7 +171,7 @@ def _from_example(
     model: Tensors = {}
     for name, tensor in weights.items():
         layer, _, norm = name.partition("ffn_layernorm.")
-        if f"{layer}moe_ffn." in counts:  # fairseq_tutel's experts contain the layer norm
+        if f"{layer}moe_ffn." in counts:  # contained in fairseq_tutel's experts
             name = f"{layer}moe_ffn.experts.hidden_layer_norm.{norm}"
         model[name.replace(".moe_ffn.", ".fc1.")] = tensor
     saved.restart(model)

@@ -1,6 +1,6 @@
 """Converts the weights of Tutel's MoE layer to fairseq_tutel's names and shapes.
 
-E is the number of experts, N the number of ranks, D model_dim, and H hidden_dim. If N <= E, a rank holds
+Shape suffixes are E (experts), N (ranks), D (model_dim) and H (hidden_dim). If N <= E, each rank holds
 tensors [E / N, …]. If N > E, each expert is split over s = N / E ranks, and a rank holds [1, …] with 1/s of
 dimension 1, padded with zeros.
 """
@@ -30,7 +30,7 @@ FFN: Table = {
     "batched_fc1_bias": ("fc1_bias", False),
     "batched_fc2_bias": ("fc2_bias", False),
 }
-LLAMA: Table = {  # each rank holds these tensors flattened
+LLAMA: Table = {  # each rank holds flattened tensors of llama_ffn
     "W_fc1": ("fc1_weight", True),
     "W_fc2": ("fc3_weight", True),
     "W_fc3": ("fc2_weight", True),
@@ -40,10 +40,10 @@ LLAMA: Table = {  # each rank holds these tensors flattened
 def our_layer(ranks: Sequence[Tensors], prefix: str, num_experts: int) -> Tensors:
     """Join a Tutel MoE layer's weights from all ranks, and convert them to fairseq_tutel's format.
 
-    `prefix` is the beginning of the layer's weight names.
+    `prefix` is the beginning of the names of the layer's weights.
 
     Raises:
-        ValueError: the ranks do not hold all experts. Callers add the layer's name.
+        ValueError: the ranks do not hold all experts. Callers add the name of the layer.
     """
     if num_experts < 1 or (num_experts % len(ranks) and len(ranks) % num_experts):
         raise ValueError(f"has {num_experts} experts, which {len(ranks)} ranks cannot hold")

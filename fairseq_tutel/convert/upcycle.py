@@ -1,9 +1,9 @@
 """Makes a MoE checkpoint from a dense checkpoint: experts are copies of an FFN, and gates are new.
 
-Source: The method is that of Komatsuzaki et al. 2022 (Sparse Upcycling). E is the number of experts, D
-model_dim, and H the hidden dimension of the FFN. With G parts per FFN, an expert's hidden dimension is h =
-H / G. If G > 1, each expert is one of G parts of the dense FFN. The G experts g * G to g * G + G - 1
-together are the dense FFN. Their gate rows are equal, so a token chooses all G experts (He et al. 2024,
+Source: The method is that of Komatsuzaki et al. 2022 (Sparse Upcycling). E is the number of experts, D the
+model_dim, and H the hidden dimension of the dense FFN. With G parts per FFN, an expert's hidden dimension
+is h = H / G. If G > 1, each expert is one of G parts of the dense FFN. The G experts g * G to g * G + G - 1
+together are the dense FFN, and their gate rows are equal, so a token chooses all G experts (He et al. 2024,
 virtual groups). The fc2 of these experts is multiplied by G, because each expert gets only 1/G of the
 token's weight.
 """
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
     """Run `convert upcycle`."""
     how = read(Variation, arguments)
     refuse_bad_values(how)
-    # An omitted option is None or, for a switch, False; the value 0 was given.
+    # An option that was not given is None or, for a switch, False. The number 0 counts as given.
     given = {item.key: getattr(arguments, item.key) for item in OF_EXPERTS}
     given = {key: value for key, value in given.items() if value is not None and value is not False}
     saved = SavedModel.open(inputs[0])
@@ -98,7 +98,7 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
     arch = use_moe_variants(saved)
     has_two_sides = {layer.side for layer in layers} == {*SIDES}
     known = defaults(EncoderDecoderOptions if has_two_sides else ModelOptions)
-    if arch.startswith(SWIN):  # Swin has different defaults for experts
+    if arch.startswith(SWIN):  # Swin's experts have different defaults
         own = defaults(MODEL_DATACLASS_REGISTRY[arch])
         known = {key: own[key] for key in (*known, *SWIN_KEYS)}
     for key in sorted(set(given) - set(known)):
@@ -110,7 +110,7 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
         raise ValueError(f"{flag_of(key)} is given, but {arch} has {has}.")
     options.update({key: getattr(v, "value", v) for key, v in known.items()} | dict(given))
     args = argparse.Namespace(**options)
-    ARCH_CONFIG_REGISTRY[arch](args)  # sets the architecture's defaults, which older files lack
+    ARCH_CONFIG_REGISTRY[arch](args)  # fills in the architecture's defaults
     refuse_options(args)
     refuse_bad_values(read(SwinExpertsConfig, args))
     chosen = _chosen(args, layers)
@@ -165,7 +165,7 @@ def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
             f"{label_of('hidden_dim')} is {config.hidden_dim}, but the dense FFN is {hidden_dim} wide; "
             f"give a divisor of {hidden_dim}, or 0."
         )
-    # With these options, a token might not choose all parts of the same FFN.
+    # With one of these options, a token might not choose all parts of the same FFN.
     apart = {
         "num_experts": config.num_experts % parts > 0,
         "top_k": config.top_k % parts > 0,
@@ -281,8 +281,8 @@ def _prepare_gates(layer: MoELayer, parts: int, scale: float) -> None:
 def _reinitialize(made: Tensors, name: str, how: Variation) -> None:
     """Reinitialize a fraction of every expert's hidden units, in place.
 
-    New weights and biases are normal, with the mean and deviation of the old weights and biases. Source:
-    The method is in section 3 of Nakamura et al. 2025 (Drop-Upcycling).
+    New weights and biases are drawn from a normal distribution with the old mean and deviation. Source: The
+    method is in section 3 of Nakamura et al. 2025 (Drop-Upcycling).
     """
     w1_EHD, b1_EH, w2_EDH = (made[f"experts.{k}"] for k in ("fc1_weight", "fc1_bias", "fc2_weight"))
     E, H, _ = w1_EHD.shape

@@ -1,6 +1,6 @@
 """Defines register(), which makes this package a fairseq plugin when --user-dir imports it.
 
-This package has these folders and files:
+The package plugin has these folders and files:
 
 - registration/: defines options, registers classes, wraps fairseq functions and formats errors;
 - install.py, feed_forward.py and announce.py: replace FFNs of a stock model by experts;
@@ -31,7 +31,7 @@ def register() -> None:
         ImportError: fairseq is missing or has an unsupported version.
     """
     _check_fairseq()
-    from fairseq.data import Dictionary  # The checkpoints of fairseq's speech tasks contain this class.
+    from fairseq.data import Dictionary  # contained in checkpoints of fairseq's speech tasks
 
     from fairseq_tutel.checkpoint.files import let_checkpoints_load
 
@@ -63,7 +63,7 @@ def keep_freed_memory() -> bool:
 
     On a machine with a GPU, the function changes nothing. By default glibc returns the memory of a large
     tensor to the system when the tensor is freed. Each training step would then map the memory of the next
-    large tensor again, and zero the memory page by page. An example is the stacked gradients of experts.
+    large tensor again, and fill it with zeros. Stacked gradients of experts are such large tensors.
 
     Example:
         >>> kept = ft.keep_freed_memory()  # once, at the start of a program

@@ -49,7 +49,7 @@ def log_size(model: nn.Module) -> None:
 
 
 def sizes(model: nn.Module) -> tuple[int, int, int]:
-    """Return three parameter counts, with tied weights once: all, active per token, of experts."""
+    """Return the parameter counts of a model (all, active per token, experts), with tied weights once."""
     total, active, experts = 0, 0, 0
     seen: set[nn.Parameter] = set()
     for module in model.modules():

@@ -1,8 +1,8 @@
 """Replaces the FFN of a stock fairseq transformer layer by experts.
 
 After fairseq builds the stock model, a MoEFeedForward replaces fc1 of each chosen layer, and identities
-replace the other modules of the FFN. The forward method of the stock layer is unchanged. Shape suffixes: T
-tokens, D model dimensions.
+replace the other modules of the FFN. The forward method of the stock layer is unchanged. Shape suffixes:
+Shape suffixes are T (tokens) and D (model_dim).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ class Context:
         seed: int = 1,
     ) -> None:
         self.trains, self.gather, self.wait_for_turn = trains, gather, wait_for_turn
-        # A dummy batch only makes this rank join the collectives; no token is routed or counted.
+        # A dummy batch only lets this rank join the collectives; none of the tokens is routed or counted.
         self.is_dummy = False
         # [batch, time] bool: the last embedded tokens' padding mask, for decoder layers without mask.
         self.padding_mask: Tensor | None = None
@@ -137,8 +137,8 @@ class MoEFeedForward(MoELayer):
         super().__init__(config, topology, seed=seed, name=name, experts=experts)
         self.label = layer_label(name)
         self.batch_first = batch_first
-        # All calls use one gate; the other gates need no gradients. With gradients, data parallelism would
-        # wait for the unused gates, and weight decay would shrink their weights.
+        # All calls of a layer use one gate; the layer's other gates need no gradients. Otherwise, data
+        # parallelism would wait for gradients of unused gates, and weight decay would shrink their weights.
         for i, gate in enumerate([self.gate, *self.other_gates]):
             gate.requires_grad_(i == config.gate_index)
         self.context = context or Context()
@@ -241,7 +241,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def contexts_of(layers: Iterable[MoEFeedForward]) -> set[Context]:
-    """Return the distinct Context objects of some MoE layers."""
+    """Return the different Context objects of the given MoE layers."""
     return {layer.context for layer in layers}
 
 
@@ -264,7 +264,8 @@ def replace_ffn(
     The stock layer must have fc1, fc2 and a dropout between fc1 and fc2. The layer's attribute
     `batch_first` must be true if the layer calls fc1 with [batch, time, D]. If the layer already has
     experts, for example of a pretrained model, the weights of these experts are kept. `name` is the
-    qualified name of fc1; the experts' seeds depend on it. If `experts` is None, new experts are built.
+    qualified name of fc1, which determines the seeds of the experts. If `experts` is None, new experts are
+    built.
     """
     batch_first = getattr(layer, "batch_first", False)
     moe = MoEFeedForward(config, topology, seed, name, context, experts, batch_first)
@@ -286,7 +287,7 @@ def replace_ffn(
 
 
 def layer_facts(layer: Any, activation: str) -> dict[str, Any]:
-    """Return the MoEConfig fields that a transformer layer's FFN determines, such as its sizes."""
+    """Return the MoEConfig fields that the FFN of a transformer layer determines, such as hidden_dim."""
     if isinstance(layer.fc1, MoEFeedForward):
         config = layer.fc1.config
         return {name: getattr(config, name) for name in FACTS}
@@ -322,7 +323,8 @@ class _Difference(nn.Module):
 
 def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
     # An encoder layer has the mask as the second argument, `encoder_padding_mask`, or as
-    # `self_attn_padding_mask` in older layers. A decoder layer has `self_attn_padding_mask`.
+    # `self_attn_padding_mask` in older layers. In a decoder layer, the mask is the argument
+    # `self_attn_padding_mask`.
     if hasattr(layer, "encoder_attn"):
         given = "self_attn_padding_mask" in kwargs
         mask = kwargs["self_attn_padding_mask"] if given else layer.fc1.context.padding_mask
@@ -358,7 +360,7 @@ def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
 
 def _stock_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield each stack of layers of a fairseq model, as (encoder or decoder, qualified name, layers)."""
-    modules = dict(model.named_modules())  # a module that models share has only its first name
+    modules = dict(model.named_modules())  # modules that models share have only their first name
     for prefix in models_of(model):
         for side, name in STACKS:
             if f"{prefix}{name}" in modules:

@@ -78,7 +78,8 @@ def from_checkpoint(
 def files_of(path: str | Path, name: str = "path") -> list[Path]:
     """Return the absolute paths of the checkpoint files that a user's `path` names.
 
-    For a folder, `checkpoint_in` chooses the checkpoint file. Error messages call the path `name`.
+    If `path` names a folder, `checkpoint_in` chooses one of the folder's checkpoint files. Error messages
+    call the path `name`.
 
     Raises:
         ValueError: a file does not exist, or a folder has no checkpoint.

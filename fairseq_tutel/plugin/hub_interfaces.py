@@ -30,10 +30,10 @@ from fairseq_tutel.vision.images import decoded, fitted, normalized, tensor_of
 INFERENCE_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
 # Minimum of max_tokens, as in fairseq-generate; a sentence may be longer than the training run's limit.
 MAX_TOKENS = 12000
-# Option of GPT-2's BPE, and the name of its file next to a checkpoint. fairseq itself finds the files of
-# every other BPE.
+# Option of GPT-2's BPE, and the name of the option's file next to a checkpoint. fairseq itself finds the
+# files of every other BPE.
 GPT2_FILES = {"gpt2_encoder_json": "encoder.json", "gpt2_vocab_bpe": "vocab.bpe"}
-# Tasks whose languages can change after the task is set up.
+# Tasks that can change languages after the tasks are set up.
 MULTILINGUAL = (TranslationMultiSimpleEpochTask, TranslationFromPretrainedBARTTask)
 
 
@@ -52,8 +52,8 @@ def open_interface(
     dtype = INFERENCE_DTYPES.get(name, dtype)
     names = {each: name for name, each in INFERENCE_DTYPES.items()}
     built = {"moe_inference_dtype": names.get(dtype, "auto") if name == "auto" else name}
-    # Models of an ensemble share an expert store. Each call opens a new store, because an old store's cache
-    # would keep the experts of an earlier model.
+    # Models of an ensemble share an expert store. Each call of from_checkpoint opens a new store, because
+    # an old store's cache would keep the experts of an earlier model.
     STORES.clear()
     beside = {key: str(folder / name) for key, name in GPT2_FILES.items() if (folder / name).is_file()}
     # Load the heads of RoBERTa and BART; treat each text of a denoising model as one sentence.
@@ -75,8 +75,8 @@ def open_interface(
 def _settle(cfg: Any, options: Mapping[str, Any]) -> None:
     """Apply the user's BPE and tokenizer options, which fairseq would ignore.
 
-    Without this function, fairseq would use the saved kind of BPE, and prefer BPE files next to the
-    checkpoint. The function also raises max_tokens to at least `MAX_TOKENS`.
+    Without `_settle`, fairseq would use the saved kind of BPE, and prefer BPE files next to the checkpoint.
+    `_settle` also raises max_tokens to at least `MAX_TOKENS`.
     """
     with open_dict(cfg):
         for key in ("bpe", "tokenizer"):
@@ -97,7 +97,7 @@ def _interface(cfg: Any, task: Any, models: Sequence[Any]) -> nn.Module:
     """Return the hub interface for a kind of model.
 
     Raises:
-        ValueError: there is no interface for the model, or fairseq's interface accepts no ensemble.
+        ValueError: fairseq has no hub interface for the model, or its hub interface accepts no ensemble.
     """
     if hasattr(type(task), "class_names"):  # the task image_classification, which plugin/ cannot import
         return ImageClassification(cfg, task, models)
@@ -126,7 +126,7 @@ class Words:
     """Replaces the BPE of a model without BPE: a text consists of words separated by spaces."""
 
     def encode(self, text: str) -> str:
-        """Return the text without a change."""
+        """Return a text without changing it."""
         return text
 
     decode = encode
@@ -146,7 +146,8 @@ class Generation(hub_utils.GeneratorHubInterface):
         """Generate with beam search, and return fairseq's hypotheses for each sentence."""
         with self.lock:
             for model in self.models:
-                # BART's and mBART's attention would keep the largest beam size of earlier calls.
+                # Without this call, BART's and mBART's attention would keep the largest beam size of
+                # earlier calls.
                 if hasattr(model, "set_beam_size"):
                     model.set_beam_size(beam)
             return super().generate(tokens, beam, *args, **options)
@@ -155,7 +156,7 @@ class Generation(hub_utils.GeneratorHubInterface):
 class Translation(Generation):
     """Interface of a translation model: `translate` for texts, and fairseq's `generate` for token ids."""
 
-    score = None  # fairseq's `score` method would ignore the source sentence
+    score = None  # fairseq's `score` ignores the source
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, models)

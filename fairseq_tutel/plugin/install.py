@@ -1,4 +1,4 @@
-"""Replaces FFNs of a fairseq model by experts: chooses layers, assigns experts to ranks, builds them."""
+"""Replaces FFNs of a fairseq model by experts: chooses layers, places experts on ranks, builds experts."""
 
 import functools
 import logging
@@ -72,10 +72,10 @@ class MoEModelMixin:
 
 
 def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
-    """Return the indices of the layers that get experts; like in Meta's fairseq, every freq-th layer does.
+    """Return the indices of the layers that get experts, every freq-th layer as in Meta's fairseq.
 
-    `numbers` are the layer numbers in the complete model. `freq` is the value of --moe-freq; with 0, no
-    layer gets experts.
+    `numbers` are the numbers of the layers in the complete model. `freq` is the value of --moe-freq; with
+    0, no layer gets experts.
     """
     return [index for index, i in enumerate(numbers) if freq and (i + 1) % freq == 0]
 
@@ -177,7 +177,7 @@ class _Installation:
         self.store = offload.store_options(self.task_cfg, self.opened, self.ahead > 0, self.device)
 
     def place(self) -> None:
-        """Assign experts to ranks. This method is a collective if experts are spread over ranks."""
+        """Assign experts to ranks, which is a collective if experts are spread over ranks."""
         first, counts = self.configs[0], [config.num_experts for config in self.configs]
         requested = self.options.moe_expert_parallel_size
         if self.training:
@@ -261,7 +261,7 @@ def _pregate_stacks(model: nn.Module, ahead: int, sides: str) -> None:
 
 def _watch_micro_batches(model: nn.Module) -> None:
     """Register hooks that begin a new micro-batch in the MoE layers at each call of the model."""
-    # A copied model has a copied hook, which is bound to the copied MoE layers.
+    # If the model is copied, the copy's hook is bound to the copied MoE layers.
     for part in models_of(model).values():
         part.register_forward_pre_hook(functools.partial(_begin_micro_batch, moe_layers(part)))
 
@@ -274,7 +274,7 @@ def _begin_micro_batch(layers: Sequence[MoEFeedForward], *_: Any) -> None:
 def refuse_options(cfg: Any) -> None:
     """Raise an error if the configuration has model options that experts do not support.
 
-    The check for unsupported options runs before the stock model is built.
+    This check is made before fairseq builds the stock model.
     """
     for key, reason in REFUSED_MODEL_OPTIONS.items():
         value = option(cfg, key)

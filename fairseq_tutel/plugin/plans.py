@@ -22,7 +22,7 @@ _read_once = functools.cache(read_run)
 
 
 def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
-    """Return the collective plans of a run, after a check; later calls use a cache."""
+    """Return the collective plans of a run after checking them; later calls use a cache."""
     path = read(TaskConfig, task_cfg).moe_collective_plans
     return _read_once(path) if path else ()
 
@@ -44,7 +44,7 @@ def check_together(task_cfg: Any) -> None:
 
 
 def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
-    """Run collectives with the training run's collective plans, or with torch if the run has no plans.
+    """Run collectives with the training run's collective plans, or with torch if the run has none.
 
     Raises:
         ValueError: no process group can run a plan, or --moe-a2a-algorithm names a missing plan.

@@ -19,7 +19,7 @@ class Run:
     """State of the command that is running."""
 
     cfg: Any = None  # The configuration is a FairseqConfig.
-    # The topology is that of the model that was built last, teachers excluded.
+    # The topology of the model that was built last; teachers are excluded.
     topology: Topology = field(default_factory=Topology)
 
     def update(self, **values: Any) -> None:
@@ -28,7 +28,7 @@ class Run:
 
     @contextmanager
     def having(self, **values: Any) -> Iterator[None]:
-        """Context manager that sets fields of the run and restores them at its end."""
+        """Context manager that sets fields of the run, and restores the fields at the end."""
         before = {name: getattr(self, name) for name in values}
         self.update(**values)
         try:

@@ -24,7 +24,7 @@ INDEX = ".index.json"
 
 
 class ReleasedFolder:
-    """An open folder. One weight file is open at a time; tensors stay valid after their file is closed.
+    """An open folder. Only one weight file is open at a time; tensors stay valid after this.
 
     Raises:
         ValueError: a file is missing or corrupt; all methods of ReleasedFolder may raise this error.
@@ -54,7 +54,7 @@ class ReleasedFolder:
         return found
 
     def has(self, name: str) -> bool:
-        """Return whether the folder has an ordinary file of this name."""
+        """Return whether the folder has a regular file of this name."""
         return (self.path / name).is_file()
 
     def names(self) -> list[str]:
@@ -93,7 +93,7 @@ class ReleasedFolder:
         if not isinstance(where, dict) or not where:
             raise ValueError(f"{self.path / index} has no weight_map; give another folder.")
         for name, file in where.items():
-            # The index file is untrusted, so it may name only files in its folder.
+            # The index file is untrusted, so it may name only files in the folder of the index.
             if not isinstance(file, str) or Path(file).name != file or not file.endswith(suffix):
                 raise ValueError(
                     f"{self.path / index} names the file {shown(file)} for {shown(name)}, which is not a "

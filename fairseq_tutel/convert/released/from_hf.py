@@ -64,7 +64,7 @@ class ReleasedStack:
     """A stacked tensor [E, ...] whose experts are read from a Hugging Face folder on demand."""
 
     folder: ReleasedFolder
-    names: tuple[str, ...]  # each expert's tensor name
+    names: tuple[str, ...]  # one tensor name per expert
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -100,7 +100,7 @@ def convert(
         how: options for the experts, which have no effect on dense models.
 
     Returns:
-        The checkpoint, and notes to print.
+        The checkpoint, and notes on the conversion to print.
 
     Raises:
         ValueError: the folder cannot be converted or written.
@@ -140,7 +140,7 @@ def _experts(
 ) -> dict[str, ReleasedStack]:
     """Return stacked tensors of the experts to keep; remove other experts' gate rows from `weights`.
 
-    `options` gets the number of experts of each layer.
+    The dict `options` gets the number of experts of each layer.
     """
     if how.pairs and how.keep is None:
         raise ValueError(
@@ -179,7 +179,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Return the model family of a config.json.
 
     Raises:
-        ValueError: models of this type or class cannot be converted.
+        ValueError: models with this model_type or class cannot be converted.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
@@ -230,7 +230,7 @@ def write_vocabulary(saved: SavedModel, vocabulary: Vocabulary, source: Path, ou
 def full_names(folder: ReleasedFolder, family: Family, known: Collection[str]) -> dict[str, str]:
     """Return the tensor names in the order of the files, and a dict with the names with prefix.
 
-    Tensor names in `known` get no prefix.
+    Tensor names in `known` are kept without a prefix.
     """
     # If a model was saved without its head, its tensor names lack the prefix.
     has_prefix = any(name.startswith(family.prefix) for name in folder.names())
@@ -343,7 +343,7 @@ def shape_of(name: str, tensor: Tensor, options: Mapping[str, Any]) -> tuple[int
 
 
 def notes_of(family: Family, config: Mapping[str, Any], vocabulary: Vocabulary) -> list[str]:
-    """Return notes on entries of config.json and on files that are not converted."""
+    """Return notes on entries of config.json, and on files, that are not converted."""
     used = {option.theirs for option in family.options} | family.assumed.keys()
     ignored = re.compile(f"{UNUSED}|{family.ignored}")
     unknown = sorted(key for key in config if key not in used and not ignored.fullmatch(key))

@@ -2,11 +2,11 @@
 
 The JSON file has one of these forms:
 
-- [0, 5, 130, …]: a list of global IDs. With E experts per layer, MoE layer n (encoder first) has the IDs n
-  * E to n * E + E - 1.
-- {"eng_Latn": [0, 5, …], …} or {"eng_Latn-fra_Latn": […], …}: lists of global IDs per language or pair. For
-  the given language pairs, the encoder keeps experts of source languages, and the decoder those of target
-  languages.
+- [0, 5, 130, …]: a list of global expert IDs. With E experts per layer, MoE layer n (encoder first) has the
+  global IDs n * E to n * E + E - 1.
+- {"eng_Latn": [0, 5, …], …} or {"eng_Latn-fra_Latn": […], …}: lists of global expert IDs per language or
+  pair. For the given language pairs, the encoder keeps experts of source languages, and the decoder those
+  of target languages.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ def _of_pairs(
     checked: Callable[[Any], list[int]],
     refusal: Callable[[str], ValueError],
 ) -> list[int]:
-    """Return the global expert IDs for language pairs. IDs below `border` belong to the encoder."""
+    """Return the global expert IDs for language pairs; IDs below `border` are the encoder's."""
     if not isinstance(content, dict):
         raise refusal("which has no languages, so --keep-for does not apply")
     found: set[int] = set()

@@ -1,4 +1,4 @@
-"""Writes a folder under a temporary name until it is complete, and weights as safetensors files.
+"""Writes an output folder under a temporary name until it is complete, and weights as safetensors files.
 
 The weight files are named model-00001-of-0000N.safetensors. The file model.safetensors.index.json lists the
 file of each weight.
@@ -46,7 +46,7 @@ def new_folder(output: Path) -> Iterator[Path]:
     except OSError as error:
         raise not_written(output, error) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # the temporary folder exists only after an error
+        shutil.rmtree(folder, ignore_errors=True)  # exists only after an error
 
 
 def write_weights(weights: Weights, folder: Path, limit: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fairseq_tutel.files import shown
 
-# A config.json with larger numbers is refused, because the converter lists the names of all tensors.
+# A config.json with larger numbers is refused, because names of all tensors are listed.
 MOST, MOST_LAYERS = 2**31 - 1, 1000
 BRACES = re.compile(r"\{([^{}]*)\}")
 # For each activation of transformers, the fairseq activation with the same values.
@@ -32,17 +32,18 @@ class Names:
     """A pattern of tensor names in transformers and in fairseq, which `rows` expands.
 
     - {a,b} stands for a or b, as in a shell. Both names must have the same number of expansions.
-    - In a name, * stands for the index of a layer. The number of layers is the value of the fairseq option
-      `layers`, or the result of the function `layers`.
-    - Spaces separate the names of a tied tensor, with the preferred name first.
+    - In a name, * stands for the index of a layer. The option or function `layers` gives the number of
+      layers.
+    - Spaces separate the names of a tied tensor. The first name is preferred.
     """
 
     theirs: str
     ours: str
     layers: str | Callable[[Mapping[str, Any]], int] = ""
-    # The model has these tensors only if its fairseq options have these values.
+    # Values of fairseq options with which a model has these tensors.
     when: Mapping[str, Any] = field(default_factory=dict)
-    # Returns the indices of the layers with these tensors from the fairseq options; by default all layers.
+    # A function from fairseq options to the indices of the layers with these tensors; by default, all
+    # layers have them.
     only: Callable[[Mapping[str, Any]], Iterable[int]] | None = None
 
     def rows(self, options: Mapping[str, Any]) -> Iterator[Row]:
@@ -59,23 +60,23 @@ class Names:
 
 
 def expanded(pattern: str) -> list[str]:
-    """Return the expansions of {a,b} in a pattern; the last braces vary fastest."""
-    parts = BRACES.split(pattern)  # odd parts are contents of braces
+    """Expand each {a,b} in a pattern, and return all names; the last braces vary fastest."""
+    parts = BRACES.split(pattern)  # parts at odd positions were in braces
     choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
     return ["".join(chosen) for chosen in itertools.product(*choices)]
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option that transformers and fairseq have."""
+    """An option that both transformers and fairseq have."""
 
-    # A key of config.json.
+    # The key of the option in config.json.
     theirs: str
-    # fairseq options with this value, separated by spaces. a|b stands for the option a, or else b.
+    # The fairseq options with this value, separated by spaces. The form a|b means the option a, or else b.
     ours: str
-    # The default value of transformers, for a config.json without the key.
+    # The default of transformers, for a config.json without this key.
     default: Any
-    # transformers' values and the equal fairseq values; empty if both systems use equal values.
+    # A dict from transformers' values to fairseq's values; empty if both systems use the same values.
     values: Mapping[Any, Any] = field(default_factory=dict)
     # The number in config.json minus the number in fairseq.
     offset: int = 0
@@ -107,16 +108,16 @@ class Option:
         return dict.fromkeys(keys, value - self.offset if self.offset else value)
 
     def keys(self, options: Mapping[str, Any]) -> list[str]:
-        """Return the fairseq options in `ours` that are set in the given options."""
+        """Return the names of the fairseq options in `ours` that are set in `options`."""
         choices = (word.split("|") for word in self.ours.split())
         own = ([key for key in keys if options.get(key) is not None] for keys in choices)
         return [keys[0] for keys in own if keys]
 
     def write(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entry of config.json for fairseq options.
+        """Return an option's entry of config.json for fairseq options.
 
         Raises:
-            ValueError: the fairseq options in `ours` differ, or transformers lacks the value.
+            ValueError: the fairseq options in `ours` differ, or transformers lacks their value.
         """
         keys = self.keys(options)
         found = {key: options[key] for key in keys}
@@ -143,12 +144,12 @@ class Option:
 
 
 def switch(theirs: str, ours: str, default: bool, opposite: bool = False) -> Option:
-    """Return an option that is True or False; with `opposite`, transformers' value is the negation."""
+    """Return a bool option; with `opposite`, transformers' value is the negation of fairseq's."""
     return Option(theirs, ours, default, OPPOSITE if opposite else {True: True, False: False})
 
 
 class Setup(NamedTuple):
-    """What a family's `setup` function needs to choose task options."""
+    """The arguments of a family's function `setup`, which returns task options."""
 
     options: dict[str, Any]  # The fairseq options of the model.
     config: Mapping[str, Any]  # The content of config.json.
@@ -163,25 +164,25 @@ class Family:
 
     # The value of model_type in config.json, and of --family.
     name: str
-    # Classes that config.json may name; to-hf writes the first class.
+    # Model classes that config.json may name; to-hf writes the first class.
     architectures: tuple[str, ...]
     # The prefix of all tensor names except the head's; a model without a head lacks this prefix.
     prefix: str
-    # The fairseq architecture, whose defaults apply.
+    # The fairseq architecture, whose default options apply.
     arch: str
     # The fairseq task that the checkpoint names.
     task: str
-    # Patterns of the model's tensor names.
+    # Patterns of the model's tensor names in both systems.
     names: tuple[Names, ...]
-    # The options that fairseq and transformers have.
+    # The options that both fairseq and transformers have.
     options: tuple[Option, ...]
-    # fairseq options that must have these values.
+    # fairseq options that must have the values given here.
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    # Keys of config.json that must be absent or have these values.
+    # Keys of config.json that must be absent or have the values given here.
     assumed: Mapping[str, Any] = field(default_factory=dict)
     # Additional entries that to-hf writes to config.json.
     written: Mapping[str, Any] = field(default_factory=dict)
-    # A pattern of keys of config.json that the conversion ignores.
+    # A pattern of the keys of config.json that a conversion ignores.
     ignored: str = ""
     # A pattern of transformers tensors without a counterpart, such as computed position tables.
     dropped: str = ""
@@ -192,21 +193,21 @@ class Family:
     unused: Mapping[str, str] = field(default_factory=dict)
     # A fairseq tensor, and the transformers tensor whose only row is added to the fairseq tensor.
     summed: Mapping[str, str] = field(default_factory=dict)
-    # fairseq tensors without a counterpart, such as the version of an encoder.
+    # fairseq tensors without a counterpart in transformers, such as the version of an encoder.
     constants: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     # A key of config.json for a vocabulary size, and the fairseq embedding table of that size.
     vocabulary_sizes: Mapping[str, str] = field(default_factory=dict)
-    # Additional command-line arguments of fairseq-train.
+    # Additional command-line arguments of fairseq-train for the converted model.
     words: tuple[str, ...] = ()
     # The pattern of a language's symbol in fairseq's dictionary, such as __{}__; empty without languages.
     form: str = ""
-    # The kind of tokenizer.
+    # The kind of tokenizer that the model has.
     vocabulary: str = ""
-    # Returns additional options of the task, such as its languages.
+    # A function that returns additional task options, such as the languages.
     setup: Callable[[Setup], dict[str, Any]] = lambda setup: {}
-    # Returns additional fairseq options of a model from its config.json.
+    # A function that returns additional fairseq model options from a config.json.
     read_more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
-    # Returns additional entries of config.json from the fairseq options of model and task.
+    # A function that returns additional entries of config.json from fairseq's model and task options.
     write_more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda options: {}
 
     def rows(self, options: Mapping[str, Any]) -> list[Row]:
@@ -214,7 +215,7 @@ class Family:
         return [row for names in self.names for row in names.rows(options)]
 
     def stacks(self, options: Mapping[str, Any]) -> dict[str, tuple[list[str], tuple[int, ...]]]:
-        """Return, for each stacked tensor, transformers' names of its E tensors, and one expert's shape."""
+        """Return transformers' names of the E tensors of each stacked tensor, and one expert's shape."""
         return {}
 
     def notes(self, options: Mapping[str, Any]) -> list[str]:

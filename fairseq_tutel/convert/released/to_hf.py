@@ -68,7 +68,7 @@ def _family(saved: SavedModel) -> Family:
     """Return the dense model family that matches a checkpoint's options and tensors.
 
     Raises:
-        ValueError: no model family matches.
+        ValueError: no family of models matches.
     """
     dense = [family for family in FAMILIES.values() if family is not NLLB_MOE]
     fitting, reasons = [], {}

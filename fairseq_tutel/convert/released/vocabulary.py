@@ -43,13 +43,13 @@ TOKENIZER_FILES = (
 class Vocabulary:
     """The dictionary and BPE of a model."""
 
-    # File names, and the texts to write to these files.
+    # Names of files, and the texts to write to these files.
     files: dict[str, str]
     # Names of symbolic links, and the files in `files` to which they refer.
     links: dict[str, str] = field(default_factory=dict)
     # Codes of the languages that have a symbol in the dictionary.
     languages: list[str] = field(default_factory=list)
-    # Saved options of the BPE, whose name is the option `_name`.
+    # Saved options of the BPE; the option `_name` is the BPE's name.
     bpe: dict[str, Any] = field(default_factory=dict)
     # Saved options of the tokenizer that runs before the BPE.
     tokenizer: dict[str, Any] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 
 Each member learns the samples that it predicts best. On all other samples, the member learns to predict a
 uniform distribution. Independent ensembles and multiple choice learning are special cases of the criterion
-cmcl. A sample is an image, or a token that is not padding. Shape suffixes: M members, N samples, C classes.
+cmcl. A sample is an image, or a token that is not padding. Shape suffixes: Shape suffixes are M (members),
+N (samples) and C (classes).
 """
 
 import math
@@ -61,7 +62,7 @@ class CMCLCriterion(FairseqCriterion):
         return loss, sample["ntokens"], log
 
     def _member_logits(self, net_output: Any) -> Tensor:
-        """Return the logits [M, …, C] of all members; raise an error for a model that is no ensemble."""
+        """Return the logits [M, …, C] of all members; raise an error if the model is no ensemble."""
         extra = net_output[1] if isinstance(net_output, tuple) and len(net_output) > 1 else None
         logits_MXC = extra.get("member_logits") if isinstance(extra, dict) else None
         if logits_MXC is None:

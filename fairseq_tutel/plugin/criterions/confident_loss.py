@@ -1,11 +1,11 @@
-"""Confident multiple choice learning: K members of an ensemble learn a sample, and M - K predict uniformly.
+"""Confident multiple choice learning: K of M ensemble members learn a sample, the others predict uniformly.
 
 The largest tensors are the members' logits and their gradients. Losses and probabilities are computed for
-one member at a time, in fp32 or wider, and again in backward. Shape suffixes: M members, N samples (images,
-tokens), C classes (words). K members learn each sample.
+one member at a time, in fp32 or wider, and again in backward. Shape suffixes: Shape suffixes are M
+(members), N (samples: images or tokens) and C (classes or words). K members learn each sample.
 
-Source: Lee et al. 2017, "Confident Multiple Choice Learning", equations 2 to 4; section 3 explains the
-exact loss and stochastic labeling.
+Source: The loss is from Lee et al. 2017, "Confident Multiple Choice Learning", equations 2 to 4; section 3
+explains stochastic labeling.
 """
 
 import math
@@ -23,8 +23,8 @@ from fairseq_tutel.kernels.first_order import first_order
 def _scores(logits_NC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return a member's cross entropy and divergence from a uniform prediction, for each sample.
 
-    The cross entropy is CE = -log P(target). The divergence is KL(U || P) = -log C - (mean of log P over
-    the classes), in nats.
+    The cross entropy of a member is CE = -log P(target). The divergence from a uniform prediction is KL(U
+    || P) = -log C - (mean of log P over the classes), in nats.
     """
     z_NC = logits_NC.to(_wide(logits_NC))
     log_sum_N = z_NC.logsumexp(dim=1)
@@ -35,9 +35,9 @@ def _scores(logits_NC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
 def assign(ce_MN: Tensor, kl_MN: Tensor, overlap: int, beta: float) -> Tensor:
     """Return a bool mask [M, N] that is true for the `overlap` members that learn each sample.
 
-    The members with the smallest CE - beta KL learn a sample. This choice of members minimizes the
-    confident loss, since the sum of all members' KL is the same for every choice. If two members have equal
-    values, the member with the smaller index learns the sample.
+    The members with the smallest CE - beta KL (cross entropy, divergence from uniform) learn a sample. This
+    choice minimizes the confident loss, since the sum of all members' KL is the same for every choice. If
+    two members have equal values, the member with the smaller index learns the sample.
     """
     order_MN = (ce_MN - beta * kl_MN).argsort(dim=0, stable=True)
     chosen_MN = torch.zeros_like(ce_MN, dtype=torch.bool)
@@ -63,8 +63,8 @@ def confident_loss(
     The confident loss is in nats, summed over samples and members. The loss of a member that learns a
     sample is the cross entropy. Every other member has the loss beta * KL(U || P) or, with `labels_MN`,
     beta * CE(label). The mean of CE over uniformly drawn labels is KL + log C, so this mean has KL's
-    gradient. With K = M, all members learn every sample independently. With beta = 0, the loss is that of
-    multiple choice learning.
+    gradient. With K = M, all ensemble members learn every sample independently. With beta = 0, the loss is
+    that of multiple choice learning.
 
     Args:
         logits_MNC: any float dtype.
@@ -87,7 +87,7 @@ def confident_loss(
 
 
 def _of_members(logits_MNC: Tensor, labels_MN: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the CE and KL of all members and samples, [M, N] each; backward computes both again."""
+    """Return the cross entropies and divergences of all members, [M, N] each; backward recomputes both."""
     again = partial(checkpoint, _scores, use_reentrant=False, preserve_rng_state=False)
     ce, kl = zip(*map(again, logits_MNC, labels_MN), strict=True)
     return torch.stack(ce), torch.stack(kl)

@@ -2,7 +2,8 @@
 
 --distill-criterion names the other criterion, whose class is combined with `DistillationMixin`. The
 distillation loss is T² KL(teacher || student). After the update --distill-until, the distillation loss is
-no longer added. Shape suffixes: N tokens of a micro-batch, padding included; V words.
+no longer added. Shape suffixes: Shape suffixes are N (tokens of a micro-batch, padding included) and V
+(words).
 """
 
 import dataclasses
@@ -31,8 +32,9 @@ from fairseq_tutel.plugin.training.task import give_mixin
 
 logger = logging.getLogger(__name__)
 
-# Criterions that can be combined with distillation. Each of these criterions calls the model once and sums
-# the loss over rows of scores, one row per target. docs/ensembles.md explains the reasons.
+# Criterions that can be combined with distillation. Such a criterion calls the model once and sums the loss
+# over rows of scores, one row per target. docs/ensembles.md explains why other criterions cannot be
+# combined.
 STOCK = (
     "cross_entropy",
     "label_smoothed_cross_entropy",
@@ -53,7 +55,7 @@ class DistillationMixin:
     task: Any
     padding_idx: int
     training: bool
-    _teacher: Teacher | None = None  # no nn.Module, so teacher parameters are not trained or saved
+    _teacher: Teacher | None = None  # not registered as a module, so the teacher is not trained or saved
     _update, _is_dummy = 0, False
 
     @classmethod
@@ -88,7 +90,7 @@ class DistillationMixin:
         words, named, output = calls[-1]
         scores_NV, kl = scores_of(output), loss.new_zeros(())
         dummy = self.training and self._is_dummy
-        # The ranks of the teacher's EP group must call the teacher equally often.
+        # All ranks of the teacher's EP group must call the teacher equally often.
         if not dummy or options.distill_teacher_parallel_size > 1:
             teacher_NV = self._teacher.scores(words, named, scores_NV.device, dummy)
             if teacher_NV.shape != scores_NV.shape:
@@ -135,7 +137,7 @@ _WITH_MIXIN = {
     for name in WRAPPED
 }
 DistillationOptions = made("DistillationOptions", options_in(DistillationConfig))
-# This parser has the flags of every criterion that can be wrapped; MoE variants come first.
+# The options of moe_distillation include those of every criterion that can be wrapped, MoE variants first.
 _Options = dataclasses.make_dataclass(
     "MoEDistillationConfig",
     [],

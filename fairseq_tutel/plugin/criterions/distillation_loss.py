@@ -1,7 +1,7 @@
 """The distillation loss T² KL(teacher || student), computed without a table of probabilities.
 
 The distillation loss is computed in row chunks, in fp32 or wider. For backward, only the scores of teacher
-and student are saved. Shape suffixes: N rows, V words. T is the temperature.
+and student are saved. Shape suffixes: Shape suffixes are N (rows) and V (words). T is the temperature.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,8 @@ def distillation_loss(
     The returned loss is a scalar in fp32 or wider; only the student's scores have a gradient. The mask
     `counts_N` is False for rows that are ignored.
 
-    Source: References: Hinton et al. 2015, section 2; Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.2.
+    Source: References: The loss is from Hinton et al. 2015, section 2, and Rajbhandari et al. 2022
+    (DeepSpeed-MoE), section 4.2.
     """
     return _Distillation.apply(scores_NV, teacher_NV, counts_N, float(temperature))
 
@@ -58,7 +59,7 @@ class _Distillation(torch.autograd.Function):
 def _logs(
     scores_NV: Tensor, teacher_NV: Tensor, temperature: float
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield the slice and both models' log-probabilities of each row chunk; callers may overwrite both."""
+    """Yield each row chunk's slice and both models' log-probabilities, which callers may overwrite."""
     for rows in row_chunks(scores_NV):
         yield rows, _log_softmax(scores_NV[rows], temperature), _log_softmax(teacher_NV[rows], temperature)
 

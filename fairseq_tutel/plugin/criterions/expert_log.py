@@ -2,9 +2,9 @@
 
 fairseq sums logged values that have the same key over micro-batches and ranks. fairseq passes these sums to
 a class method, which has no access to the model. Therefore one log entry holds all expert metrics as a
-vector, and the key of the entry is the `Layout` of the vector as JSON.
+vector, and the entry's key is the vector's `Layout` as JSON.
 
-Shape suffixes: L MoE layers, E experts, N metrics of a layer.
+Shape suffixes: Shape suffixes are L (MoE layers), E (experts) and N (metrics of a layer).
 """
 
 import json
@@ -36,7 +36,8 @@ class Layout(NamedTuple):
 
     The vector has these entries in this order: number of real tokens; averages over layers (losses, then N
     metrics); metrics and tokens of each logged layer; assignments of each expert in the logged layers;
-    dropped assignments of each expert. Averages and metrics are multiplied by the real tokens.
+    dropped assignments of each expert. Averages and metrics in the vector are multiplied by the number of
+    real tokens.
     """
 
     losses: Sequence[str]
@@ -94,7 +95,7 @@ def without_experts(logging_outputs: list[dict[str, Any]]) -> list[dict[str, Any
 def reduce_expert_log(logging_outputs: list[dict[str, Any]]) -> None:
     """Log the expert metrics as averages over micro-batches and ranks, weighted by real tokens."""
     keys = dict.fromkeys(k for log in logging_outputs for k in log if k.startswith(PREFIX))
-    for index, key in enumerate(keys):  # A model for several language pairs has several keys.
+    for index, key in enumerate(keys):  # a model for several language pairs has several keys
         numbers = sum(log[key] for log in logging_outputs if key in log)
         layout = Layout(*json.loads(key.removeprefix(PREFIX)))
         _log_numbers(layout, numbers.cpu().double(), index)
@@ -160,8 +161,8 @@ def _views(layout: Layout) -> Iterator[tuple[str, str, int, View]]:
     """Yield a description of each metric that has one value per layer or one value per expert.
 
     Yields:
-        A description has the key of the table of sums, the name of the list, the number of decimal places,
-        and a function that computes the list from the table.
+        A metric's description has the key of the table of sums, the name of the list, the number of decimal
+        places, and a function that computes the list from the table.
     """
     columns = metric_names(layout.top_k)
     for metric in METRICS:

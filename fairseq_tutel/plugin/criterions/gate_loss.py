@@ -31,7 +31,7 @@ class GateLossMixin:
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
         """Build the fairseq criterion with the options of the balance loss."""
         refuse_bad_values(read(CriterionConfig, cfg))
-        # Only the task of a model with experts has the attribute `moe_log`.
+        # A task has the attribute `_has_experts` only if the model has experts.
         if not getattr(task, "_has_experts", False):
             name = getattr(cfg, "_name", None) or cfg.criterion
             raise ValueError(
@@ -81,7 +81,7 @@ class GateLossMixin:
         return terms
 
     def _budget(self, layers: list[MoEFeedForward]) -> tuple[Tensor, list[Tensor]]:
-        """Return the budget loss |mean of the CMR gates - p| over all tokens and layers, and its inputs.
+        """Return the budget loss |mean of the CMR gates - p| over all tokens and layers, and all cmr_sums.
 
         Source: Meta's nllb branch.
         """
@@ -92,7 +92,7 @@ class GateLossMixin:
             return (mean - self.gate_loss.cmr_gate_loss_p).abs(), leaves
 
     def _combine(self, layers: list[MoEFeedForward]) -> tuple[Tensor, list[Tensor]]:
-        """Return the balance loss combined over layers, and its inputs: one detached tensor per layer."""
+        """Return the balance loss combined over layers, and its detached inputs, one per layer."""
         with torch.enable_grad():
             leaves = [layer.record.balance_loss.requires_grad_() for layer in layers]
             combined = torch.stack(leaves).sum()
@@ -122,7 +122,7 @@ def _logged(value: Any) -> Any:
 
 
 class _Term(NamedTuple):
-    """A loss that is combined over MoE layers and added to the criterion's loss."""
+    """A loss that is combined over MoE layers and added to the loss of a criterion."""
 
     name: str  # name in the log
     kind: str  # BALANCE or BUDGET
@@ -135,7 +135,7 @@ class _AddGateLoss(torch.autograd.Function):
     """Autograd function that adds a loss of the MoE layers; backward sets the coefficient of each layer.
 
     In a backward pass, the node of this function runs before the nodes of the MoE layers. The coefficients
-    are removed after the backward pass, so a backward pass without a criterion's loss adds none.
+    are removed after the backward pass, so a later backward pass without a criterion's loss adds none.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
 """The criterion image_classification: cross entropy and accuracy, also for mixed images.
 
-Shape suffixes: B images, C classes.
+Shape suffixes: Shape suffixes are B (images) and C (classes).
 """
 
 import math
@@ -27,7 +27,7 @@ class ImageClassificationCriterionConfig(FairseqDataclass):
 class ImageClassificationCriterion(FairseqCriterion):
     """Criterion that sums the cross entropy over the images of a batch."""
 
-    takes_mixed = True  # The task applies mixup only if the criterion has this attribute.
+    takes_mixed = True  # mixup needs the attribute takes_mixed
 
     def __init__(self, task: Any, label_smoothing: float) -> None:
         super().__init__(task)

@@ -23,7 +23,7 @@ from fairseq_tutel.plugin.registration.variants import variant_of
 class _PerplexityMixin(GateLossMixin):
     """Mixin that computes perplexity from nll_loss, because the loss includes the balance loss."""
 
-    predicted = "ntokens"  # the key under which the number of tokens in nll_loss is logged
+    predicted = "ntokens"  # the log key of the number of tokens in nll_loss
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
@@ -40,7 +40,7 @@ class _PerplexityMixin(GateLossMixin):
 
 
 class _FlagsMixin(GateLossMixin):
-    """Mixin for criterions without an options dataclass; fairseq passes all command-line options."""
+    """Mixin for criterions without an options dataclass, to which fairseq passes the command line."""
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
@@ -48,15 +48,15 @@ class _FlagsMixin(GateLossMixin):
         gen_parser_from_dataclass(parser, GateLossOptions())
 
 
-# MoE variants of these criterions need more mixins and attributes than `GateLossMixin`.
+# The MoE variants of these criterions have additional mixins and attributes.
 SPECIAL: dict[str, tuple[tuple[type, ...], dict[str, Any]]] = {
     "cross_entropy": ((_PerplexityMixin, TokenLossMixin), {}),
     "label_smoothed_cross_entropy": ((GateLossMixin, TokenLossMixin), {}),
     "masked_lm": ((_PerplexityMixin,), {"predicted": "sample_size"}),
-    # fairseq's wav2vec criterion treats every log key that ends with _loss as one of its losses.
+    # fairseq's speech_dlm_criterion treats every log key that ends with _loss as one of its losses.
     "speech_dlm_criterion": ((GateLossMixin,), {"keeps_loss": False}),
 }
-# These criterions get no MoE variant. composite_loss passes a substitute model to another criterion, which
+# These criterions have no MoE variant. composite_loss passes a substitute model to another criterion, which
 # may be a MoE variant. The task sentence_ranking requires the criterion sentence_ranking.
 # vocab_parallel_cross_entropy needs Megatron.
 WITHOUT_VARIANT = ("composite_loss", "sentence_ranking", "vocab_parallel_cross_entropy")

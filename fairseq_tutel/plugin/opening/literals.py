@@ -1,7 +1,7 @@
 """Refuses checkpoints whose options contain code, because fairseq passes some options to eval().
 
-fairseq evaluates such options when it builds the task, model or criterion. Without this check, a checkpoint
-could run code even if it contains no pickled code.
+fairseq evaluates options as Python code when it builds the task, model or criterion. Without the check for
+literals, a checkpoint could run code even if it contains no pickled code.
 """
 
 import argparse
@@ -39,12 +39,12 @@ LITERAL = (
     ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.UAdd, ast.USub,
     ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Load,
 )  # fmt: skip
-# Types that options in a checkpoint may have. The check never reads attributes of objects of other types.
+# Types that options in a checkpoint may have. Attributes of objects of other types are never read.
 PLAIN = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, Enum, argparse.Namespace,
     np.generic, np.ndarray, torch.Tensor, torch.dtype, torch.device,
 )  # fmt: skip
-# An option may refer only to another option, ${NAME}, which is also checked.
+# An option may refer to another option by ${NAME}; the check covers this other option, too.
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
 
@@ -75,7 +75,7 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
 def is_literal(text: str) -> bool:
     """Return whether eval(text) runs no code: the text consists of numbers, strings and containers."""
     if not text.strip():
-        return True  # eval() raises an error for this text
+        return True  # eval() also fails for this text
     try:
         parsed = ast.parse(text.lstrip(" \t"), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):

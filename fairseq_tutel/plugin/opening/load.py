@@ -37,7 +37,8 @@ from fairseq_tutel.plugin.run_state import OPENED, RUN
 
 # Environment variable that makes damaged files be opened.
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
-# Errors that fairseq and torch raise for a file that is not a checkpoint; see `is_machine_error`.
+# fairseq and torch raise these errors for a file that is not a checkpoint; `is_machine_error` excludes
+# some.
 FOREIGN_FILE_ERRORS = (
     LookupError, TypeError, AttributeError, RuntimeError, EOFError, pickle.UnpicklingError,
     OmegaConfBaseException,
@@ -73,7 +74,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             if is_for_use:
                 _refuse_unknown_classes(state, path, overrides)
                 if mark_as_opened(state):
-                    refuse_code(state, path, overrides)  # checks the converted options, too
+                    refuse_code(state, path, overrides)  # checks the converted options of the checkpoint
                 _update_task(state, overrides)
             else:
                 _begin_average(state)
@@ -125,7 +126,7 @@ def mark_as_opened(state: Any) -> bool:
     """Mark the configuration in a checkpoint as opened for inference.
 
     Older files have an argparse command line, which this function converts to a configuration before
-    fairseq does. The return value is whether a command line was converted.
+    fairseq does. The return value is true if a command line was converted.
     """
     is_older = state.get("args") is not None
     if is_older:
@@ -180,7 +181,7 @@ def _update_task(state: Any, overrides: Mapping[str, Any]) -> None:
 def _begin_average(state: Any) -> None:
     """With --store-ema, start the moving average at the weights of a checkpoint that has no average.
 
-    fairseq would start the average at weights that it has already deleted.
+    Without this change, fairseq would start the average at weights that it has already deleted.
     """
     extra, cfg = state.get("extra_state"), RUN.cfg
     if cfg is not None and cfg.ema.store_ema and isinstance(extra, dict):

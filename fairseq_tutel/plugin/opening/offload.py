@@ -33,9 +33,10 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.run_state import config_of, is_opened
 
 logger = logging.getLogger(__name__)
-# Logs JSON lines like fairseq's, under a short name: "… | INFO | expert_store | {"calls": …}".
+# This logger writes JSON lines like fairseq's, under a short name: "… | INFO | expert_store | {"calls":
+# …}".
 counters_logger = logging.getLogger("expert_store")
-# Elements. In an opened model, larger matrices than this are not initialized.
+# Elements. In an opened model, matrices with more elements are not initialized.
 SMALL_MATRIX = 2**20
 DRAWS = (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaiming_uniform_)
 # The open expert stores, which models of an ensemble share.
@@ -80,7 +81,7 @@ def for_loading(model_cfg: Any, task: Any) -> Iterator[None]:
     """Context manager for building a model that a checkpoint will overwrite.
 
     The model is built in the dtype of --moe-inference-dtype, because fp32 weights would need more memory.
-    The large matrices of the model are not initialized.
+    The large matrices of the built model are not initialized.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(inference_dtype(model_cfg, task) or before)
@@ -118,7 +119,7 @@ def quantize_when_loaded(model: nn.Module, task: Any, device: torch.device) -> N
     """With --moe-inference-dtype int8, quantize the decoder's linear layers as soon as they are loaded.
 
     Raises:
-        ValueError: --moe-inference-dtype is int8 on a GPU, or for a model without a decoder.
+        ValueError: ValueError: int8 is given on a GPU, or for a model without a decoder.
     """
     if read(StoreConfig, config_of(task)).moe_inference_dtype != "int8":
         return
@@ -150,7 +151,7 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
     """Register a hook that adds the experts of the next loaded state dict to the expert store."""
 
     def attach(module: nn.Module, keys: Any) -> None:
-        if any(".experts." in key for key in keys.missing_keys):  # torch will report missing experts
+        if any(".experts." in key for key in keys.missing_keys):  # torch reports missing experts itself
             return
         store, layers = _store_of(options), moe_layers(module)
         sources = [layer.experts.take_sources() for layer in layers]

@@ -25,8 +25,8 @@ class FusedAdam(Adam):
 
     With `fp16_stats`, Adam's moments are stored in fp16. Each fp16 moment is divided by a scale that maps
     its largest element to the largest fp16 number. There is one scale per dense parameter and one per
-    expert, so an expert's scale is the same on any rank. The scales have the same state keys as in
-    fairseq's class, which needs apex. Source: OpenAI's Jukebox.
+    expert, so an expert's scale is the same on any rank. The scales have the same keys in the state dict as
+    in fairseq's class, which needs apex. Source: OpenAI's Jukebox.
     """
 
     def __init__(self, params: Any, fp16_stats: bool = False, **options: Any) -> None:
@@ -53,7 +53,7 @@ class FusedAdam(Adam):
         return loss
 
     def _step_with_fp16_stats(self, closure: Any) -> Any:
-        """Update parameters one at a time, so only the moments of one parameter are in fp32 at once."""
+        """Update parameters one at a time, so at most one parameter's moments are in fp32."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             for p in group["params"]:
@@ -61,7 +61,7 @@ class FusedAdam(Adam):
                     continue
                 step, state = self._advance(p, group), self.state[p]
                 wide = {key: _widened(state, key, p.device) for key in MOMENTS}
-                # the kernel updates fp32 tensors in place
+                # the kernel changes fp32 tensors in place
                 p32, grad32 = p.float().contiguous(), p.grad.float().contiguous()
                 self._fused_step(group, [p32], [grad32], [wide], step)
                 if p32 is not p:
@@ -144,7 +144,7 @@ def _widened(state: dict[str, Any], key: str, device: torch.device) -> Tensor:
 class MoEFairseqAdam(MoEOptimizerMixin, FairseqAdam):
     """fairseq's Adam (decoupled weight decay) for experts on several ranks, with a fused fp32 kernel.
 
-    On a GPU with apex, this class uses apex's fused class, as fairseq does, except with these options:
+    On a GPU with apex, moe_adam uses apex's fused class, as fairseq does, except with these options:
 
     - --fp16-adam-stats, because apex has one scale for all experts of a rank;
     - ZeRO and offload, because partitions may be in host memory.

@@ -34,7 +34,7 @@ class MoEOptimizerMixin:
     optimizer: Any  # torch's optimizer
     params: Any
     cfg: Any
-    # Under ZeRO or offload, the optimizer updates the partitions of this ZeroState, not parameters.
+    # With ZeRO or offload, the optimizer updates the partitions in this ZeroState instead of parameters.
     zero: ZeroState | None = None
     _gathered_state: dict[int, dict[str, Any]] | None = None
     # Whether the optimizer's parameters are fp32 master copies of half-precision parameters.
@@ -66,7 +66,7 @@ class MoEOptimizerMixin:
         return self.zero is not None and any(bucket.share.size > 1 for bucket in self.zero.buckets)
 
     def model_params(self) -> list[nn.Parameter]:
-        """Return the model's parameters, in the order of the indices of the optimizer state."""
+        """Return the model's parameters, ordered by their indices in the optimizer state."""
         if self.zero is None:
             return list(self.params)
         return [partition.parameter for partition in self.zero.partitions]
@@ -90,9 +90,9 @@ class MoEOptimizerMixin:
     def all_reduce_grads(self, module: Any) -> None:
         """Reduce the gradients of dense parameters and experts over the ranks. Collective.
 
-        Under ZeRO, each rank gets the sums of the gradients of its partitions, including a criterion's
-        gradients. Without ZeRO, the data-parallel wrapper or a collective plan reduces dense gradients, and
-        this method reduces expert gradients.
+        Under ZeRO, each rank gets the summed gradients of its partitions, including those of a criterion.
+        Without ZeRO, the data-parallel wrapper or a collective plan reduces dense gradients, and this
+        method reduces expert gradients.
         """
         if self.zero is not None and self.zero.stage > 0:
             self.zero.reducer.reduce()
@@ -130,7 +130,7 @@ class MoEOptimizerMixin:
         return norm
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Update the parameters, and free the optimizer state that was gathered for a checkpoint."""
+        """Update the parameters, and free optimizer state that was gathered for a checkpoint."""
         if self.zero is None:
             self._step(*args, **kwargs)
         else:
@@ -143,8 +143,8 @@ class MoEOptimizerMixin:
     def expert_state(self, index: int) -> dict[str, Tensor]:
         """Return the optimizer state [e, ...] of this rank's experts, with fp32 master weights. Collective.
 
-        Some of the returned tensors may be in host memory: an offloaded state and, until the first step, a
-        checkpoint's tensors in fairseq's memory-efficient wrapper.
+        Some of the tensors may be in host memory: offloaded state and, until the first step, a checkpoint's
+        tensors in fairseq's memory-efficient wrapper.
         """
         parameter = self.model_params()[index]
         if self.zero is not None:
@@ -170,10 +170,10 @@ class MoEOptimizerMixin:
         self.save_state(gathered, topology)
 
     def save_state(self, state: dict[int, dict[str, Any]], topology: Topology) -> None:
-        """Set the state that rank 0's next `state_dict` contains instead of local values.
+        """Set the optimizer state that rank 0's next `state_dict` contains instead of local state.
 
-        The dict `state` has an inner dict for each parameter index. Under ZeRO, this method is a collective
-        that also gathers the state of all other parameters.
+        The dict `state` has an inner dict for each parameter index. With ZeRO, this method is a collective
+        that also gathers the optimizer state of all other parameters.
         """
         self._gathered_state = state if topology.rank == 0 else None
         if not self.is_apart:
@@ -240,21 +240,22 @@ def _reduces_here(module: Any) -> bool:
 
 
 def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
-    """Return whether a value of an optimizer state has one entry per expert along dimension 0."""
+    """Return whether a tensor of optimizer state has one entry per expert along dimension 0."""
     if not isinstance(value, Tensor | ShardedTensor):
         return False
     return len(value.shape) == parameter.dim() and value.shape[0] == num_experts
 
 
 def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> dict[str, Any]:
-    """Return this rank's part of an expert parameter's state; `state` contains all experts."""
+    """Return this rank's experts' part of a parameter's optimizer state; `state` has all experts."""
     slicing, shape = slice_of(parameter), list(parameter.shape)
     shape[0] = shape[0] * topology.expert_parallel_size // slicing.count
     shape[slicing.dim] *= slicing.count
     part = topology.part(shape[0])
 
     def own(value: Tensor | ShardedTensor) -> Tensor:
-        # A tensor whose shape differs from the parameter's, such as a scale, is the same for all shards.
+        # A tensor with another shape than the parameter, such as a scale, is the same for all expert
+        # shards.
         cut_as = slicing if list(value.shape) == shape else Slice()
         index = part.index if cut_as.count > 1 else 0
         if isinstance(value, ShardedTensor):

@@ -40,10 +40,10 @@ def zero_options(cfg: Any) -> ZeroOptions | None:
 
 
 class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
-    """The fp16 and bf16 optimizer for ZeRO, which replaces fairseq's FP16Optimizer.
+    """The fp16 and bf16 optimizer for ZeRO, a replacement of fairseq's FP16Optimizer.
 
-    FP16Optimizer copies all parameters and gradients to fp32. In this class, the wrapped optimizer gets
-    half-precision parameters and keeps fp32 partitions, with the same updates.
+    FP16Optimizer copies all parameters and gradients to fp32. In ZeroFP16Optimizer, the wrapped optimizer
+    gets half-precision parameters, keeps fp32 partitions, and makes equal updates.
     """
 
     def backward(self, loss: Tensor) -> None:
@@ -52,7 +52,7 @@ class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
         self.wrapped_optimizer.finish_backward()
 
     def load_state_dict(self, state_dict: dict, optimizer_overrides: dict | None = None) -> Any:
-        """Load an optimizer state without fairseq's replacement of its tensors by those of the file."""
+        """Load an optimizer state, and keep fairseq from replacing its tensors by those of the file."""
         self.optimizer.disable_mem_eff_fp16_loading_hack = True
         super().load_state_dict(state_dict, optimizer_overrides)
 

@@ -1,4 +1,4 @@
-"""Prints an error that a user can fix without a traceback, and ends fairseq's reader threads."""
+"""Prints errors that a user can fix without a traceback, and ends fairseq's reader threads."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ from fairseq_tutel.parallel.guard import CommunicationError
 
 logger = logging.getLogger(__name__)
 
-# Maximum time that the exit waits for reader threads, which may hang in a file system.
+# Maximum time for which the exit waits for reader threads, which may hang in a file system.
 SECONDS_FOR_READERS = 10.0
 REASON = 300  # Maximum number of characters of an original error that a message quotes.
 # Errors that users can fix: bad options and files, NaN in training, failed writes, lack of memory, and
@@ -68,7 +68,7 @@ EXPLAINED: tuple[tuple[type[Exception], re.Pattern, str], ...] = (
     ),
     (RuntimeError, MEMORY, "out of memory ({cause}); lower --max-tokens or --batch-size."),
 )
-# The last line of the traceback that a spawned rank passes to the process that spawned it.
+# The last line of a traceback from a rank that fairseq spawned.
 RANK_ERROR = re.compile(r"\.RankError: (error: .*)\s*\Z")
 
 
@@ -146,18 +146,18 @@ def _last_line(error: BaseException) -> str | None:
     sentence = str(error) if is_refusal(error) else _explained(error)
     if sentence is None:
         return None
-    # The traceback is shown if LOGLEVEL is DEBUG; the root logger's level is no sign, because fairseq's
+    # A traceback is logged if LOGLEVEL is DEBUG. The root logger's level does not decide, because fairseq's
     # wav2vec2 sets it to DEBUG.
     if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
         logger.debug("traceback of the error", exc_info=error)
-    # A data set that fairseq could not open prints an error when it is deleted. It is deleted first, so
-    # that the error's sentence is the last line.
+    # A data set that fairseq could not open prints an error when it is deleted. Deleting the data set first
+    # makes the sentence the last line.
     traceback.clear_frames(error.__traceback__)
     return error_line(sentence.removeprefix(f"[Errno {getattr(error, 'errno', None)}] "))
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether code of this package raised an error whose message is for users."""
+    """Return whether this package raised an error whose message is written for users."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     package = __name__.partition(".")[0]
     return (

@@ -39,7 +39,7 @@ class _AddArgs(classmethod):
 def give_system_options() -> None:
     """Add the system options to every registered task that lacks them.
 
-    Call give_system_options() again after a user's tasks are registered.
+    If a user's tasks are registered later, give_system_options() must be called again.
     """
     for name, task in TASK_REGISTRY.items():
         stock = TASK_DATACLASS_REGISTRY.get(name)

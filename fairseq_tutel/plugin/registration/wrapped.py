@@ -1,17 +1,18 @@
 """Wraps five fairseq functions that cannot be changed by a registry, an override or a hook.
 
 1. `checkpoint_utils.save_checkpoint`: The wrapper gathers the experts, or lets all ranks write shard files,
-   before rank 0 saves. `Trainer.consolidate_optimizer` is no substitute, because it also runs if nothing is
-   saved, and before crash.pt is saved, when other ranks may have ended.
+   before rank 0 saves a checkpoint. `Trainer.consolidate_optimizer` is no substitute, because it also runs
+   if nothing is saved, and before crash.pt is saved, when other ranks may have ended.
 2. `checkpoint_utils.load_checkpoint_to_cpu`: fairseq loads every checkpoint with this function. The wrapper
    finds shard files from the checkpoint's path, which the loaded state does not contain. The wrapper also
    refuses damaged and foreign files, and marks models that are opened for use.
 3. `checkpoint_utils.torch_persistent_save`: fairseq retries a failed write by appending to a damaged file.
    Without the wrapper, two jobs would also write to the same temporary file.
 4. `PathManager.copy`: fairseq overwrites checkpoint_last and checkpoint_best in place. If fairseq is killed
-   during such a copy, the checkpoint is truncated. The wrapper's copy shares disk blocks where it can.
-5. `distributed.utils.call_main`: Every command calls this function first.
-   - Under torchrun on CPU, fairseq divides by the number of GPUs, or trains N models into one folder. On
+   during such a copy, the checkpoint is truncated. The wrapper's copy shares disk blocks with the original
+where the file system allows it. `distributed.utils.call_main`: Every fairseq command begins with a call of
+   call_main. - Under torchrun on CPU, fairseq divides by the number of GPUs, or trains N models into one
+   folder. On
      GPU, fairseq uses the GPU RANK % count, which is wrong if nodes have different numbers of ranks.
    - fairseq-train treats --bf16 as a request for a TPU.
    - With the wrapper, errors of the rendezvous and of fairseq's collectives name the missing ranks.
@@ -108,7 +109,8 @@ def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
     """Run the main function of a command, with its FairseqConfig in `RUN.cfg`."""
     startup.note_spawned_ranks(cfg)
     import_user_module(cfg.common)  # A user's module may register tasks, but hydra skips it.
-    # In a spawned rank, fairseq skips an imported --user-dir, so this function calls `register`.
+    # In a spawned rank, fairseq skips a --user-dir that is already imported, so this function calls
+    # `register`.
     plugin.register()
     give_system_options()
     _check_model(cfg)
@@ -139,14 +141,14 @@ WRAPPED = (
 # fairseq uses these numpy names for Python types, but numpy 1.24 and 2.0 removed the names.
 NUMPY_NAMES = {"int": int, "long": int, "float": float, "compat": SimpleNamespace(long=int)}
 
-# Attributes that a file of this package sets on objects that fairseq or torch constructs or reads.
-# Configurations, and data and gradients of tensors, are not listed.
+# Attributes that the files of this package set on objects of fairseq or torch. Configurations, and data and
+# gradients of tensors, are not listed.
 CHANGED = {
     # fairseq constructs tasks, iterators, data sets, and models whose build_model has a fixed class.
     "plugin/registration/variants.py": "__class__ __dataclass add_args",
-    "plugin/registration/process.py": "_max_len",  # _max_len = 0 ends a thread that reads batches.
-    "plugin/registration/wrapped.py": "excepthook",  # The excepthook prints errors as sentences.
-    "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm",  # A layer calls these modules.
+    "plugin/registration/process.py": "_max_len",  # With _max_len = 0, a thread that reads batches ends.
+    "plugin/registration/wrapped.py": "excepthook",  # The new excepthook prints errors as sentences.
+    "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm",  # Stock layers call these.
     # fairseq's tasks read the languages. One fairseq task reads `args` without setting `args`.
     "plugin/hub_interfaces.py": "args source_langs target_langs bpe",
     # torch's DDP reads the ignored parameters. A changed max_epoch ends a run.
@@ -156,15 +158,15 @@ CHANGED = {
     "plugin/opening/load.py": "load",  # While fairseq opens a checkpoint, torch.load maps the file.
     # A signal ends a validation. fairseq has no hook for its sums of log values over ranks.
     "plugin/training/preemption.py": "valid_step _aggregate_logging_outputs",
-    "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq would put these buffers on a GPU.
+    "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq would put the buffers on a GPU.
     "plugin/criterions/teacher.py": "is_of_teacher",  # A copy of the task builds the teacher.
     # fairseq would replace the loaded state. fairseq's Trainer compares optimizer names with checkpoints.
     "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__ holds_masters",
-    "parallel/groups.py": "param_group",  # fairseq copies only this attribute to fp32 masters.
-    "parallel/gradients.py": "expert _tutel_expert root_scaled",  # These attributes mark parameters.
-    "parallel/call_id.py": "_torchdynamo_disable count",  # `count` counts a layer's calls.
+    "parallel/groups.py": "param_group",  # fairseq copies only param_group to fp32 masters.
+    "parallel/gradients.py": "expert _tutel_expert root_scaled",  # All three mark parameters.
+    "parallel/call_id.py": "_torchdynamo_disable count",  # `count` counts the calls of a layer.
     "parallel/rendezvous.py": "daemon",  # A daemon timer does not keep the process alive.
-    "parallel/zero_state.py": "zero_hook",  # A second optimizer replaces this hook.
+    "parallel/zero_state.py": "zero_hook",  # A second optimizer replaces the first optimizer's hook.
 }
 
 

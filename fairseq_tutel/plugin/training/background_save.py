@@ -28,7 +28,7 @@ from fairseq_tutel.plugin.training.expert_states import ExpertStates
 logger = logging.getLogger(__name__)
 
 PENDING = "pending"  # In the state of rank 0, this key marks a record without shard files.
-# After an error, `stop` waits this many times half a second for the end of the save thread.
+# After an error, `stop` waits at most this many half seconds for the end of the save thread.
 LAST_LOOKS = 20
 
 
@@ -37,7 +37,7 @@ class _CancelledError(Exception):
 
 
 class BackgroundSave:
-    """Saves checkpoints in the background, at most one at a time. All methods are collectives."""
+    """Saves checkpoints in the background, at most one at a time; all methods are collectives."""
 
     def __init__(self) -> None:
         self._work: world.Work | None = None
@@ -110,7 +110,7 @@ class BackgroundSave:
                 return
 
     def _check(self, advance: object = None) -> None:
-        """Raise an error if the process is ending; `_check` is called for every write."""
+        """Raise an error if the process is ending; every write of a save thread calls `_check`."""
         if self._is_stopped:
             raise _CancelledError
 
@@ -135,7 +135,7 @@ def _held(trainer: Any, epoch_itr: Any) -> tuple[SimpleNamespace, SimpleNamespac
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy a checkpoint's content to host memory; no tensor of the copy shares memory with the model."""
+    """Copy a checkpoint's content to host memory, which the copy does not share with the model."""
     in_use = {id(value) for _, _, value in walk(state)}
     moved = utils.move_to_cpu(state)
     # A tensor that was moved from a GPU or converted to a wider dtype is already a copy.
@@ -144,7 +144,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill_in(state: dict[str, Any], records: Mapping[tuple[str, str], Any]) -> None:
-    """In a state, replace each mark of a pending record by the record, in place."""
+    """Replace the marks of pending records in a state by the records, in place."""
     for container, key, value in walk(state):
         if isinstance(value, dict) and PENDING in value and MARK in value:
             container[key] = records[tuple(value[PENDING])]

@@ -49,8 +49,8 @@ class ExpertEMA(EMA):
     def step(self, new_model: nn.Module, updates: int | None = None) -> None:
         """Average the weights if the number of updates is a multiple of --ema-update-freq.
 
-        fairseq counts updates from the start of the process, so without this method a resumed run would
-        average after other updates.
+        fairseq counts updates from the start of the process, so a resumed run would average after other
+        updates without this method.
         """
         if updates is not None and self.config.ema_update_freq > 1:
             self.update_freq_counter = (updates - 1) % self.config.ema_update_freq
@@ -63,7 +63,7 @@ class ExpertEMA(EMA):
         averages = self.fp32_params or current
         for key, value in new_model.state_dict().items():
             average = averages[key]
-            if average.data_ptr() not in seen:  # tied weights have several keys
+            if average.data_ptr() not in seen:  # a tied weight has several keys
                 seen.add(average.data_ptr())
                 if average.is_floating_point() and "version" not in key:
                     average.mul_(self.decay).add_(value.to(average.dtype), alpha=1 - self.decay)
@@ -73,7 +73,7 @@ class ExpertEMA(EMA):
                 current[key].copy_(average)
 
     def averages_of(self, model: nn.Module) -> dict[int, dict[str, Tensor]]:
-        """Return the averages of this rank's experts; the keys are the ids of `model`'s parameters."""
+        """Return the averages of this rank's experts, keyed by the ids of `model`'s parameters."""
         trained = dict(model.named_parameters(remove_duplicate=False))
         found = {}
         for key, parameter in self._experts():

@@ -1,15 +1,15 @@
 """Defines a training batch iterator whose saved position does not depend on the number of ranks.
 
-fairseq saves the number of batches that each rank consumed. This iterator saves the number that all ranks
-consumed, and a resumed run drops that many batches before sharding.
+fairseq saves the number of batches that each rank consumed. This iterator saves the number of batches that
+all ranks consumed, and a resumed run drops that many batches before sharding.
 
-If the ranks get unequal numbers of batches, some ranks end an update with an empty batch. On such a rank,
-fairseq's trainer uses the gradients of the update's earlier batches, but does not count the tokens of those
-batches. This iterator therefore puts empty batches before a rank's last full batch.
+If the ranks get unequal numbers of batches, some ranks end an update with an empty batch. On a rank with an
+empty last batch, fairseq's trainer uses the gradients of the update's earlier batches, but does not count
+their tokens. This iterator therefore puts empty batches before a rank's last full batch.
 
 With --moe-micro-batches N, update k has the global batches kN to kN + N - 1 on any number of ranks. With
---moe-micro-batches N, the order of batches is that of fairseq on N ranks. An update takes ceil(N / W)
-rounds on W ranks.
+--moe-micro-batches N, the order of batches is that of fairseq on N ranks. With --moe-micro-batches N, an
+update takes ceil(N / W) rounds on W ranks.
 """
 
 import itertools
@@ -49,7 +49,8 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     def set_update_freq(self, update_freq: Sequence[int], micro_batches: int = 0) -> None:
         """Set a rank's micro-batches per update for each epoch (--update-freq).
 
-        With `micro_batches` (all ranks' micro-batches per update), each epoch has ceil(micro_batches / W).
+        If `micro_batches` (all ranks' micro-batches per update) is given, each epoch has ceil(micro_batches
+        / W).
         """
         self._micro_batches = micro_batches
         self._update_freq = (rounds_of(micro_batches, self.num_shards),) if micro_batches else update_freq
@@ -86,7 +87,8 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         super().load_state_dict({**state_dict, "iterations_in_epoch": start})
         rest = self._next_epoch_itr
         if self.skip_remainder_batch and rest is not None and len(rest) - rest.n < update_freq:
-            # fairseq's training loop fails in an epoch without an update, so this epoch is skipped.
+            # fairseq's training loop fails in an epoch without an update, so the rest of this epoch is
+            # skipped.
             self._skip_rest_of_epoch()
 
     def _skip_rest_of_epoch(self) -> None:
@@ -117,7 +119,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
 
     @property
     def _order_shards(self) -> int:
-        """The number of ranks on which fairseq has the same batch order as this iterator."""
+        """The number of ranks on which fairseq's order of batches equals this iterator's."""
         return self._micro_batches or self.num_shards
 
     def _batches_in(self, rounds: int) -> int:
@@ -136,7 +138,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         in_order = self._global_order(epoch, fix_batches_to_gpus, shuffle, resumed.order_shards)
         rest = [batch for batch in in_order[resumed.consumed :] if len(batch) > 0]
         shard = ShardedIterator(rest, self.num_shards, self.shard_id, fill_value=[])
-        # The first `start` batches were already consumed; the sampler drops their placeholders [].
+        # The sampler drops the placeholders [] of the first `start` batches, which were already consumed.
         return [[]] * resumed.start + list(shard)
 
     def _in_updates(self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool) -> list[Any]:
@@ -145,7 +147,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         if resumed is None or resumed.epoch != epoch:
             resumed = _Resumed(epoch, 0, 0, size)
         in_order = self._global_order(epoch, fix_batches_to_gpus, shuffle, resumed.order_shards)
-        batches: list[Any] = [[]] * resumed.start  # the sampler drops these placeholders
+        batches: list[Any] = [[]] * resumed.start  # the sampler drops placeholders
         for first in range(resumed.consumed, len(in_order), size):
             update = in_order[first : first + size]
             if len(update) == size:
@@ -162,7 +164,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         return own
 
     def _global_order(self, epoch: int, fix: bool, shuffle: bool, shards: int) -> list[Any]:
-        """Return all ranks' batches in the order of the saved run, one batch from each rank in turn.
+        """Return all ranks' batches in the order of the saved run, in which ranks take turns.
 
         If the batch order depends on the number of ranks, the shards of all ranks are interleaved.
         """

@@ -14,7 +14,7 @@ from fairseq_tutel.plugin.training.ema import AVERAGE, WIDE_AVERAGE, ExpertEMA
 
 
 class ExpertStates:
-    """The optimizer state and averages of a trainer's experts, which checkpoints contain, too.
+    """The optimizer state and averages of a trainer's experts, which are saved with the parameters.
 
     Args:
         trainer: fairseq's trainer.
@@ -36,7 +36,7 @@ class ExpertStates:
         return {**state, **self._averages.get(id(parameter), {})}
 
     def by_index(self, records: Mapping[tuple[str, str], Any]) -> dict[int, dict[str, Any]]:
-        """Return the optimizer state in `records` by parameter index and state key.
+        """Return the optimizer state in `records` by the parameter's index and the state's key.
 
         The keys of `records` are (qualified name of the layer's experts, tensor name).
         """

@@ -14,8 +14,8 @@ from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.training.resume import flag_and_path
 
-# Functions whose results must be finite for a finite tensor. The 2-norm is no such function, because it is
-# infinite for weights beyond 1e19.
+# Functions whose results must be finite for a finite tensor. The 2-norm is not used, because it is infinite
+# for weights beyond 1e19.
 Measure = Callable[..., Tensor]
 OF_WEIGHTS, OF_STATE = torch.linalg.vector_norm, torch.sum
 # Names of state tensors of fairseq's optimizers that have the same shape as their parameter.
@@ -78,7 +78,7 @@ def mismatch(trainer: Any) -> str | None:
     for optimizer in optimizers_of(trainer):
         for parameter, state in optimizer.state.items():
             for key in SHAPED:
-                moment = state.get(key)  # SGD without momentum has None as state
+                moment = state.get(key)  # SGD without momentum has None
                 fits = getattr(moment, "shape", None) == parameter.shape and moment.is_floating_point()
                 if moment is not None and not fits:
                     shape = tuple(parameter.shape)

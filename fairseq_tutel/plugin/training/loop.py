@@ -1,4 +1,4 @@
-"""Wraps functions of fairseq's training loop."""
+"""Wraps functions that fairseq's training loop calls."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,8 +8,8 @@ from typing import Any
 def globals_of(main: Any) -> dict[str, Any] | None:
     """Return the globals of fairseq's training loop if `main` is its training function, otherwise None.
 
-    In a process that multiprocessing spawned for `python -m fairseq_cli.train`, the module of `main` only
-    has copies of these globals.
+    In a process that multiprocessing spawned for `python -m fairseq_cli.train`, the module of `main` has
+    only copies of the loop's globals.
     """
     names = getattr(main, "__globals__", {})
     module = getattr(names.get("__spec__"), "name", "")
@@ -20,7 +20,7 @@ def globals_of(main: Any) -> dict[str, Any] | None:
 def wrapping(main: Any, **wrappers: Callable[[Any], Any]) -> Iterator[None]:
     """Context manager that wraps functions that `main` calls, if `main` is fairseq's training function.
 
-    Each keyword argument is the name of a function or class, and a function that wraps it.
+    Each keyword is the name of a function or class, and each argument a function that wraps it.
     """
     names = globals_of(main) or {}
     before = {name: names[name] for name in wrappers if names}

@@ -122,7 +122,7 @@ class PreemptionConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the signals that end a run; empty for none."""
+        """The names of the signals that end a run; the list may be empty."""
         return _signals_of(self.moe_preemption_signals) or ()
 
 

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class MoETrainer(Trainer):
-    """fairseq's Trainer for models with experts: prepares the model for several ranks before training."""
+    """fairseq's Trainer for models with experts, which prepares the model for several ranks."""
 
     def __init__(self, cfg: Any, task: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         prepare(cfg, task, model)
@@ -51,7 +51,7 @@ class MoETrainer(Trainer):
         if extra_state is not None:
             refuse_loaded(self.cfg, self)
         options = self.cfg.optimization
-        if 0 < options.max_update <= self.get_num_updates():  # fairseq compares only after an update
+        if 0 < options.max_update <= self.get_num_updates():  # fairseq checks --max-update after an update
             logger.info("--max-update %d is already reached, so nothing was trained", options.max_update)
             options.max_epoch = -1
         return extra_state
@@ -97,7 +97,7 @@ def prepare(root: Any, task: Any, model: Any) -> None:
         start_together(root, model, task)
     topology = _topology_of(layers)
     _prepare_experts(model, layers.values(), topology)
-    if are_placed:  # a model may have a user's layers and installed experts
+    if are_placed:  # installed experts are already prepared
         return
     if topology.expert_parallel_size > 1 and getattr(root.task, "eval_bleu", False):
         raise ValueError(

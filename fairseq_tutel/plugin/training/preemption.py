@@ -1,7 +1,7 @@
 """Ends a run after a signal: all ranks finish the same update, save a checkpoint, and exit with EXIT_CODE.
 
 A signal may reach one rank only. In each update and validation step, fairseq sums log values over the
-ranks. This module adds the number of ranks that received a signal to the sums. All ranks therefore stop
+ranks. To the sums, this module adds the number of ranks that received a signal. All ranks therefore stop
 after the same update, without another collective.
 """
 
@@ -55,7 +55,7 @@ def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[SignalWatch 
 
 
 def run_watched(run: Any, main: Any, cfg: Any, **kwargs: Any) -> Any:
-    """Call `run`, which calls `main`, in a rank that fairseq spawned, and receive the rank's signals."""
+    """Receive the signals of a rank that fairseq spawned, while `run` calls `main` in the rank."""
     with watching(cfg, main) as signals:
         return run(cfg, **kwargs, **({} if signals is None else {"signals": signals}))
 
@@ -69,7 +69,7 @@ class Preemption:
     def __init__(self, watch: SignalWatch, count_saves: Callable[[], int]) -> None:
         self._watch, self._count_saves = watch, count_saves
         self._count: Any = 0.0  # Number of ranks with a signal.
-        self.result = ""  # The log text after a signal has ended the run.
+        self.result = ""  # Text for the log if a signal ended the run.
 
     @contextlib.contextmanager
     def installed(self, main: Any) -> Iterator[None]:
@@ -147,7 +147,7 @@ class Preemption:
         return validate_and_save
 
     def _received_by_any(self) -> bool:
-        """Return whether any rank received a signal. Collective."""
+        """Return whether any rank has received a signal. Collective."""
         received = self._watch.received is not None
         return any(world.all_gather_object(received, "the check for signals"))
 

@@ -19,10 +19,10 @@ from fairseq_tutel.parallel.world import run_on_rank_zero
 
 logger = logging.getLogger(__name__)
 
-# What a rank finds instead of a readable checkpoint: no file, a corrupt file, or another file system.
+# Results of a rank without a readable checkpoint: no file, a corrupt file, or another file system.
 NOTHING, CORRUPT, ELSEWHERE = "nothing", "corrupt", "no local file"
 KINDS = (NOTHING, CORRUPT, ELSEWHERE, NOT_A_FILE)
-CHECK = "the check of the checkpoint"  # Errors of collectives contain this text.
+CHECK = "the check of the checkpoint"  # Collectives of the check have this name in errors.
 # Names of checkpoints that a run saves in addition to checkpoint_last.pt.
 SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 
@@ -60,7 +60,7 @@ def check_checkpoint(cfg: Any) -> None:
         raise ValueError(f"{flag} is {path}, which is {found[0]}; give a checkpoint file.")
     # Scripts that restart jobs name checkpoint_last.pt even at the first start, when it is missing.
     if found[0] == NOTHING and os.path.abspath(path) != os.path.abspath(_last(cfg)):
-        # Without this error, fairseq would train from scratch if the checkpoint file is missing.
+        # fairseq would train from scratch if the checkpoint file is missing.
         raise ValueError(
             f"{flag} is {path}, which does not exist; give an existing file (relative to the current "
             f"folder), or remove {flag}."

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class SaveSession:
-    """Saves of a training run, in an object that fairseq's save_checkpoint has no argument for."""
+    """Holds the saves of a training run, because fairseq's save_checkpoint has no argument for them."""
 
     def __init__(self) -> None:
         self.background: BackgroundSave | None = None  # None without --moe-save-async.
@@ -102,7 +102,7 @@ def run_training(main: Any, cfg: Any, signals: SignalWatch | None = None, **kwar
 
 @contextlib.contextmanager
 def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
-    """Context manager that prevents other runs from writing to a folder. Entering is a collective."""
+    """Context manager that prevents other runs from writing to a folder; entering is a collective."""
     with contextlib.ExitStack() as stack:
 
         def lock() -> None:
@@ -151,7 +151,7 @@ def save_checkpoint(original: Any) -> Any:
 def _completed(cfg: Any, trainer: Any, states: ExpertStates | None) -> Iterator[None]:
     """Context manager in which fairseq saves all ranks' experts and optimizer state. Collective.
 
-    Entering the context gathers these tensors or, with `states`, writes them to shard files.
+    The context manager gathers both, or with `states` writes both to shard files, at its start.
     """
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
     model = trainer.get_model()

@@ -33,8 +33,8 @@ from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
 
-# These optimizers compute the update of an element from other elements, so a shard of a parameter would get
-# another update.
+# These optimizers compute the update of an element from other elements, so sharded parameters would get
+# different updates.
 NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
 
 
@@ -98,7 +98,7 @@ def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     return rendezvous.meeting(distributed.distributed_rank, distributed.distributed_world_size, seconds)
 
 
-# Options that may differ between ranks because they describe one rank; options with a path may differ, too.
+# Options that describe one rank may differ between ranks, like options with a path.
 OF_ONE_RANK = {
     *("distributed_rank", "device_id", "shard_id", "distributed_init_method", "distributed_port"),
     *("distributed_no_spawn", "distributed_num_procs", "nprocs_per_node"),
@@ -120,7 +120,7 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
 def set_timeout(task_cfg: Any) -> None:
     """Set the time-out of all later process groups from --moe-comm-timeout."""
     options = read(TaskConfig, task_cfg)
-    refuse_bad_values(options)  # comes before any collective
+    refuse_bad_values(options)  # before any collective
     guard.set_timeout(options.moe_comm_timeout)
 
 
@@ -208,8 +208,8 @@ def refuse_run(
     """Raise an error if the options of a training run do not work with experts.
 
     `model` is the stock model before its FFNs are replaced. `in_step` is true if MoE layers communicate
-    even if each rank holds all experts. `sliced` is true if a rank holds only shards of experts. `ahead` is
-    the value of the option --moe-pregate.
+    even when each rank holds all experts. `sliced` is true if a rank holds only shards of experts. `ahead`
+    is the value of the option --moe-pregate.
     """
     refuse_stock_options(root)
     common, options, zero = root.common, read(TaskConfig, root.task), zero_options(root)
@@ -222,7 +222,7 @@ def refuse_run(
     recomputes = any(hasattr(module, "precheckpoint_forward") for module in model.modules())
     local_drop = float(getattr(root.model, "moe_local_drop", 0.0))
     half = next((key for key in ("memory_efficient_fp16", "fp16") if common[key]), "")
-    # The memory-efficient optimizers have no fp32 master weights.
+    # These optimizers have no fp32 master weights.
     without_masters = ("memory_efficient_fp16", "memory_efficient_bf16")
     not_with_zero = next((key for key in without_masters if zero and common[key]), "")
     needs_whole = ""
@@ -281,7 +281,7 @@ def _layerdrop_of(model: nn.Module) -> str:
 
 def complete(root: Any) -> None:
     """Change options of the FairseqConfig that do not work with experts, in place, and log every change."""
-    # fairseq-train sets `fp16` in this section, but fairseq-hydra-train would train in fp32.
+    # fairseq-train sets fp16 with memory_efficient_fp16, but fairseq-hydra-train would train in fp32.
     for precision in ("fp16", "bf16"):
         if root.common[f"memory_efficient_{precision}"]:
             _set(root.common, precision, True)

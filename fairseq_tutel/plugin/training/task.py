@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class InferenceMixin:
-    """Mixin for a fairseq task class whose model commands use on several ranks."""
+    """Mixin for a fairseq task class that lets a command use models on several ranks."""
 
     _iterator: Any = None
 
@@ -83,8 +83,8 @@ class MoETaskMixin(InferenceMixin):
     moe_tuner: UpdateTuner | None = None
     _micro_batches = 0  # This is the value of --moe-micro-batches.
     _seed = 1  # This is the value of --seed.
-    _update = (-1, -1)  # After an overflow, fairseq repeats an update number.
-    _ran_in_update = 0  # This rank's micro-batches in the current update, without dummies.
+    _update = (-1, -1)  # After an overflow, fairseq repeats the update number.
+    _ran_in_update = 0  # The number of this rank's real micro-batches in the update.
 
     def take_experts(self, layers: Sequence[MoELayer], tuner: UpdateTuner | None) -> None:
         """Record the model's MoE layers and their tuner, and apply this task's options to the layers."""
@@ -120,7 +120,7 @@ class MoETaskMixin(InferenceMixin):
     ) -> Any:
         """Run forward and backward on one micro-batch of a training step.
 
-        With `ignore_grad`, the micro-batch is a dummy batch: MoE layers route no tokens and log nothing.
+        With `ignore_grad`, the micro-batch is a dummy batch, whose tokens are neither routed nor logged.
         """
         layers = moe_layers(model)
         if any(layer.experts.weights.of_all for layer in layers):
@@ -145,7 +145,7 @@ class MoETaskMixin(InferenceMixin):
                 sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
             )
         if self.moe_tuner is not None:
-            self.moe_tuner.end()  # timed until backward ends
+            self.moe_tuner.end()  # the time includes backward
         if ignore_grad:
             # The trainer discards dummy batches only at the end of an update, so log values are set to 0.
             loss, sample_size, log = result
@@ -154,7 +154,8 @@ class MoETaskMixin(InferenceMixin):
 
     def _begin_micro_batch(self, num_tokens: int, optimizer: Any, update_num: int) -> None:
         """Recognize the start of an update, and notify the tuner of the update or the micro-batch."""
-        # An update ends when gradients are clipped, even if an overflow then skips the optimizer step.
+        # Gradients are clipped at the end of every update, even if an overflow then skips the optimizer
+        # step.
         update = (getattr(innermost_optimizer(optimizer), "times_clipped", 0), update_num)
         is_new = update != self._update
         if is_new:
@@ -164,7 +165,7 @@ class MoETaskMixin(InferenceMixin):
             begin(num_tokens)
 
     def _seed_micro_batch(self, update_num: int) -> None:
-        """Seed torch by the micro-batch's position in the update, so dropout is independent of W."""
+        """Seed torch by the micro-batch's position in the update, for equal dropout on any rank count."""
         position = world.rank() + self._ran_in_update * world.size()
         torch.manual_seed(hashed_seed(self._seed, f"update {update_num}", position, "micro-batch"))
         self._ran_in_update += 1
@@ -234,7 +235,7 @@ class MoETaskMixin(InferenceMixin):
         update_epoch_batch_itr: bool = False,
         **others: Any,
     ) -> bool:
-        """Return whether fairseq makes batches only once for all epochs, and has not made them yet.
+        """Return whether fairseq makes batches once for all epochs, and has not made them yet.
 
         In a resumed run, fairseq would make these batches with random numbers of the current epoch.
         """

@@ -1,7 +1,7 @@
 """Defines NLLB-MoE: Defines NLLB-MoE, which is M2M100 with experts in some layers, two for each token.
 
-In evaluation, fairseq_tutel and transformers choose the same experts with the same weights. fairseq_tutel
-and transformers differ in two ways:
+In evaluation, fairseq_tutel and transformers choose the same experts with the same weights. Both systems
+differ in two ways:
 
 - transformers draws the second expert at random in evaluation too, if second_expert_policy is sampling or
   random; fairseq_tutel uses the second-best expert.
@@ -25,7 +25,7 @@ READ = ("num_experts", "expert_capacity", "moe_eval_capacity_token_fraction", "m
 POLICIES = {name: name for name in ("all", "sampling", "random")}
 # For each router_dtype of transformers, whether the gate has the model's dtype instead of float32.
 ROUTER_DTYPES = {"float32": False, "bfloat16": True, "float16": True}
-MOST_EXPERTS = 10_000  # A limit per layer, because names of all experts are listed.
+MOST_EXPERTS = 10_000  # A maximum per layer, because names of all experts are listed.
 # With this tiny token fraction, an expert has at most one slot, so the minimum capacity decides.
 ONE_SLOT = 1e-9
 # fairseq_tutel options that must have these values, because other values change the computation.
@@ -48,7 +48,7 @@ FIXED = {
 
 
 def sparse_layers(side: str, sparse: bool = True) -> Callable[[Mapping[str, Any]], list[int]]:
-    """Return a function that returns the indices of a side's layers with (or without) experts."""
+    """Return a function from options to the indices of layers with (or without) experts on a side."""
 
     def of(options: Mapping[str, Any]) -> list[int]:
         indices = range(options[f"{side}_layers"])
@@ -93,7 +93,7 @@ class MoEFamily(Family):
     """A family with experts, in which `rows` excludes the experts' tensors, and `stacks` has them."""
 
     def stacks(self, options: Mapping[str, Any]) -> dict[str, tuple[list[str], tuple[int, ...]]]:
-        """Return, for each stacked tensor, transformers' names of its E tensors, and one expert's shape."""
+        """Return transformers' names of the E tensors of each stacked tensor, and one expert's shape."""
         found = {}
         for side in SIDES:
             model_dim, hidden_dim = options[f"{side}_embed_dim"], options[f"{side}_ffn_embed_dim"]
@@ -204,7 +204,7 @@ def _read_capacity(config: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if isinstance(value, bool) or not isinstance(value, kinds):
             raise ValueError(f"config.json has {name} {value!r}; give a number.")
-    if fraction >= 1:  # each expert has a slot for every token
+    if fraction >= 1:  # gives each expert a slot for every token
         return training | {"moe_eval_capacity_token_fraction": 0.0}
     if fraction > 0:
         return training | {"moe_eval_capacity_token_fraction": float(fraction)}

@@ -11,8 +11,8 @@ LAYERS = "conv_feature_layers"
 CONVOLUTIONS = ("conv_dim", "conv_kernel", "conv_stride")
 DEFAULTS = ([512] * 7, [10, 3, 3, 3, 3, 2, 2], [5, 2, 2, 2, 2, 2, 2])
 MODES = {"group": "default", "layer": "layer_norm"}
-# A list of layers in the text of a fairseq option, and the number of repetitions. The text of this option
-# is untrusted, so it is parsed instead of evaluated.
+# A list of convolution layers in the text of a fairseq option, and how often the list is repeated. The text
+# of the option is untrusted, so it is parsed instead of evaluated.
 TERM = r"\[\(\d{1,5},\d{1,5},\d{1,5}\)(?:,\(\d{1,5},\d{1,5},\d{1,5}\))*,?\](?:\*\d{1,3})?"
 
 
@@ -20,10 +20,10 @@ def convolutions(text: Any) -> list[tuple[int, int, int]]:
     """Parse the fairseq option --conv-feature-layers, such as [(512, 10, 5)] + [(512, 3, 2)] * 4.
 
     Returns:
-        The function returns the width, kernel size and stride of each layer.
+        The function returns the width, kernel size and stride of each convolution layer.
 
     Raises:
-        ValueError: the text is not a list of layers in this form.
+        ValueError: the text is not a list of convolution layers in this form.
     """
     text = re.sub(r"\s", "", str(text))
     if not re.fullmatch(rf"{TERM}(?:\+{TERM})*", text):
@@ -65,7 +65,7 @@ def _write_layers(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_codes(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of config.json for the layers and for the codebook."""
+    """Return the entries of config.json for the convolution layers and for the codebook."""
     final_dim = options.get("final_dim") or options.get("encoder_embed_dim")
     dims = {"codevector_dim": options.get("latent_dim") or final_dim, "proj_codevector_dim": final_dim}
     return _write_layers(options) | dims
@@ -97,7 +97,7 @@ def _names(prefix: str) -> tuple[Names, ...]:
             "{layer_norm,post_extract_proj}.{weight,bias}",
         ),
         Names(f"{conv}.bias", "encoder.pos_conv.0.bias"),
-        # The names after the space are those of weight normalization in torch 2.1 and older.
+        # The second tensor names, after a space, are those of weight normalization in torch 2.1 and older.
         Names(
             f"{conv}.parametrizations.weight.original0 {conv}.weight_g",
             "encoder.pos_conv.0.weight_g",
@@ -211,7 +211,7 @@ HUBERT = Family(
     fixed={**FIXED, "conv_pos_batch_norm": False},
     assumed=ASSUMED,
     ignored=IGNORED,
-    # These models of transformers have no head, so the fairseq task needs no dictionaries.
+    # wav2vec 2.0 and HuBERT have no head in transformers, so the fairseq task needs no dictionaries.
     unused={
         "final_proj.weight": "256 encoder_embed_dim",
         "final_proj.bias": "256",

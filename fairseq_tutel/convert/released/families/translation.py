@@ -1,4 +1,4 @@
-"""Defines the encoder-decoders: M2M100, NLLB, BART, mBART and FSMT (WMT19)."""
+"""Defines the encoder-decoders: M2M100 and NLLB, BART, mBART, and FSMT (WMT19) can be converted."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +44,7 @@ LOGITS_BIAS = {"final_logits_bias": "1 vocab_size"}
 
 
 def _sizes(activation: str, attention_dropout: float, layerdrop: float, scales: bool) -> tuple[Option, ...]:
-    """Return the options that all encoder-decoders have; the arguments are defaults of transformers."""
+    """Return the options that all encoder-decoders have; the arguments are transformers' defaults."""
     widths = "encoder_embed_dim decoder_embed_dim decoder_input_dim decoder_output_dim"
     return (
         Option("encoder_layers", "encoder_layers", 12),
@@ -65,7 +65,8 @@ def _sizes(activation: str, attention_dropout: float, layerdrop: float, scales: 
     )
 
 
-# Options of fairseq's transformer that change the computation, and that these families do not have.
+# Options of fairseq's transformer that change the computation, and that encoder-decoders of transformers
+# lack.
 PLAIN = {
     "adaptive_input": False,
     "adaptive_softmax_cutoff": None,
