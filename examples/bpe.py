@@ -24,7 +24,7 @@ def main() -> None:
             model_type="bpe",
             vocab_size=arguments.vocab_size,
             character_coverage=1.0,
-            # WikiText writes <unk> for rare words, and fairseq's dictionary uses the same name.
+            # WikiText has <unk> for rare words, which is also a symbol of fairseq's dictionaries.
             unk_piece="<unknown>",
             user_defined_symbols=["<unk>"],
             minloglevel=1,

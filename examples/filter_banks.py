@@ -5,7 +5,7 @@ and one file banks/NAME.npy per sound to OUT.
 
     python examples/filter_banks.py OUT --split train --text train.txt SOUND.wav …
 
-Shape suffixes: B mel bins, F frequencies, N frames.
+Shape suffixes: Shape suffixes are B (mel bins), F (frequencies) and N (frames).
 """
 
 import argparse

@@ -28,7 +28,7 @@ WAYS = {
     "load, global": ("load", "--globally"),
     "importance, global": ("importance", "--globally"),
 }
-TRANSLATED = ("load", "importance")  # selections of experts for which BLEU is measured
+TRANSLATED = ("load", "importance")  # BLEU is measured for these selections of experts
 
 
 def results(data: Path, folder: Path, seed: int, shares: list[float]) -> dict[str, float]:

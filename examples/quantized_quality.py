@@ -22,10 +22,10 @@ from routing_table import mean_of
 from tabulate import tabulate
 from translation_model import bleu, perplexity, run, train
 
-BITS = {"fp32": "32", "bf16": "16", "int8": "8.2", "int4": "4.25"}  # Bits per expert weight.
-# For each format of the other weights, the `dtype` of `from_checkpoint`.
+BITS = {"fp32": "32", "bf16": "16", "int8": "8.2", "int4": "4.25"}  # The number of bits per expert weight.
+# The `dtype` of `from_checkpoint` for each format of the other weights.
 OTHERS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-# Pairs of a format of the experts and a format of the other weights.
+# Each pair has the format of the experts and the format of the other weights.
 CASES = (
     *((name, "fp32") for name in BITS),
     *((name, other) for other in ("bf16", "int8") for name in ("int8", "int4")),

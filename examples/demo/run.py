@@ -27,7 +27,7 @@ def main() -> None:
 
     started = monotonic()
     os.chdir(Path(__file__).parents[2])
-    # Without this removal, fairseq would resume the checkpoints of an earlier run.
+    # fairseq would resume the checkpoints of an earlier run of the demo.
     shutil.rmtree(steps.OUT, ignore_errors=True)
 
     def begin(step: str) -> None:

@@ -48,7 +48,7 @@ def main() -> None:
     """Run all steps of the demo, and write the results."""
     started = monotonic()
     os.chdir(Path(__file__).parents[2])
-    for name in MODELS:  # fairseq would resume the checkpoints of an earlier run
+    for name in MODELS:  # fairseq would resume an earlier run's checkpoints
         shutil.rmtree(OUT / name, ignore_errors=True)
 
     def begin(step: str) -> None:

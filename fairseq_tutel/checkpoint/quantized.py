@@ -5,7 +5,7 @@ A row is a vector along the last dimension. A tensor [..., W] with R rows is sto
 - In bf16, the values are stored without scales.
 - In int8, R scales in float32 come first, and then R rows of W bytes. A value is scale * byte.
 - In int4, R scales in float32 come first, and then R rows of ceil(W / 2) bytes. A value is
-  scale * (nibble - 8). The low nibbles are a row's first half, the high nibbles the second half, padded with 8.
+  scale * (nibble - 8). The low nibbles are a row's first half, the high nibbles the rest, padded with 8.
 - In int4 in groups, for a matrix [R, W] whose sizes are multiples of 64, a scale in bfloat16 for each 64
   values of a row comes first, and then `packed_int4` of the nibbles.
 

@@ -46,13 +46,13 @@ class BufferLayout:
 
 
 class Buffer:
-    """The memory of one expert: `memory` has all bytes, and `tensors` has views by name."""
+    """The memory of one expert, with all its bytes in `memory`, and views by name in `tensors`."""
 
     def __init__(self, layout: BufferLayout, memory: Tensor) -> None:
         self.layout, self.memory = layout, memory
         self.tensors = {f.name: memory[f.begin : f.end].view(f.dtype).view(f.shape) for f in layout.fields}
         self._quantized = {f.name: f.quantized for f in layout.fields}
-        # On a GPU, the buffer may be written again after this CUDA event.
+        # On a GPU, the buffer may be written again after the CUDA event `freed`.
         self.freed: torch.cuda.Event | None = None
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -84,8 +84,8 @@ class Buffer:
 def buffers_on_host(layout: BufferLayout, count: int) -> list[Buffer]:
     """Return `count` buffers in host memory, which is pinned if there is a GPU.
 
-    torch allocates pinned memory in powers of two, which can be up to twice the size of a buffer. To waste
-    less memory, several buffers share an allocation.
+    torch allocates pinned memory in powers of two, up to twice the size of a buffer. To waste less memory,
+    several buffers share an allocation.
     """
     buffers: list[Buffer] = []
     with torch.inference_mode(False):

@@ -4,11 +4,11 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-Key = tuple[int, int]  # index of a stack, index of an expert
+Key = tuple[int, int]  # index of an expert stack, index of an expert
 
 
 class ExpertCache:
-    """A cache of expert keys with a limit in bytes and a limit in experts; None means no limit.
+    """A cache of expert keys with limits in bytes and in experts; a limit of None means no limit.
 
     The policy `lru` evicts the least recently used expert, and `lfu` the least frequently used expert. If
     several experts are equally frequent, `lfu` evicts the least recently used of these experts.
@@ -17,7 +17,7 @@ class ExpertCache:
     def __init__(self, policy: str, most_bytes: int | None, most_experts: int | None) -> None:
         self.policy, self.most_bytes, self.most_experts = policy, most_bytes, most_experts
         self._uses: Counter[Key] = Counter()
-        self._ranks: dict[Key, tuple[int, int]] = {}  # the expert with the smallest number is evicted first
+        self._ranks: dict[Key, tuple[int, int]] = {}  # the expert with the smallest value is evicted first
         self._time = itertools.count(1)
         self._kept: dict[Key, int] = {}  # bytes
         self._bytes = 0

@@ -20,7 +20,7 @@ from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout, buffers
 from fairseq_tutel.inference.fetch_thread import Source
 from fairseq_tutel.moe.expert_stack import ExpertStack
 
-LONGEST_HEADER = 100_000_000  # in bytes, as in safetensors
+LONGEST_HEADER = 100_000_000  # the number of bytes is that of safetensors
 
 
 class ShardFiles:
@@ -53,7 +53,7 @@ class ShardFiles:
         self._sound.add((path, piece.key))
 
     def staging_of(self, layout: BufferLayout) -> Buffer:
-        """Return a host buffer for copies to a GPU; the next read overwrites the buffer."""
+        """Return a host buffer for copies to a GPU, which the next read overwrites."""
         if layout not in self._staging:
             (self._staging[layout],) = buffers_on_host(layout, 1)
         return self._staging[layout]

@@ -39,7 +39,7 @@ class LayerStatistics:
 
     @property
     def importance(self) -> list[float]:
-        """Each expert's activity * exp(confidence), divided by the mean over the layer's experts.
+        """An expert's importance, activity * exp(confidence), divided by the mean over the layer's experts.
 
         Source: Koishekenov et al. 2023, Memory-efficient NLLB-200, define this importance.
         """
@@ -48,7 +48,7 @@ class LayerStatistics:
         return [each / mean for each in found]
 
 
-# Maps a language pair, such as de-en, and a layer's short name, such as decoder_1, to statistics.
+# Maps a language pair, such as de-en, and then a layer's short name, such as decoder_1, to statistics.
 Statistics = Mapping[str, Mapping[str, LayerStatistics]]
 
 
@@ -94,7 +94,7 @@ def pooled(
 ) -> dict[str, LayerStatistics]:
     """Return the statistics of each layer over the tokens of some language pairs; () means all pairs.
 
-    For errors, `path` is the statistics file, and `flag` the option that names the language pairs.
+    In error messages, `path` is the statistics file, and `flag` the option that names the language pairs.
 
     Raises:
         ValueError: the statistics file lacks a language pair.

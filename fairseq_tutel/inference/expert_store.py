@@ -1,6 +1,7 @@
 """An expert store keeps experts on disk or in host memory, and loads experts when a MoE block needs them.
 
-Shape suffixes: E experts of a block, e experts on this rank. In a call of a block, n experts have rows.
+Shape suffixes: In this file, a block has E experts, of which e are on this rank. In a call of a block, n
+experts have rows.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ CLOSED = "the expert store is closed; create another one and open the model agai
 class Counters:
     """Statistics of an expert store: calls, fetches, cache hits, waits and peak memory."""
 
-    calls: int = 0  # Number of calls of blocks.
+    calls: int = 0  # Number of calls of MoE blocks.
     asked: int = 0  # Number of experts with rows, summed over calls.
     fetches: int = 0  # Number of experts that were read, ahead or on demand.
     hits: int = 0  # Number of experts with rows that were in memory from an earlier use.
@@ -53,7 +54,7 @@ class Counters:
     peak_bytes: int = 0  # Largest number of bytes of experts in memory, in their stored format.
 
     def add(self, **amounts: float) -> None:
-        """Add the given amounts to the counters."""
+        """Add the given amounts to the counters of the expert store."""
         for name, amount in amounts.items():
             setattr(self, name, getattr(self, name) + amount)
 
@@ -64,24 +65,24 @@ class ExpertStore:
     An expert store is for evaluation only. Outputs are bit-identical to those with experts in memory. On a
     CPU, outputs can differ by rounding if the size of an expert's matrix is not a multiple of 64 bytes.
 
-    A single thread reads experts. The thread ends with `close`, with the process, or after an error, which
-    the store's next use raises. A deep copy of a model shares its store. A forked process or a second
-    thread needs a separate store. A model in a store can be neither saved nor loaded.
+    A single thread reads experts from disk or host memory. The thread ends with `close`, with the process,
+    or after an error, which the store's next use raises. A deep copy of a model shares its store. A forked
+    process or a second thread needs a separate store. A model in a store can be neither saved nor loaded.
 
     Policies (docs/inference.md):
 
     - `on-demand`: fetch experts when a call needs them.
     - `pregated`: also fetch the experts that calls of `prefetch` request.
     - `prefetch-all`: also fetch all experts of the next block. The next block is the block that followed
-      the last time. At first, it is the block that was added next.
+      this block at the previous time. Initially, the next block is the block that was added next.
 
     Tiers: The tier `disk` reads the shard files of a checkpoint, and `host` keeps experts in memory (pinned
     if there is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes. The cache size
     `"auto"` is half of the memory that is free at the first fetch.
 
     On a CPU, built-in experts in int8 and int4 are multiplied without dequantization. The relative error of
-    such a product is at most 2**-8, which is less than that of quantization. With `compute="unpacked"`,
-    matrices are first converted to the model's dtype.
+    a product with int8 or int4 is at most 2**-8, which is less than that of quantization. With
+    `compute="unpacked"`, matrices are first converted to the model's dtype.
 
     Raises:
         ValueError: the policy, tier, cache size, eviction policy or `compute` is invalid.
@@ -117,9 +118,9 @@ class ExpertStore:
         self._sizes_cache = cache == AUTO
         self._cache = ExpertCache(eviction, *((0, None) if self._sizes_cache else cache_limits(cache)))
         self._stacks: list[tuple[ExpertStack, Source]] = []
-        self._followers: dict[int, int] = {}  # block -> the block that followed the last time
+        self._followers: dict[int, int] = {}  # block index -> index of the following block
         self._last = -1
-        self._fetches: dict[Key, Fetch] = {}  # Fetches of all experts in memory, including the cache.
+        self._fetches: dict[Key, Fetch] = {}  # The fetch of each expert in memory or in the cache.
         self._used: set[Key] = set()  # Experts that the current call uses.
         self._prefetched: dict[int, set[Key]] = {}
         self._bytes = 0  # the total bytes of experts in `_fetches`
@@ -128,10 +129,11 @@ class ExpertStore:
         self._close = weakref.finalize(self, self._fetcher.end, CLOSED)
 
     def add(self, stack: ExpertStack, tensors: Mapping[str, Any] | None = None) -> None:
-        """Offload the experts of a layer to the store, and free the parameters of the layer's expert stack.
+        """Offload the experts of a layer to the store, and free the layer's expert parameters.
 
         `tensors` has the `ShardedTensor`s of a checkpoint by name or, for tier `host`, ordinary tensors
-        (default: those of the stack). The tensors contain all E experts, or only the experts of this rank.
+        (default: those of the stack). `tensors` may contain all E experts, or only the experts of this
+        rank.
 
         Raises:
             ValueError: the tensors do not fit the expert stack or the tier.
@@ -161,7 +163,7 @@ class ExpertStore:
         self.close()
 
     def prefetch(self, index: int, experts: Iterable[int]) -> None:
-        """Begin to fetch experts of the stack with index `index` before they are needed."""
+        """Begin to fetch experts of the stack `index` before a block needs them."""
         with self._closed_on_error():
             self._size_cache()
             self._release(self._used)
@@ -188,7 +190,7 @@ class ExpertStore:
 
     @contextlib.contextmanager
     def _closed_on_error(self) -> Iterator[None]:
-        """Close the store after any error, including Ctrl-C, because pending fetches are abandoned."""
+        """After any error, including Ctrl-C, close the store, because pending fetches are abandoned."""
         self._fetcher.refuse_ended()
         try:
             yield
@@ -241,9 +243,9 @@ class ExpertStore:
         free = self._free_buffers.setdefault((layout, device), [])
         if free:
             return free.pop()
-        with torch.inference_mode(False):  # lets the thread write outside inference mode
+        with torch.inference_mode(False):  # the fetch thread does not run in inference mode
             buffer = Buffer(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
-        buffer.note_free()  # queued kernels may still read this memory
+        buffer.note_free()  # queued kernels may still read the memory
         return buffer
 
     def _release(self, keys: Iterable[Key]) -> None:
@@ -253,7 +255,7 @@ class ExpertStore:
                 continue
             for leaving in self._cache.put(key, self._fetches[key].buffer.layout.num_bytes):
                 if not self._cancel(leaving):
-                    self._fetcher.wait([self._fetches[leaving]])  # its fetch may still be running
+                    self._fetcher.wait([self._fetches[leaving]])  # the fetch may still be running
                     self._free(leaving)
 
     def _cancel(self, key: Key) -> bool:
@@ -295,9 +297,9 @@ class _StoredWeights(Weights):
         return {name: _tensors(stack, name, buffers, is_unpacked) for name in stack.names}, kept
 
     def prefetch(self, stack: ExpertStack, groups: Groups) -> None:
-        """With policy `pregated`, begin to fetch the experts of this rank that have rows."""
+        """With the policy `pregated`, begin to fetch the experts of this rank that have rows."""
         if self._store.policy != "pregated":
-            return  # avoids a host read of the counts
+            return  # saves a host read of row counts
         counts = groups.host[stack.first : stack.first + stack.num_local]
         self._store.prefetch(self._index, [e for e, count in enumerate(counts) if count])
 
@@ -308,7 +310,7 @@ class _StoredWeights(Weights):
 def _tensors(stack: ExpertStack, name: str, buffers: Sequence[Buffer], is_unpacked: bool) -> Any:
     """Return the tensor `name` of the fetched experts, stacked if the kernels need one tensor."""
     like: Tensor = getattr(stack, name)
-    if not buffers:  # placeholder for an expert without rows
+    if not buffers:  # a placeholder for experts without rows
         return torch.zeros((), dtype=like.dtype, device=stack.device).expand(1, *like.shape[1:])
     in_list = backend_for(stack.config.backend, stack.device)[0] == "reference"
     is_unpacked |= not (in_list and stack.takes_quantized and stack.device.type == "cpu")

@@ -1,6 +1,6 @@
 """A thread that fetches offloaded experts, one after the other.
 
-The thread has no reference to the expert store. Python can therefore collect an unused store.
+The thread has no reference to the expert store. Python can therefore garbage-collect an unused store.
 """
 
 import os
@@ -13,7 +13,7 @@ import torch
 
 from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout
 
-JOIN_SECONDS = 5.0  # longest wait for a read that hangs; the thread is a daemon
+JOIN_SECONDS = 5.0  # how long to wait for a read; the thread is a daemon
 
 
 class Source(Protocol):
@@ -45,7 +45,7 @@ class Fetch:
                     stream.wait_event(self.buffer.freed)
                 self._source.read(self._expert, self.buffer)
                 self._copied = stream.record_event()
-            # Without `record_stream`, closing the store could let the allocator reuse memory during the
+            # Without `record_stream`, the allocator could reuse the memory of a closed store during the
             # copy.
             self.buffer.memory.record_stream(stream)
         self.is_here = True
@@ -65,14 +65,14 @@ class Fetcher:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[Fetch] = deque()  # fetches that are needed now, fetches ahead
+        self._queue: deque[Fetch] = deque()  # fetches that are needed now, and fetches ahead
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._ended = ""
 
     def request(self, fetch: Fetch, ahead: bool = False) -> None:
-        """Queue the fetch of an expert; with `ahead`, it comes after fetches that are needed now."""
+        """Queue the fetch of an expert, with `ahead` after the fetches that are needed now."""
         with self._changed:
             self.refuse_ended()
             if self._thread is None:

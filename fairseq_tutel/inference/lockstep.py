@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fairseq_tutel.parallel.collectives import all_gather
 
-# Requests of a rank that needs no layer at the moment, or that needs no layer until the end.
+# Special requests of a rank: no layer at the moment, or no layer until the end.
 RESTS = -1
 IS_DONE = -2
 
@@ -31,7 +31,7 @@ class Lockstep:
     """Coordinates the layer calls of one rank with those of the other ranks of an EP group.
 
     Each rank must call `add` with the same layers in the same order, and then call `end`. If a rank fails,
-    its connections break, and the other ranks' next agreement on a layer fails.
+    its connections break, and the next agreement of the other ranks fails.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -70,7 +70,7 @@ class Lockstep:
         return all_gather(request, "the agreement on the next layer", self.group).tolist()
 
     def _join(self, requests: Sequence[int]) -> bool:
-        """Join the next call without tokens; return whether a rank had requested a call."""
+        """Join the next layer call without tokens; return whether any rank had requested a layer."""
         index = next_layer(requests)
         if index is None:
             return False

@@ -1,8 +1,9 @@
 """Pre-gating: the gate of a MoE block gets the input of the MoE block N positions earlier.
 
-The experts of a block are thus chosen early, and offloaded experts can be fetched while the blocks in
-between compute. The gates of the first N blocks of a stack use the input of their own block. Dimensions:
-Shape suffixes: T tokens, D model_dim. Source: Source: Hwang et al. 2024, Pre-gated MoE.
+Experts of a block are thus chosen early, and offloaded experts can be fetched while the blocks in between
+compute. The gates of the first N blocks of a stack use the input of their own block. Dimensions: Shape
+suffixes: Shape suffixes are T (tokens) and D (model_dim). Source: Source: The method is from Hwang et al.
+2024, Pre-gated MoE.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
 
 
 def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
-    """Raise ValueError if no stack has more than N = `ahead` MoE layers; `blocks` counts them by stack."""
+    """Raise ValueError if no stack has more than N = `ahead` MoE layers; `blocks` is the count by stack."""
     most = max(blocks.values(), default=0) - 1
     if not (is_whole(ahead) and 1 <= ahead <= most):
         has = " and ".join(f"the {name} has {count} MoE layers" for name, count in blocks.items())
@@ -53,7 +54,7 @@ def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
 
 
 class _Ahead(NamedTuple):
-    """The routing of a later layer, the call that computed this routing, and whether it has gradients."""
+    """The routing of a later layer, the call that computed it, and whether the routing has gradients."""
 
     routing: Routing
     call: Call
@@ -63,7 +64,7 @@ class _Ahead(NamedTuple):
 class Chain:
     """Computes the routing of each layer in a stack when the layer N positions earlier is called.
 
-    A routing is used only in the forward pass that computed it.
+    A precomputed routing is used only in the forward pass that computed it.
     """
 
     def __init__(self, layers: Sequence[MoELayer], ahead: int) -> None:

@@ -13,7 +13,7 @@ from fairseq_tutel.kernels.quantized import LANES
 class QuantizedLinear(nn.Module):
     """An nn.Linear for inference, in int8 with one scale per row of its matrix.
 
-    Shape suffixes: I input dimensions, O output dimensions.
+    Shape suffixes: Shape suffixes are I (input dimensions) and O (output dimensions).
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -26,7 +26,7 @@ class QuantizedLinear(nn.Module):
         form = Quantized("int8", tuple(linear.weight.shape), linear.weight.dtype)
         matrix = form.matrix(form.quantize(linear.weight), linear.weight.dtype)
         assert matrix is not None
-        # The copy is aligned, as torch's int8 kernel requires.
+        # The copy of the weight is aligned, as torch's int8 kernel requires.
         self.matrix = replace(matrix, values=matrix.values.clone(), scales=matrix.scales.clone())
         self.bias = linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features

@@ -1,10 +1,11 @@
 """Defines the model ensemble_of, which averages the probabilities of models of one architecture.
 
 The state dict has the members' weights under `members.0.`, `members.1.`, …. Members are built one after
-another, so each member gets different initial weights. The first member gets the same weights as a single
-model. The members also run one after another, because a batched forward is slower (docs/ensembles.md).
+another, so each member gets different initial weights. The first member gets the same initial weights as a
+single model. The members also run one after another, because a batched forward is slower
+(docs/ensembles.md).
 
-Shape suffixes: M members, C classes.
+Shape suffixes: Shape suffixes are M (members) and C (classes).
 """
 
 import argparse
@@ -83,7 +84,7 @@ class EnsembleModel(BaseFairseqModel):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Run all members on the input, and return the log of their mean probabilities, and their logits.
 
-        The returned pair is (log probabilities [..., C], {"member_logits": [M, ..., C]}).
+        The result is a pair (log probabilities [..., C], {"member_logits": [M, ..., C]}).
         """
         runs = [partial(member, *args, **kwargs) for member in self.members]
         if self.config.ensemble_share_after:
@@ -93,7 +94,7 @@ class EnsembleModel(BaseFairseqModel):
         else:
             outputs = [run() for run in runs]
         logits_MXC = torch.stack([_logits_of(output) for output in outputs])
-        del outputs  # its size is that of the logits
+        del outputs  # as large as the logits
         return mean_log_probs(logits_MXC), {"member_logits": logits_MXC}
 
     def get_normalized_probs(
@@ -108,13 +109,13 @@ class EnsembleModel(BaseFairseqModel):
 
     @property
     def supported_targets(self) -> Any:
-        """The kinds of targets that the members accept from a language modeling task."""
+        """The kinds of targets that all members accept from a language modeling task."""
         return self.members[0].supported_targets
 
     def _refuse_layer(self) -> None:
         name, member = self.config.ensemble_share_after, self.members[0]
         modules = dict(member.named_modules())
-        member.get_submodule(name)  # raises an error if the layer is missing
+        member.get_submodule(name)  # raises an error for a missing layer
         above = [modules[path] for path in modules if name.startswith(f"{path}.")]
         if any(hasattr(module, "precheckpoint_forward") for module in above):  # checkpointed layers
             raise ValueError(

@@ -23,7 +23,7 @@ def shared(features_M: Sequence[Tensor], keep: float, training: bool) -> list[Te
     elementwise Bernoulli(keep) mask, drawn for each pair of members. In evaluation, sigma is the number
     `keep`. (The authors' code draws masks in evaluation, too, so its outputs vary.)
 
-    Source: Source: Lee et al. 2017, "Confident Multiple Choice Learning", section 3.3.
+    Source: Source: The method is from Lee et al. 2017, "Confident Multiple Choice Learning", section 3.3.
     """
     if not training:
         all_of_them = torch.stack(list(features_M)).sum(dim=0)
@@ -39,7 +39,7 @@ def run_and_share(
     layers: Sequence[nn.Module],
     share: Callable[[list[Tensor]], list[Tensor]],
 ) -> list[Any]:
-    """Run all members up to their shared layers, mix the layers' outputs by `share`, and run the rest.
+    """Run all members up to their shared layers, mix the layers' outputs by `share`, and finish all runs.
 
     Each member's forward pass runs in a separate thread, which can pause. The threads run one at a time in
     a fixed order, so random numbers and communication are reproducible. A layer's output is a tensor, or a
@@ -51,7 +51,7 @@ def run_and_share(
 
 
 class _Run:
-    """A member's forward pass in its own thread, which pauses after one layer."""
+    """A member's forward pass in a separate thread, which pauses after the shared layer."""
 
     def __init__(self, forward: Callable[[], Any], layer: nn.Module) -> None:
         self._forward, self._layer, self._has_paused = forward, layer, False

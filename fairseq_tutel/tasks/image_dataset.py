@@ -1,6 +1,7 @@
 """Defines a fairseq data set of images, which shuffles and batches the images in each epoch.
 
-Shape suffixes: B images in a batch, C channels, H height, W width. N is the number of images in the set.
+Shape suffixes: Shape suffixes are B (images in a batch), C (channels), H (height) and W (width). N is the
+number of images in the set.
 """
 
 from typing import Any
@@ -34,7 +35,7 @@ class ImageDataset(FairseqDataset):
         self,
         images: Images,
         classes: list[str],
-        shape: tuple[int, int, int],  # (C, H, W) of model inputs
+        shape: tuple[int, int, int],  # (C, H, W) of the model's input
         config: ImageConfig,
         seed: int | None = None,
     ) -> None:
@@ -44,7 +45,7 @@ class ImageDataset(FairseqDataset):
 
     @property
     def can_reuse_epoch_itr_across_epochs(self) -> bool:
-        """Whether all epochs have the same batches, which is true in evaluation."""
+        """Whether all epochs have the same batches, as in evaluation."""
         return self.seed is None
 
     def set_epoch(self, epoch: int) -> None:
@@ -57,9 +58,9 @@ class ImageDataset(FairseqDataset):
     def ordered_indices(self) -> np.ndarray:
         """Return the shuffled indices of an epoch, because fairseq itself would shuffle only batches.
 
-        A validation set has a fixed shuffled order. Folders list images by class. Without shuffling, each
-        batch would have only one class, and expert metrics, which are averages over batches, would be
-        wrong.
+        A validation set has a shuffled order that never changes. Folders list images by class. Without
+        shuffling, each batch would have only one class, and expert metrics, which are averages over
+        batches, would be wrong.
         """
         if self.seed is None:
             return order_of(0, 0, len(self))
@@ -95,7 +96,8 @@ class ImageDataset(FairseqDataset):
         A mixed batch has the key "mixed" with the target [B] of each second image and the share [B] of each
         first image. Without samples, the returned batch is empty, and fairseq treats it as a dummy batch.
 
-        Source of mixup: Source of mixup: Zhang et al. 2018, equation 1, with one share for each image.
+        Source of mixup: Source of mixup: Mixup is from Zhang et al. 2018, equation 1, with one share for
+        each image.
         """
         if not samples:
             return {}

@@ -11,7 +11,7 @@ from typing import Any
 from fairseq_tutel import __version__
 from fairseq_tutel.files import TEMPORARY
 
-DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}  # length of an array element in bytes
+DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}  # the length of one element in bytes
 
 
 def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -40,8 +40,8 @@ def refuse_output(
 ) -> None:
     """Raise ValueError if an output file cannot be written, or would replace an input file.
 
-    A tool calls this function before all other work. With `overwrite`, the output may replace a file that
-    is no input. With inputs, the output must be a regular file.
+    A tool calls refuse_output() before all other work. With `overwrite`, the output may replace a file that
+    is no input. If there are inputs, the output must be a regular file.
     """
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"{flag} is {output}; give the name of a file in an existing folder.")
@@ -76,7 +76,7 @@ def refuse_output_folder(output: Path, source: Path, mark: str, overwrite: bool)
 def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
     """Yield the path of a temporary file to write to, and rename the file to `path` after the block.
 
-    The temporary path has the suffix of `path`. Devices and symbolic links are written directly.
+    The temporary file has the same suffix as `path`. Devices and symbolic links are written directly.
     """
     is_plain = not os.path.lexists(path) or (path.is_file() and not path.is_symlink())
     beside = path.with_stem(f"{path.stem}.{secrets.token_hex(4)}{TEMPORARY}") if is_plain else path

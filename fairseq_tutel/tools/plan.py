@@ -18,7 +18,7 @@ from fairseq_tutel.parallel.machine import PRESETS, Machine
 from fairseq_tutel.tools.arguments import DTYPES, above_0, aligned, at_least, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 
-DETAILED = 3  # number of configurations with details
+DETAILED = 3  # number of configurations with printed details
 
 NUMBERS = (
     ("nodes", 1, "number of nodes in the cluster"),

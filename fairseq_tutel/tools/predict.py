@@ -3,7 +3,7 @@
 The images are one split of a data folder, as in training: folders of classes, or arrays. Each line of the
 output file has an image, its class, and up to five predicted classes with probabilities.
 
-Shape suffixes: B images of a batch, C classes.
+Shape suffixes: Shape suffixes are B (images of a batch) and C (classes).
 """
 
 import argparse
@@ -17,7 +17,7 @@ from fairseq_tutel.tools.parser import add_output
 
 # Largest number of predicted classes in a line of the output.
 LINE = 5
-# Index of an image, class of the image, and predicted pairs (class, probability), most likely first.
+# A prediction has the index of an image, its class, and pairs (class, probability), most likely first.
 Answer = tuple[int, int, list[tuple[int, float]]]
 
 

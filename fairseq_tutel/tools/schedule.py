@@ -21,7 +21,7 @@ from fairseq_tutel.tools.arguments import at_least, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-# For networks above this number of vertices, the algorithm takes more than a few minutes.
+# For networks with more vertices, the algorithm takes more than a few minutes.
 MOST_GPUS = 256
 # Largest number of vertices of a cut that the output lists.
 NAMED = 4

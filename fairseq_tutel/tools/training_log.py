@@ -18,7 +18,7 @@ from fairseq_tutel.files import open_ordinary, parse_json
 
 LOG_NAMES = ("*.log", "*.json", "*.txt")  # names of log files in a folder
 
-# Tags of training records: averages since the last record, or averages over an epoch. All other tags in a
+# Tags of training records, which have averages since the last record or over an epoch. All other tags in a
 # log are data subsets.
 SINCE_LAST, EPOCH = "train_inner", "train"
 LOAD = "moe_load_"  # prefix of the keys of expert loads relative to an even share
@@ -45,17 +45,17 @@ class Log:
     """The records of one log file, in the order of the file."""
 
     entries: list[Record] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # Number of records before each process start.
-    ranks: list[int] = field(default_factory=list)  # Number of ranks at each process start.
+    starts: list[int] = field(default_factory=list)  # The number of records before each start of a process.
+    ranks: list[int] = field(default_factory=list)  # The number of ranks at each start of a process.
 
 
 @dataclass(frozen=True)
 class Run:
     """The records of one training run, from all of its processes if the run was resumed."""
 
-    records: dict[str, list[Record]]  # The records by tag, in the order of updates.
-    ranks: list[int]  # Numbers of ranks over time, without repeats.
-    notes: list[str]  # Sentences for the reader of a report.
+    records: dict[str, list[Record]]  # The records of each tag, in the order of updates.
+    ranks: list[int]  # The numbers of ranks over time, without repeats.
+    notes: list[str]  # Notes on the run for the readers of a report.
 
     @property
     def training(self) -> list[Record]:
@@ -99,7 +99,7 @@ def read_log(lines: Iterable[str]) -> Log:
         last = text
         try:
             entry = _read_entry(_simple_stats(simple) if simple else parse_json(text))
-        except ValueError:  # e.g. a truncated line
+        except ValueError:  # e.g. a truncated line of JSON
             continue
         if entry is not None:
             log.entries.append(entry)

@@ -1,13 +1,13 @@
 """Self-attention within windows of an image, as in Swin V2 or as in the released SwinV2-MoE.
 
-Shape suffixes: B images, L tokens of an image (height x width, row by row), D model_dim, M heads of
-dimension d; G windows of N positions each, P = G * N. In a shifted block, windows begin half a window
-later. The last windows of a shifted block contain tokens of opposite edges of the image, which do not
-attend to each other. If the image size is no multiple of the window size, the last windows have empty
-positions.
+Shape suffixes: Shape suffixes are B (images), L (tokens of an image, row by row), D (model_dim) and M
+(heads of dimension d). An image has G windows of N positions each, and P = G * N. In a shifted block,
+windows begin half a window later. The last windows of a shifted block contain tokens of opposite edges of
+the image, which do not attend to each other. If the image size is no multiple of the window size, the last
+windows have empty positions.
 
-Sources: Sources: Liu et al. 2021 (Swin Transformer), section 3.2; Liu et al. 2022 (Swin Transformer V2),
-sections 3.2 and 3.3, and the released code.
+Sources: Sources: Windows are from Liu et al. 2021 (Swin Transformer), section 3.2, and attention from Liu
+et al. 2022 (Swin Transformer V2), sections 3.2 and 3.3, and the released code.
 """
 
 import math
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Size = tuple[int, int]  # A Size is (height, width), in tokens.
-# Initial and largest scale of the cosine similarity.
+# The initial and the largest scale of the cosine similarity.
 FIRST_SCALE, MAX_SCALE = 10.0, 100.0
 MAX_BIAS = 16.0
 HIDDEN_DIM = 512
@@ -32,11 +32,11 @@ SPAN = 8
 class Windows:
     """The partition of an image's tokens into attention windows."""
 
-    size: Size  # The height and width of the image.
+    size: Size  # The height and width of an image in tokens.
     shape: Size  # The height and width of a window, whose product is N.
-    groups: Size  # The numbers of windows along both, whose product is G.
+    groups: Size  # The numbers of windows along both, with product G.
     shift: Size
-    mask_G1NN: Tensor | None = None  # 0 where a query attends to a key, else -inf.
+    mask_G1NN: Tensor | None = None  # 0 where a query attends to a key, -inf elsewhere.
 
     @property
     def number(self) -> int:
@@ -78,7 +78,7 @@ def windows_of(height: int, width: int, window: int, is_shifted: bool, device: t
         at_L2 = torch.cartesian_prod(*map(torch.arange, padded.size))
         at_GN2 = padded.split(at_L2.unsqueeze(0)).view(windows.number, h * w, 2)
         is_empty_GN = (at_GN2 >= torch.tensor(windows.size)).any(dim=2)
-        # In the last windows, these positions are from the opposite edge, because windows are shifted.
+        # At these positions, the last windows have tokens from the opposite edge of the image.
         is_wrapped_GN2 = at_GN2 < at_GN2[:, :1]
         attends_GNN = (is_wrapped_GN2.unsqueeze(2) == is_wrapped_GN2.unsqueeze(1)).all(dim=3)
         # Queries at empty positions attend to all real tokens, because a softmax of only -inf is NaN.
@@ -110,7 +110,7 @@ class PositionBias(nn.Sequential):
 
 @lru_cache(maxsize=128)
 def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a table of all offsets in a window [(2h-1)(2w-1), 2], and token pairs' rows [N, N]."""
+    """Return a table [(2h-1)(2w-1), 2] of all offsets in a window, and the row of each pair [N, N]."""
     # Tensors that were created in inference mode cannot be used in training.
     with torch.inference_mode(False), torch.no_grad():
         lines = [torch.arange(1 - side, side) * (SPAN / max((trained or side) - 1, 1)) for side in (h, w)]
@@ -163,7 +163,8 @@ class WindowAttention(nn.Module):
             for tensor in qkv_BPX.view(B, G, N, 3, M, D // M).permute(3, 0, 1, 4, 2, 5)
         )
         if self.by_cosine:
-            # Multiplying rows by a factor is several times faster than F.normalize, which divides elements.
+            # Multiplying rows by a factor is several times faster than F.normalize, which divides every
+            # element.
             scale, k = scale * _inverse_norm(q), (k * _inverse_norm(k)).to(v.dtype)
         y = _attention(q, k, v, scale, bias_MNN.unsqueeze(0).to(v.dtype))
         return self.proj(y.view(B, G, M, N, D // M).transpose(2, 3).reshape(B, P, D))

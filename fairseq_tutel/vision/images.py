@@ -1,8 +1,8 @@
-"""Image data sets: folders of image files, or arrays. Pillow decodes an image when it is read.
+"""Image data sets are folders of image files, or arrays. Pillow decodes an image when it is read.
 
 All random numbers depend only on (seed, epoch, image), as in `draws_of`. An image is therefore augmented in
-the same way on every rank, in every worker, and after a resume. Shape suffixes: N images, C channels (1 or
-3), H x W pixels of the model's input.
+the same way on every rank, in every worker, and after a resume. Shape suffixes: Shape suffixes are N
+(images), C (channels, 1 or 3), and H and W (pixels of the model's input).
 """
 
 import os
@@ -18,7 +18,7 @@ from torch import Tensor
 from fairseq_tutel.vision.options import ImageConfig
 
 if TYPE_CHECKING:
-    from PIL.Image import Image  # needs the extra `vision`
+    from PIL.Image import Image  # Pillow needs the extra `vision`
 
 EXTENSIONS = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
@@ -99,7 +99,7 @@ class ImageArrays:
         return f"{self.origin}[{i}]"
 
     def channels(self, i: int) -> int:
-        """Return the number of channels, which all images of the .npz file share."""
+        """Return the number of channels, which is the same for all images of the .npz file."""
         return 3 if self._images.ndim == 4 else 1
 
     def read(self, i: int, channels: int) -> "Image":

@@ -1,9 +1,9 @@
 """Swin V2, an image transformer with patch embedding, stages of blocks, and a classifier of the mean token.
 
-Shape suffixes: B images, L tokens of an image, D model_dim, C classes.
+Shape suffixes: Shape suffixes are B (images), L (tokens of an image), D (model_dim) and C (classes).
 
-Source: Sources: Liu et al. 2022 (Swin Transformer V2), and Hwang et al. 2023 (Tutel), section 5, for
-experts.
+Source: Sources: The model is from Liu et al. 2022 (Swin Transformer V2), and its experts from Hwang et al.
+2023 (Tutel), section 5.
 """
 
 from functools import partial
@@ -62,7 +62,7 @@ class Block(nn.Module):
     The FFN has the same attributes as fairseq's FFN, so that experts can replace it.
     """
 
-    batch_first = True  # fc1's input has the batch first
+    batch_first = True  # fc1's input is [batch, time, D]
 
     def __init__(
         self, dim: int, heads: int, config: SwinConfig, drop_path: float, position_window: int
@@ -95,8 +95,8 @@ class Block(nn.Module):
     def _added(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
         """Return x + y, but in training, skip y at random for some images (stochastic depth).
 
-        For the other images, y is scaled, so that the mean of the result is x + y. Source: Source: Huang et
-        al. 2016, Stochastic Depth.
+        For the other images, y is scaled, so that the mean of the result is x + y. Source: Source: The
+        method is from Huang et al. 2016 (Stochastic Depth).
         """
         if not self.training or self.drop_path == 0:
             return x_BLD + y_BLD

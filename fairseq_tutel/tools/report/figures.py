@@ -18,7 +18,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 LINES = ("-", "--", ":", "-.")
 LINE_LETTERS = 70  # Characters per line of a legend, including gaps and line samples.
 MOST_POINTS, MOST_COLUMNS = 400, 200  # Longer curves and wider heat maps are averaged.
-FEW_POINTS = 40  # A curve with at most this many points has markers.
+FEW_POINTS = 40  # A curve with at most this many points is drawn with markers.
 
 
 # All reports have the same colors. In heat maps, white means an even load.
@@ -36,8 +36,8 @@ _STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
     # A dollar sign in the name of a run must not start a formula of matplotlib.
     "text.parse_math": False,
-    # The SVG contains text as text, which is shown in the reader's fonts. With this setting, equal values
-    # give equal files.
+    # The SVG has letters as text, which is shown in the reader's fonts. With this setting, matplotlib
+    # writes equal files for equal charts.
     "svg.fonttype": "none",
     "svg.hashsalt": "fairseq_tutel",
 }
@@ -95,7 +95,7 @@ def heat_map(updates: Sequence[int], loads_UE: Sequence[Sequence[float]]) -> str
     step = -(-len(right) // MOST_COLUMNS)
     first = 2 * right[0] - right[1] if len(right) > 1 else 0
     edges = np.concatenate([[max(first, 0)], right[step - 1 :: step]])
-    if len(edges) == loads_EU.shape[1]:  # the last block of values is shorter
+    if len(edges) == loads_EU.shape[1]:  # the last block may be shorter
         edges = np.append(edges, right[-1])
     figure = Figure(figsize=(4, 2.7))
     axes = figure.add_subplot(xlabel="updates", ylabel="expert")

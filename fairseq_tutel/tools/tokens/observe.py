@@ -1,6 +1,7 @@
 """Runs a model on texts, sentences or images, and records the experts of each token.
 
-Shape suffixes: T tokens of a sample, E experts, K choices per token. An image's tokens are its patches.
+Shape suffixes: Shape suffixes are T (tokens of a sample), E (experts) and K (choices per token). The tokens
+of an image are its patches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,8 +52,8 @@ class ExpertCounts:
     """Sums over all routings in this run, from which `statistics` computes the statistics file."""
 
     def __init__(self) -> None:
-        # By language pair and layer: tokens by first choice, sums of probabilities, assignments; [3, E]
-        # fp64.
+        # The sums [3, E] by language pair and layer: tokens by first choice, their probabilities,
+        # assignments.
         self._sums: dict[str, dict[str, torch.Tensor]] = {}
 
     def add(self, pair: str, layer: MoEFeedForward, routing: Routing) -> None:
@@ -108,7 +109,7 @@ class Recorder:
         self.weights: np.ndarray | None = None
 
     def routing_of(self, layer: MoELayer, x_TD: Tensor, call: Call) -> Routing:
-        """Route tokens as without the recorder, and store their expert IDs and weights."""
+        """Route tokens without a change, and store their expert IDs and weights."""
         route = layer.route if self.before is None else partial(self.before.routing_of, layer)
         self.routing = routing = route(x_TD, call)
         used = routing.expert_ids_TK.where(routing.row_of_TK >= 0, -1)
@@ -162,11 +163,11 @@ def of_texts(model: Any, opened: Any, texts: Sequence[str], counts: ExpertCounts
 def of_data(model: Any, task: Any, split: str, limit: int, counts: ExpertCounts) -> Iterator[Sample]:
     """Run the model on a loaded split of the data, and yield a `Sample` for each sequence or image.
 
-    Only the first `limit` sentences (of each language pair) or images of the split are read. The object
-    `counts` counts the choices of all gates.
+    Only the first `limit` sentences (of each language pair) or images of the split are read. `counts`
+    counts the choices of all gates.
     """
     for languages, dataset in parts_of(task, split):
-        dataset.ordered_indices()  # multilingual data sets can only be indexed after this call
+        dataset.ordered_indices()  # a multilingual data set can be indexed only after this call
         numbers = range(min(limit, len(dataset)))
         for start in numbers[::BATCH]:
             batch = dataset.collater([dataset[i] for i in numbers[start : start + BATCH]])
@@ -178,7 +179,7 @@ def of_data(model: Any, task: Any, split: str, limit: int, counts: ExpertCounts)
                     model(**_on_device(model, batch["net_input"]))
                 rows = batch["id"].argsort().tolist()  # undoes fairseq's sorting by length
                 yield from _sentences(recorders, batch["net_input"], _dictionaries(task), languages, rows)
-            else:  # a batch per language pair
+            else:  # a dict with a batch per language pair
                 yield from _pairs(model, batch, task, counts)
 
 
