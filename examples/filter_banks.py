@@ -5,7 +5,7 @@ and one file banks/NAME.npy per sound to OUT.
 
     python examples/filter_banks.py OUT --split train --text train.txt SOUND.wav …
 
-Shape suffixes: Shape suffixes are B (mel bins), F (frequencies) and N (frames).
+Shape suffixes are B (mel bins), F (frequencies) and N (frames).
 """
 
 import argparse
@@ -26,7 +26,7 @@ def filter_banks(samples: Tensor, rate: int, bins: int) -> Tensor:
     Args:
         samples: one-dimensional tensor of samples from -1 to 1.
         rate: number of samples per second.
-        bins: B, the number of mel bands.
+        bins: the number B of mel bands.
 
     Returns:
         [N, B] float32, with mean 0 and standard deviation 1 in every band.

@@ -1,7 +1,6 @@
 """Write a folder with a small random model in the format of the released NLLB-200.
 
-In tests, the folder replaces a released model of several gigabytes. The tokenizer of the small model is
-trained on text files.
+In tests, the folder replaces a released model of several gigabytes.
 """
 
 import argparse

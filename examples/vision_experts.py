@@ -5,8 +5,8 @@
 CHECKPOINT is a MoE model of the task image_classification. DATA is the model's data folder, whose test
 split is used. The upper half of the output shows one picture per class, with one row per MoE layer, where
 each patch has the color of its first expert. The lower half shows, for each layer and expert, the fraction
-of the patches at each position that the expert gets. Shape suffixes: Shape suffixes are B (pictures), L
-(patches per picture), C (classes) and E (experts).
+of the patches at each position that the expert gets. Shape suffixes are B (pictures), L (patches per
+picture), C (classes) and E (experts).
 """
 
 import argparse

@@ -48,8 +48,7 @@ def build(folder: Path) -> None:
         model_prefix=str(model.with_suffix("")),
         model_type="bpe",
         vocab_size=VOCAB_SIZE,
-        # The tokenizer keeps white space, because indentation matters in Python. A BPE piece may be a
-        # complete indent.
+        # The tokenizer keeps white space, because indentation matters in Python.
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         allow_whitespace_only_pieces=True,

@@ -1,7 +1,7 @@
 """The two language models of the demo, which differ only in their feed-forward layers.
 
 Every layer of the MoE model has 8 experts in place of the FFN, each half as wide, and a token uses two.
-Both models therefore have equal FLOPs per token (except for the gate), and the MoE model has four times the
+Both models therefore have equal FLOPs per token (except for the gate), but the MoE model has 4 times the
 FFN parameters.
 """
 

@@ -1,7 +1,6 @@
 """Train, evaluate and compare a dense and a MoE language model.
 
-The command `make demo` runs this script. The script writes numbers to `demo/result.json` and curves to
-`demo/report.html`.
+The command `make demo` runs this script. The script writes `demo/result.json` and `demo/report.html`.
 """
 
 import argparse

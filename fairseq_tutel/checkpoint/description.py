@@ -23,8 +23,7 @@ Facts = dict[str, Any]
 def describe(state: Any, path: Path, options: Sequence[Option], check: bool = False) -> Facts:
     """Return a description of a checkpoint file's content.
 
-    `options` are all options that a MoE model can have. With `check`, all bytes are compared with the
-    checksums.
+    `options` are all options that a MoE model can have. With `check`, checksums are compared.
     """
     is_checkpoint = isinstance(state, dict) and isinstance(state.get("model"), dict)
     if is_checkpoint:

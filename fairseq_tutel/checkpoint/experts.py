@@ -126,12 +126,11 @@ def save_in_shards(
 
     Each EP replica writes a part of the experts to shard files. The function returns the records of the
     written tensors, with the keys (qualified name of the stack, tensor name). A tensor of optimizer state
-    has a name of the form PARAMETER.STATE. The next `model.state_dict()` contains the records instead of
-    the parameters.
+    has a name of the form PARAMETER.STATE. The next `model.state_dict()` has these records in place of
+    experts.
 
     `states` is a function that returns the optimizer's stacked tensors for a parameter. All ranks call
-    `states` in the same order, because it may be a collective. If one rank cannot write its files, all
-    ranks raise a ValueError.
+    `states` in the same order, because it may be a collective.
     """
     folder, written = begin_folder(save_dir), Written()
     for _, file in _files_of(model, topology, states):
@@ -203,8 +202,7 @@ def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str,
     """Rename a folder that all ranks have written to its final name, and return the records. Collective.
 
     Raises:
-        ValueError: a rank could not write its files; all ranks raise this error. The next run removes a
-        folder that was not renamed.
+        ValueError: a rank could not write its files; all ranks raise this error.
     """
     everything = gather_written(own)
     return world.run_on_rank_zero(lambda: records_of(everything, folder), _FOLDER)
@@ -265,8 +263,7 @@ def _files_of(
             states_of = {f"{parameter_name}.{key}": value for key, value in states(parameter).items()}
             for name, value in {parameter_name: parameter, **states_of}.items():
                 names.append((layer, name))
-                # A tensor with another shape than the parameter, such as a scale, is the same for all
-                # expert shards.
+                # A tensor with another shape, such as a scale, is the same for all expert shards.
                 slicing = stack.slice_of(parameter_name) if value.shape == parameter.shape else Slice()
                 if slicing.count == 1 and index > 0:  # only expert shard 0 writes the tensor
                     continue

@@ -68,8 +68,7 @@ def has_an_end(path: str) -> bool:
 def identity(path: str) -> str:
     """Return a hash that identifies a checkpoint file, from names, sizes and checksums of its entries.
 
-    Copies of a checkpoint file have the same hash. For a file from before torch 1.6, the file size takes
-    the place of the hash.
+    Copies of a checkpoint file have the same hash. A file from before torch 1.6 has its size as hash.
     """
     if _is_old(path):
         return str(os.path.getsize(path))
@@ -144,9 +143,8 @@ def refused_class(error: BaseException) -> str | None:
 def read_file(path: Path, flag: str, verify: bool = True) -> Any:
     """Load the file at `path`, a value of the command-line flag `flag`; raise ValueError for a bad file.
 
-    The tensors of the loaded file stay on disk until they are read. With `verify`, all bytes of the file
-    are compared with the checksums. Without `verify`, a converter could write corrupt weights to a new file
-    with valid checksums.
+    The tensors stay on disk until they are read. With `verify`, all checksums are compared. Without
+    `verify`, a converter could write corrupt weights to a new file with valid checksums.
     """
     let_checkpoints_load()
     if is_not_a_file(path):

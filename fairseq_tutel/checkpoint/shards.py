@@ -276,8 +276,7 @@ def is_record(value: Any) -> bool:
 def bind(state: Any, path: Path) -> None:
     """Replace the records of shard files in a loaded checkpoint by `ShardedTensor`s, in place.
 
-    `path` is the path of the checkpoint file. The function raises ValueError for a bad record or missing
-    shard file.
+    `path` is the checkpoint file. The function raises ValueError for a bad record or missing shard file.
     """
     found: dict[str, set[str]] = {}  # files by folder
     opened: dict[Path, Any] = {}

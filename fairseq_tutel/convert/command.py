@@ -52,14 +52,12 @@ class Conversion:
 
     name: str
     # A conversion function in the form MODULE:FUNCTION, where MODULE is a module in fairseq_tutel.convert.
-    # The arguments of this function are the parsed options, input files and output path. The result of this
-    # function is a text to print.
+    # The arguments of this function are the parsed options, input files and output path. The function
+    # returns a text to print.
     call: str
-    # The help text of the subcommand.
     text: str
     # An example of correct words after the subcommand's name.
     example: str
-    # The help text of the subcommand's input.
     source: str = "a checkpoint"
     # "checkpoint" (a file, or a folder such as --save-dir), "folder", or "files" (listed by `inputs_of`).
     inputs: str = "checkpoint"

@@ -280,7 +280,7 @@ def kept_by_share(
     experts with the highest scores that together have a fraction t of the layer's total score; t is the
     same in all layers. Of experts with equal scores, those with lower IDs are kept.
 
-    Source: Koishekenov et al. 2023, Memory-efficient NLLB-200, describes global pruning.
+    Koishekenov et al. 2023, Memory-efficient NLLB-200, describes global pruning.
 
     Args:
         scores: scores of at least 0 of the E experts of each layer, not all 0.
@@ -292,8 +292,7 @@ def kept_by_share(
     if not globally:
         counts = {layer: max(least[layer], _rounded(share * len(ids))) for layer, ids in ranked.items()}
     else:
-        # Experts are added in this order while the threshold t grows. The first `least` experts of each
-        # layer are always kept.
+        # In this order, experts are added while t grows. The first `least` experts are always kept.
         order = []
         for layer, ids in ranked.items():
             sums = accumulate(scores[layer][i] / sum(scores[layer]) for i in ids)

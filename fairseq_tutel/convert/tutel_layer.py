@@ -2,7 +2,7 @@
 
 Shape suffixes are E (experts), N (ranks), D (model_dim) and H (hidden_dim). If N <= E, each rank holds
 tensors [E / N, …]. If N > E, each expert is split over s = N / E ranks, and a rank holds [1, …] with 1/s of
-dimension 1, padded with zeros.
+dimension 1, and zeros.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Makes a MoE checkpoint from a dense checkpoint: experts are copies of an FFN, and gates are new.
 
-Source: The method is that of Komatsuzaki et al. 2022 (Sparse Upcycling). E is the number of experts, D the
+The method is that of Komatsuzaki et al. 2022 (Sparse Upcycling). E is the number of experts, D the
 model_dim, and H the hidden dimension of the dense FFN. With G parts per FFN, an expert's hidden dimension
 is h = H / G. If G > 1, each expert is one of G parts of the dense FFN. The G experts g * G to g * G + G - 1
 together are the dense FFN, and their gate rows are equal, so a token chooses all G experts (He et al. 2024,
@@ -281,8 +281,8 @@ def _prepare_gates(layer: MoELayer, parts: int, scale: float) -> None:
 def _reinitialize(made: Tensors, name: str, how: Variation) -> None:
     """Reinitialize a fraction of every expert's hidden units, in place.
 
-    New weights and biases are drawn from a normal distribution with the old mean and deviation. Source: The
-    method is in section 3 of Nakamura et al. 2025 (Drop-Upcycling).
+    New weights and biases are drawn from a normal distribution with the old mean and deviation. The method
+    is in section 3 of Nakamura et al. 2025 (Drop-Upcycling).
     """
     w1_EHD, b1_EH, w2_EDH = (made[f"experts.{k}"] for k in ("fc1_weight", "fc1_bias", "fc2_weight"))
     E, H, _ = w1_EHD.shape

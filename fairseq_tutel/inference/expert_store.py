@@ -1,7 +1,6 @@
 """An expert store keeps experts on disk or in host memory, and loads experts when a MoE block needs them.
 
-Shape suffixes: In this file, a block has E experts, of which e are on this rank. In a call of a block, n
-experts have rows.
+In this file, a block has E experts, of which e are on this rank. In a call of a block, n experts have rows.
 """
 
 import contextlib
@@ -132,8 +131,7 @@ class ExpertStore:
         """Offload the experts of a layer to the store, and free the layer's expert parameters.
 
         `tensors` has the `ShardedTensor`s of a checkpoint by name or, for tier `host`, ordinary tensors
-        (default: those of the stack). `tensors` may contain all E experts, or only the experts of this
-        rank.
+        (default: those of the stack). The tensors contain all experts, or those of this rank.
 
         Raises:
             ValueError: the tensors do not fit the expert stack or the tier.

@@ -45,8 +45,7 @@ class Fetch:
                     stream.wait_event(self.buffer.freed)
                 self._source.read(self._expert, self.buffer)
                 self._copied = stream.record_event()
-            # Without `record_stream`, the allocator could reuse the memory of a closed store during the
-            # copy.
+            # Without record_stream, torch could reuse the memory of a closed store during the copy.
             self.buffer.memory.record_stream(stream)
         self.is_here = True
 
@@ -144,8 +143,7 @@ class Fetcher:
             try:
                 device = fetch.buffer.memory.device
                 if device.type == "cuda" and stream is None:
-                    # The thread's device is GPU 0, so leaving a stream context would create a CUDA context
-                    # there.
+                    # Leaving a stream context would create a CUDA context on the thread's device, GPU 0.
                     torch.cuda.set_device(device)
                     stream = torch.cuda.Stream(device)
                 fetch.run(stream)

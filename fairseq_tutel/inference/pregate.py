@@ -1,9 +1,8 @@
 """Pre-gating: the gate of a MoE block gets the input of the MoE block N positions earlier.
 
 Experts of a block are thus chosen early, and offloaded experts can be fetched while the blocks in between
-compute. The gates of the first N blocks of a stack use the input of their own block. Dimensions: Shape
-suffixes: Shape suffixes are T (tokens) and D (model_dim). Source: Source: The method is from Hwang et al.
-2024, Pre-gated MoE.
+compute. The gates of the first N blocks of a stack use the input of their own block. Shape suffixes are T
+(tokens) and D (model_dim). The method is from Hwang et al. 2024, Pre-gated MoE.
 """
 
 from collections.abc import Mapping, Sequence

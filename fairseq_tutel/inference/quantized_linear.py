@@ -13,7 +13,7 @@ from fairseq_tutel.kernels.quantized import LANES
 class QuantizedLinear(nn.Module):
     """An nn.Linear for inference, in int8 with one scale per row of its matrix.
 
-    Shape suffixes: Shape suffixes are I (input dimensions) and O (output dimensions).
+    Shape suffixes are I (input dimensions) and O (output dimensions).
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -52,8 +52,8 @@ class QuantizedLinear(nn.Module):
 def quantize_linear_layers(module: nn.Module, without: type[nn.Module]) -> int:
     """Replace the linear layers in a module, in place, except in modules of the type `without`.
 
-    Linear layers with an input dimension that torch's int8 kernel does not support are kept. The function
-    returns the number of replaced layers.
+    Linear layers with an input dimension that torch's int8 kernel does not support are kept. Returns the
+    number of replaced layers.
     """
     count = 0
     for name, child in module.named_children():

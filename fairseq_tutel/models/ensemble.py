@@ -1,11 +1,10 @@
 """Defines the model ensemble_of, which averages the probabilities of models of one architecture.
 
 The state dict has the members' weights under `members.0.`, `members.1.`, …. Members are built one after
-another, so each member gets different initial weights. The first member gets the same initial weights as a
-single model. The members also run one after another, because a batched forward is slower
-(docs/ensembles.md).
+another, so each member gets different initial weights. The first member has the initial weights of a single
+model. The members also run one after another, because a batched forward is slower (docs/ensembles.md).
 
-Shape suffixes: Shape suffixes are M (members) and C (classes).
+Shape suffixes are M (members) and C (classes).
 """
 
 import argparse

@@ -23,7 +23,7 @@ def shared(features_M: Sequence[Tensor], keep: float, training: bool) -> list[Te
     elementwise Bernoulli(keep) mask, drawn for each pair of members. In evaluation, sigma is the number
     `keep`. (The authors' code draws masks in evaluation, too, so its outputs vary.)
 
-    Source: Source: The method is from Lee et al. 2017, "Confident Multiple Choice Learning", section 3.3.
+    The method is from Lee et al. 2017, "Confident Multiple Choice Learning", section 3.3.
     """
     if not training:
         all_of_them = torch.stack(list(features_M)).sum(dim=0)

@@ -1,8 +1,8 @@
 """Replaces the FFN of a stock fairseq transformer layer by experts.
 
 After fairseq builds the stock model, a MoEFeedForward replaces fc1 of each chosen layer, and identities
-replace the other modules of the FFN. The forward method of the stock layer is unchanged. Shape suffixes:
-Shape suffixes are T (tokens) and D (model_dim).
+replace the other modules of the FFN. The forward method of the stock layer is unchanged. Shape suffixes are
+T (tokens) and D (model_dim).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -77,8 +77,8 @@ class Context:
     def keeps_rows(self, layer: "MoEFeedForward") -> bool:
         """Return whether a layer sends no rows in this update of the training run (--moe-local-drop).
 
-        --moe-local-drop depends only on seed, layer and update, so all ranks, recomputations and resumed
-        runs decide equally.
+        --moe-local-drop depends only on seed, layer and update, so it is equal on all ranks and after a
+        resume.
         """
         if not (self.local_drop and layer.training and layer.calls is not None):
             return False
@@ -264,8 +264,7 @@ def replace_ffn(
     The stock layer must have fc1, fc2 and a dropout between fc1 and fc2. The layer's attribute
     `batch_first` must be true if the layer calls fc1 with [batch, time, D]. If the layer already has
     experts, for example of a pretrained model, the weights of these experts are kept. `name` is the
-    qualified name of fc1, which determines the seeds of the experts. If `experts` is None, new experts are
-    built.
+    qualified name of fc1, which determines the experts' seeds. If `experts` is None, new experts are built.
     """
     batch_first = getattr(layer, "batch_first", False)
     moe = MoEFeedForward(config, topology, seed, name, context, experts, batch_first)

@@ -42,8 +42,7 @@ def from_checkpoint(
 
     Returns:
         fairseq's hub interface of the model, in eval mode: translation models have `translate`, language
-        models `sample` and `score`, RoBERTa and BART `fill_mask` and `predict`. Image classifiers have
-        `classify`.
+        models `sample` and `score`, RoBERTa and BART `fill_mask` and `predict`, classifiers `classify`.
 
     Raises:
         ValueError: a file is missing, corrupt or not a checkpoint; a MoE option is unknown; the dtype is
@@ -78,8 +77,7 @@ def from_checkpoint(
 def files_of(path: str | Path, name: str = "path") -> list[Path]:
     """Return the absolute paths of the checkpoint files that a user's `path` names.
 
-    If `path` names a folder, `checkpoint_in` chooses one of the folder's checkpoint files. Error messages
-    call the path `name`.
+    For a folder, `checkpoint_in` chooses a checkpoint of the folder. Error messages call the path `name`.
 
     Raises:
         ValueError: a file does not exist, or a folder has no checkpoint.

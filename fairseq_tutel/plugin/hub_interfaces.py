@@ -146,8 +146,7 @@ class Generation(hub_utils.GeneratorHubInterface):
         """Generate with beam search, and return fairseq's hypotheses for each sentence."""
         with self.lock:
             for model in self.models:
-                # Without this call, BART's and mBART's attention would keep the largest beam size of
-                # earlier calls.
+                # BART's and mBART's attention would keep the largest beam size of earlier calls.
                 if hasattr(model, "set_beam_size"):
                     model.set_beam_size(beam)
             return super().generate(tokens, beam, *args, **options)

@@ -1,7 +1,7 @@
 """Defines a fairseq data set of images, which shuffles and batches the images in each epoch.
 
-Shape suffixes: Shape suffixes are B (images in a batch), C (channels), H (height) and W (width). N is the
-number of images in the set.
+Shape suffixes are B (images in a batch), C (channels), H (height) and W (width). N is the number of images
+in the set.
 """
 
 from typing import Any
@@ -59,8 +59,7 @@ class ImageDataset(FairseqDataset):
         """Return the shuffled indices of an epoch, because fairseq itself would shuffle only batches.
 
         A validation set has a shuffled order that never changes. Folders list images by class. Without
-        shuffling, each batch would have only one class, and expert metrics, which are averages over
-        batches, would be wrong.
+        shuffling, each batch would have only one class, and averaged expert metrics would be wrong.
         """
         if self.seed is None:
             return order_of(0, 0, len(self))
@@ -96,8 +95,7 @@ class ImageDataset(FairseqDataset):
         A mixed batch has the key "mixed" with the target [B] of each second image and the share [B] of each
         first image. Without samples, the returned batch is empty, and fairseq treats it as a dummy batch.
 
-        Source of mixup: Source of mixup: Mixup is from Zhang et al. 2018, equation 1, with one share for
-        each image.
+        Mixup is from Zhang et al. 2018, equation 1, with one share for each image.
         """
         if not samples:
             return {}

@@ -59,8 +59,7 @@ def refuse_output(
 def refuse_output_folder(output: Path, source: Path, mark: str, overwrite: bool) -> None:
     """Raise ValueError if an output folder exists and may not be replaced.
 
-    With `overwrite`, a folder may be replaced if it has the file `mark`, which the tool writes, and does
-    not contain the input.
+    With `overwrite`, a folder may be replaced if it has the file `mark` and does not contain the input.
     """
     if not output.exists() and not output.is_symlink():
         return

@@ -1,8 +1,7 @@
 """Provides the command-line parser of the tools, and the arguments that several tools share.
 
 All tools follow one convention. Inputs are positional arguments and come first. `--output` names the
-output. `--overwrite` allows a tool to replace the output. The help of an option shows the default as
-[default].
+output. `--overwrite` allows a tool to replace the output. The help shows defaults as [default].
 """
 
 import argparse

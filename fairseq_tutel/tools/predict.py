@@ -3,7 +3,7 @@
 The images are one split of a data folder, as in training: folders of classes, or arrays. Each line of the
 output file has an image, its class, and up to five predicted classes with probabilities.
 
-Shape suffixes: Shape suffixes are B (images of a batch) and C (classes).
+Shape suffixes are B (images of a batch) and C (classes).
 """
 
 import argparse

@@ -31,7 +31,7 @@ def by_layer(
     """Parse an option that has one value for all MoE layers, or the form LAYER=VALUE for some layers.
 
     The function `read` parses the value of a layer. The ValueError of `read` must name the reason and the
-    expected form of the value.
+    value's form.
 
     Raises:
         ValueError: a word of the option is invalid.

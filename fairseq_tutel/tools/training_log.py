@@ -18,8 +18,7 @@ from fairseq_tutel.files import open_ordinary, parse_json
 
 LOG_NAMES = ("*.log", "*.json", "*.txt")  # names of log files in a folder
 
-# Tags of training records, which have averages since the last record or over an epoch. All other tags in a
-# log are data subsets.
+# Tags of training records (averages since the last record or over an epoch), not of data subsets.
 SINCE_LAST, EPOCH = "train_inner", "train"
 LOAD = "moe_load_"  # prefix of the keys of expert loads relative to an even share
 
@@ -200,8 +199,8 @@ def _lines_of(path: Path) -> Iterator[str]:
 def find_log(path: Path) -> tuple[Log, Path]:
     """Find the log of a training run, and return the log's records and path.
 
-    `path` is a log file or a folder. The function raises ValueError if there is no log, or if there are
-    logs of several runs.
+    `path` is a log file or a folder. The function raises ValueError without a log, or for logs of several
+    runs.
     """
     files = [path]
     if path.is_dir():

@@ -1,13 +1,12 @@
 """Self-attention within windows of an image, as in Swin V2 or as in the released SwinV2-MoE.
 
-Shape suffixes: Shape suffixes are B (images), L (tokens of an image, row by row), D (model_dim) and M
-(heads of dimension d). An image has G windows of N positions each, and P = G * N. In a shifted block,
-windows begin half a window later. The last windows of a shifted block contain tokens of opposite edges of
-the image, which do not attend to each other. If the image size is no multiple of the window size, the last
-windows have empty positions.
+Shape suffixes are B (images), L (tokens of an image, row by row), D (model_dim) and M (heads of dimension
+d). An image has G windows of N positions each, and P = G * N. In a shifted block, windows begin half a
+window later, so the last windows contain tokens of opposite edges of the image, which do not attend to each
+other. If the image size is no multiple of the window size, the last windows have empty positions.
 
-Sources: Sources: Windows are from Liu et al. 2021 (Swin Transformer), section 3.2, and attention from Liu
-et al. 2022 (Swin Transformer V2), sections 3.2 and 3.3, and the released code.
+Windows are from Liu et al. 2021 (Swin Transformer), section 3.2, and attention from Liu et al. 2022 (Swin
+Transformer V2), sections 3.2 and 3.3, and the released code.
 """
 
 import math
@@ -65,8 +64,8 @@ class Windows:
 def windows_of(height: int, width: int, window: int, is_shifted: bool, device: torch.device) -> Windows:
     """Return the attention windows of an image, shifted by half a window if `is_shifted`.
 
-    Height, width and window are given in tokens. A dimension of at most `window` tokens has one window,
-    which is not shifted.
+    Height, width and window are given in tokens. A dimension of at most `window` tokens has one unshifted
+    window.
     """
     h, w = min(window, height), min(window, width)
     rows, columns = -(-height // h), -(-width // w)
@@ -82,7 +81,6 @@ def windows_of(height: int, width: int, window: int, is_shifted: bool, device: t
         is_wrapped_GN2 = at_GN2 < at_GN2[:, :1]
         attends_GNN = (is_wrapped_GN2.unsqueeze(2) == is_wrapped_GN2.unsqueeze(1)).all(dim=3)
         # Queries at empty positions attend to all real tokens, because a softmax of only -inf is NaN.
-        # `merge` removes them.
         attends_GNN = (attends_GNN | is_empty_GN.unsqueeze(2)) & ~is_empty_GN.unsqueeze(1)
         if attends_GNN.all():
             return windows
@@ -163,8 +161,7 @@ class WindowAttention(nn.Module):
             for tensor in qkv_BPX.view(B, G, N, 3, M, D // M).permute(3, 0, 1, 4, 2, 5)
         )
         if self.by_cosine:
-            # Multiplying rows by a factor is several times faster than F.normalize, which divides every
-            # element.
+            # Multiplying rows by a factor is several times faster than the division in F.normalize.
             scale, k = scale * _inverse_norm(q), (k * _inverse_norm(k)).to(v.dtype)
         y = _attention(q, k, v, scale, bias_MNN.unsqueeze(0).to(v.dtype))
         return self.proj(y.view(B, G, M, N, D // M).transpose(2, 3).reshape(B, P, D))

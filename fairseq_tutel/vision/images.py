@@ -1,8 +1,8 @@
 """Image data sets are folders of image files, or arrays. Pillow decodes an image when it is read.
 
 All random numbers depend only on (seed, epoch, image), as in `draws_of`. An image is therefore augmented in
-the same way on every rank, in every worker, and after a resume. Shape suffixes: Shape suffixes are N
-(images), C (channels, 1 or 3), and H and W (pixels of the model's input).
+the same way on every rank, in every worker, and after a resume. Shape suffixes are N (images), C (channels,
+1 or 3), and H and W (pixels of the model's input).
 """
 
 import os
@@ -66,8 +66,8 @@ class ImageFolder:
 class ImageArrays:
     """A data set in an .npz file with arrays `images`, `labels` and, optionally, `classes` (class names).
 
-    The array `images` is uint8 [N, h, w] or [N, h, w, C], and `labels` is int [N]. Without the array
-    `classes`, class names are numbers.
+    The array `images` is uint8 [N, h, w] or [N, h, w, C], and `labels` is int [N]. Without `classes`, class
+    names are numbers.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,9 +1,9 @@
 """Swin V2, an image transformer with patch embedding, stages of blocks, and a classifier of the mean token.
 
-Shape suffixes: Shape suffixes are B (images), L (tokens of an image), D (model_dim) and C (classes).
+Shape suffixes are B (images), L (tokens of an image), D (model_dim) and C (classes).
 
-Source: Sources: The model is from Liu et al. 2022 (Swin Transformer V2), and its experts from Hwang et al.
-2023 (Tutel), section 5.
+The model is from Liu et al. 2022 (Swin Transformer V2), and its experts from Hwang et al. 2023 (Tutel),
+section 5.
 """
 
 from functools import partial
@@ -49,8 +49,7 @@ class PatchMerging(nn.Module):
         if height % 2 or width % 2:
             x = F.pad(x, (0, 0, 0, width % 2, 0, height % 2))
         h, w = (height + 1) // 2, (width + 1) // 2
-        # In a merged token, the lower neighbor is second, and the right neighbor is third, as in the
-        # released weights.
+        # In a merged token, the lower neighbor is second and the right neighbor third, as released.
         x = x.view(B, h, 2, w, 2, D).permute(0, 1, 3, 4, 2, 5).reshape(B, h * w, 4 * D)
         x = self.reduction(self.norm(x)) if self.norms_first else self.norm(self.reduction(x))
         return x, (h, w)
@@ -95,8 +94,8 @@ class Block(nn.Module):
     def _added(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
         """Return x + y, but in training, skip y at random for some images (stochastic depth).
 
-        For the other images, y is scaled, so that the mean of the result is x + y. Source: Source: The
-        method is from Huang et al. 2016 (Stochastic Depth).
+        For all other images, y is scaled, so that the mean is x + y. The method is from Huang et al. 2016
+        (Stochastic Depth).
         """
         if not self.training or self.drop_path == 0:
             return x_BLD + y_BLD

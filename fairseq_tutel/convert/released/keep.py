@@ -5,8 +5,7 @@ The JSON file has one of these forms:
 - [0, 5, 130, …]: a list of global expert IDs. With E experts per layer, MoE layer n (encoder first) has the
   global IDs n * E to n * E + E - 1.
 - {"eng_Latn": [0, 5, …], …} or {"eng_Latn-fra_Latn": […], …}: lists of global expert IDs per language or
-  pair. For the given language pairs, the encoder keeps experts of source languages, and the decoder those
-  of target languages.
+  pair. The encoder keeps experts of source languages, and the decoder those of target languages.
 """
 
 from collections.abc import Callable, Sequence

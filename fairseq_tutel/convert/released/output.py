@@ -1,7 +1,6 @@
 """Writes an output folder under a temporary name until it is complete, and weights as safetensors files.
 
-The weight files are named model-00001-of-0000N.safetensors. The file model.safetensors.index.json lists the
-file of each weight.
+The weight files are named model-00001-of-0000N.safetensors. model.safetensors.index.json lists them.
 """
 
 import json

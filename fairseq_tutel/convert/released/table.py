@@ -42,8 +42,7 @@ class Names:
     layers: str | Callable[[Mapping[str, Any]], int] = ""
     # Values of fairseq options with which a model has these tensors.
     when: Mapping[str, Any] = field(default_factory=dict)
-    # A function from fairseq options to the indices of the layers with these tensors; by default, all
-    # layers have them.
+    # A function from fairseq options to the indices of the layers with these tensors; by default all.
     only: Callable[[Mapping[str, Any]], Iterable[int]] | None = None
 
     def rows(self, options: Mapping[str, Any]) -> Iterator[Row]:
@@ -70,7 +69,6 @@ def expanded(pattern: str) -> list[str]:
 class Option:
     """An option that both transformers and fairseq have."""
 
-    # The key of the option in config.json.
     theirs: str
     # The fairseq options with this value, separated by spaces. The form a|b means the option a, or else b.
     ours: str
@@ -170,13 +168,10 @@ class Family:
     prefix: str
     # The fairseq architecture, whose default options apply.
     arch: str
-    # The fairseq task that the checkpoint names.
     task: str
-    # Patterns of the model's tensor names in both systems.
     names: tuple[Names, ...]
-    # The options that both fairseq and transformers have.
     options: tuple[Option, ...]
-    # fairseq options that must have the values given here.
+    # fairseq options of which a model must have these values.
     fixed: Mapping[str, Any] = field(default_factory=dict)
     # Keys of config.json that must be absent or have the values given here.
     assumed: Mapping[str, Any] = field(default_factory=dict)
@@ -186,8 +181,7 @@ class Family:
     ignored: str = ""
     # A pattern of transformers tensors without a counterpart, such as computed position tables.
     dropped: str = ""
-    # transformers tensors that must be zero, and their shapes; a shape has numbers and keys of
-    # `vocabulary_sizes`.
+    # transformers tensors that must be zero, with shapes of numbers and keys of `vocabulary_sizes`.
     zeros: Mapping[str, str] = field(default_factory=dict)
     # fairseq tensors that transformers lacks, and their shapes; from-hf writes zeros.
     unused: Mapping[str, str] = field(default_factory=dict)
@@ -201,7 +195,6 @@ class Family:
     words: tuple[str, ...] = ()
     # The pattern of a language's symbol in fairseq's dictionary, such as __{}__; empty without languages.
     form: str = ""
-    # The kind of tokenizer that the model has.
     vocabulary: str = ""
     # A function that returns additional task options, such as the languages.
     setup: Callable[[Setup], dict[str, Any]] = lambda setup: {}

@@ -51,11 +51,10 @@ class Vocabulary:
     languages: list[str] = field(default_factory=list)
     # Saved options of the BPE; the option `_name` is the BPE's name.
     bpe: dict[str, Any] = field(default_factory=dict)
-    # Saved options of the tokenizer that runs before the BPE.
     tokenizer: dict[str, Any] = field(default_factory=dict)
     # Special tokens that keep their IDs, but that fairseq's BPE cannot find in a text.
     markers: list[str] = field(default_factory=list)
-    # The class of the tokenizer; empty if the folder has no tokenizer.
+    # The tokenizer's class name; empty if the folder has no tokenizer.
     kind: str = ""
 
     def write(self, folder: Path) -> None:
@@ -167,8 +166,7 @@ def _gpt2_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
 def _pair_vocabulary(tokenizer: Any, languages: list[str], sizes: list[int]) -> Vocabulary:
     """Return the vocabulary of an FSMT model, which has a dictionary for each of its two languages.
 
-    In transformers, a token at the end of a word ends with </w>. In fairseq, a token that does not end a
-    word ends with @@.
+    In transformers, a token at the end of a word ends with </w>. In fairseq, all other tokens end with @@.
     """
     files = {}
     sides = {i: token for token, i in tokenizer.encoder.items()}, tokenizer.decoder

@@ -2,8 +2,8 @@
 
 Each member learns the samples that it predicts best. On all other samples, the member learns to predict a
 uniform distribution. Independent ensembles and multiple choice learning are special cases of the criterion
-cmcl. A sample is an image, or a token that is not padding. Shape suffixes: Shape suffixes are M (members),
-N (samples) and C (classes).
+cmcl. A sample is an image, or a token that is not padding. Shape suffixes are M (members), N (samples) and
+C (classes).
 """
 
 import math
@@ -28,8 +28,7 @@ RIGHT = "right_member"  # prefix of log keys that count each member's correct pr
 class CMCLCriterion(FairseqCriterion):
     """Criterion that trains an ensemble by confident multiple choice learning.
 
-    The loss of an ensemble is summed over members and samples. Perplexity is computed from the mean of the
-    members' probabilities.
+    The loss is summed over members and samples. Perplexity uses the mean of members' probabilities.
     """
 
     def __init__(self, task: Any, options: CMCLConfig) -> None:

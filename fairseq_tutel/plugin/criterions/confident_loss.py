@@ -1,11 +1,11 @@
 """Confident multiple choice learning: K of M ensemble members learn a sample, the others predict uniformly.
 
 The largest tensors are the members' logits and their gradients. Losses and probabilities are computed for
-one member at a time, in fp32 or wider, and again in backward. Shape suffixes: Shape suffixes are M
-(members), N (samples: images or tokens) and C (classes or words). K members learn each sample.
+one member at a time, in fp32 or wider, and again in backward. Shape suffixes are M (members), N (samples:
+images or tokens) and C (classes or words). K members learn each sample.
 
-Source: The loss is from Lee et al. 2017, "Confident Multiple Choice Learning", equations 2 to 4; section 3
-explains stochastic labeling.
+The loss is from Lee et al. 2017, "Confident Multiple Choice Learning", equations 2 to 4; section 3 explains
+stochastic labeling.
 """
 
 import math

@@ -2,8 +2,7 @@
 
 --distill-criterion names the other criterion, whose class is combined with `DistillationMixin`. The
 distillation loss is T² KL(teacher || student). After the update --distill-until, the distillation loss is
-no longer added. Shape suffixes: Shape suffixes are N (tokens of a micro-batch, padding included) and V
-(words).
+no longer added. Shape suffixes are N (tokens of a micro-batch, padding included) and V (words).
 """
 
 import dataclasses
@@ -33,8 +32,7 @@ from fairseq_tutel.plugin.training.task import give_mixin
 logger = logging.getLogger(__name__)
 
 # Criterions that can be combined with distillation. Such a criterion calls the model once and sums the loss
-# over rows of scores, one row per target. docs/ensembles.md explains why other criterions cannot be
-# combined.
+# over rows of scores, one row per target. docs/ensembles.md explains why others cannot be combined.
 STOCK = (
     "cross_entropy",
     "label_smoothed_cross_entropy",

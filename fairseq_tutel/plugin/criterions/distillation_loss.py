@@ -1,7 +1,7 @@
 """The distillation loss T² KL(teacher || student), computed without a table of probabilities.
 
 The distillation loss is computed in row chunks, in fp32 or wider. For backward, only the scores of teacher
-and student are saved. Shape suffixes: Shape suffixes are N (rows) and V (words). T is the temperature.
+and student are saved. Shape suffixes are N (rows) and V (words). T is the temperature.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ def distillation_loss(
     The returned loss is a scalar in fp32 or wider; only the student's scores have a gradient. The mask
     `counts_N` is False for rows that are ignored.
 
-    Source: References: The loss is from Hinton et al. 2015, section 2, and Rajbhandari et al. 2022
-    (DeepSpeed-MoE), section 4.2.
+    The loss is from Hinton et al. 2015, section 2, and Rajbhandari et al. 2022 (DeepSpeed-MoE), section
+    4.2.
     """
     return _Distillation.apply(scores_NV, teacher_NV, counts_N, float(temperature))
 

@@ -4,7 +4,7 @@ fairseq sums logged values that have the same key over micro-batches and ranks. 
 a class method, which has no access to the model. Therefore one log entry holds all expert metrics as a
 vector, and the entry's key is the vector's `Layout` as JSON.
 
-Shape suffixes: Shape suffixes are L (MoE layers), E (experts) and N (metrics of a layer).
+Shape suffixes are L (MoE layers), E (experts) and N (metrics of a layer).
 """
 
 import json
@@ -36,8 +36,8 @@ class Layout(NamedTuple):
 
     The vector has these entries in this order: number of real tokens; averages over layers (losses, then N
     metrics); metrics and tokens of each logged layer; assignments of each expert in the logged layers;
-    dropped assignments of each expert. Averages and metrics in the vector are multiplied by the number of
-    real tokens.
+    dropped assignments of each expert. All averages and metrics are multiplied by the number of real
+    tokens.
     """
 
     losses: Sequence[str]

@@ -31,7 +31,6 @@ class GateLossMixin:
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
         """Build the fairseq criterion with the options of the balance loss."""
         refuse_bad_values(read(CriterionConfig, cfg))
-        # A task has the attribute `_has_experts` only if the model has experts.
         if not getattr(task, "_has_experts", False):
             name = getattr(cfg, "_name", None) or cfg.criterion
             raise ValueError(

@@ -1,6 +1,6 @@
 """The criterion image_classification: cross entropy and accuracy, also for mixed images.
 
-Shape suffixes: Shape suffixes are B (images) and C (classes).
+Shape suffixes are B (images) and C (classes).
 """
 
 import math

@@ -33,8 +33,7 @@ EVALUATED = frozenset({
 })  # fmt: skip
 # fairseq passes the options encoder_KEY and decoder_KEY as KEY to its encoder and decoder.
 PREFIXES = ("encoder_", "decoder_")
-# Syntax tree nodes that a literal may contain. Addition and multiplication are accepted, because wav2vec's
-# options use them.
+# Syntax tree nodes of literals, and of addition and multiplication, which wav2vec's options contain.
 LITERAL = (
     ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.UAdd, ast.USub,
     ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Load,

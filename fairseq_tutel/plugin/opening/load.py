@@ -37,8 +37,7 @@ from fairseq_tutel.plugin.run_state import OPENED, RUN
 
 # Environment variable that makes damaged files be opened.
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
-# fairseq and torch raise these errors for a file that is not a checkpoint; `is_machine_error` excludes
-# some.
+# Errors of fairseq and torch for a file that is not a checkpoint; `is_machine_error` excludes some.
 FOREIGN_FILE_ERRORS = (
     LookupError, TypeError, AttributeError, RuntimeError, EOFError, pickle.UnpicklingError,
     OmegaConfBaseException,

@@ -33,8 +33,7 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.run_state import config_of, is_opened
 
 logger = logging.getLogger(__name__)
-# This logger writes JSON lines like fairseq's, under a short name: "… | INFO | expert_store | {"calls":
-# …}".
+# This logger writes JSON lines like fairseq: "… | INFO | expert_store | {"calls": …}".
 counters_logger = logging.getLogger("expert_store")
 # Elements. In an opened model, matrices with more elements are not initialized.
 SMALL_MATRIX = 2**20

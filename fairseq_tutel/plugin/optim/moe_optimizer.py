@@ -254,8 +254,7 @@ def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> di
     part = topology.part(shape[0])
 
     def own(value: Tensor | ShardedTensor) -> Tensor:
-        # A tensor with another shape than the parameter, such as a scale, is the same for all expert
-        # shards.
+        # A tensor with another shape, such as a scale, is the same for all expert shards.
         cut_as = slicing if list(value.shape) == shape else Slice()
         index = part.index if cut_as.count > 1 else 0
         if isinstance(value, ShardedTensor):

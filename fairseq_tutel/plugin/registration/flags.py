@@ -1,8 +1,7 @@
 """Defines the command-line flags and hydra keys of this package.
 
 Every MoE model has the options `ModelOptions`, every task `SystemOptions`, and every MoE criterion
-`GateLossOptions`. `layer_config` makes the MoEConfig of one layer from the configurations of model and
-task.
+`GateLossOptions`. `layer_config` makes a layer's MoEConfig from model and task options.
 """
 
 import dataclasses
@@ -57,8 +56,7 @@ def drop_is_moe(argv: list[str]) -> None:
     """Remove --is-moe from a fairseq command line, in place.
 
     Meta's evaluation commands need the flag --is-moe, but this package recognizes MoE checkpoints itself.
-    The parser of fairseq-eval-lm cannot be extended, so --is-moe is removed from sys.argv before the parser
-    reads sys.argv.
+    The parser of fairseq-eval-lm cannot be extended, so --is-moe is removed from sys.argv.
     """
     if "--is-moe" in argv and any(word.split("=")[0] == "--user-dir" for word in argv):
         argv.remove("--is-moe")

@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 # Maximum time for which the exit waits for reader threads, which may hang in a file system.
 SECONDS_FOR_READERS = 10.0
 REASON = 300  # Maximum number of characters of an original error that a message quotes.
-# Errors that users can fix: bad options and files, NaN in training, failed writes, lack of memory, and
-# failures of other ranks.
+# Errors that users can fix: bad options or files, NaN, failed writes, lack of memory, failed ranks.
 FOR_USERS = (ValueError, FloatingPointError, OSError, MemoryError, CommunicationError)
 MEMORY = re.compile(r"out of memory|can't allocate memory|Unable to allocate", re.DOTALL)
 LANGUAGES = re.compile("Could not infer language pair")
@@ -150,8 +149,8 @@ def _last_line(error: BaseException) -> str | None:
     # wav2vec2 sets it to DEBUG.
     if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
         logger.debug("traceback of the error", exc_info=error)
-    # A data set that fairseq could not open prints an error when it is deleted. Deleting the data set first
-    # makes the sentence the last line.
+    # A data set that fairseq could not open prints an error when it is deleted. The data set is therefore
+    # deleted before the last line.
     traceback.clear_frames(error.__traceback__)
     return error_line(sentence.removeprefix(f"[Errno {getattr(error, 'errno', None)}] "))
 

@@ -109,8 +109,7 @@ def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
     """Run the main function of a command, with its FairseqConfig in `RUN.cfg`."""
     startup.note_spawned_ranks(cfg)
     import_user_module(cfg.common)  # A user's module may register tasks, but hydra skips it.
-    # In a spawned rank, fairseq skips a --user-dir that is already imported, so this function calls
-    # `register`.
+    # In a spawned rank, fairseq skips an imported --user-dir, so `register` is called.
     plugin.register()
     give_system_options()
     _check_model(cfg)

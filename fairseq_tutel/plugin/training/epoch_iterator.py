@@ -87,8 +87,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         super().load_state_dict({**state_dict, "iterations_in_epoch": start})
         rest = self._next_epoch_itr
         if self.skip_remainder_batch and rest is not None and len(rest) - rest.n < update_freq:
-            # fairseq's training loop fails in an epoch without an update, so the rest of this epoch is
-            # skipped.
+            # fairseq's training loop fails in an epoch without an update, so this epoch is skipped.
             self._skip_rest_of_epoch()
 
     def _skip_rest_of_epoch(self) -> None:

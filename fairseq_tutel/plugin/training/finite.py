@@ -14,8 +14,7 @@ from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.training.resume import flag_and_path
 
-# Functions whose results must be finite for a finite tensor. The 2-norm is not used, because it is infinite
-# for weights beyond 1e19.
+# Functions whose results are finite for a finite tensor. The 2-norm is infinite for weights beyond 1e19.
 Measure = Callable[..., Tensor]
 OF_WEIGHTS, OF_STATE = torch.linalg.vector_norm, torch.sum
 # Names of state tensors of fairseq's optimizers that have the same shape as their parameter.

@@ -118,8 +118,7 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
         finally:
             if writes and world.is_first():
                 try:
-                    # Folders are cleaned even after an error, because unused expert folders may be the
-                    # reason for a full disk.
+                    # This also runs after an error, because unused expert folders may have filled the disk.
                     folders.collect(Path(save_dir))
                 except OSError as error:
                     logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)

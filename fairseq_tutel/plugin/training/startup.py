@@ -33,8 +33,7 @@ from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
 
-# These optimizers compute the update of an element from other elements, so sharded parameters would get
-# different updates.
+# Optimizers whose update of an element depends on other elements, so shards would be updated wrongly.
 NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
 
 
@@ -222,7 +221,6 @@ def refuse_run(
     recomputes = any(hasattr(module, "precheckpoint_forward") for module in model.modules())
     local_drop = float(getattr(root.model, "moe_local_drop", 0.0))
     half = next((key for key in ("memory_efficient_fp16", "fp16") if common[key]), "")
-    # These optimizers have no fp32 master weights.
     without_masters = ("memory_efficient_fp16", "memory_efficient_bf16")
     not_with_zero = next((key for key in without_masters if zero and common[key]), "")
     needs_whole = ""

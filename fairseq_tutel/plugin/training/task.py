@@ -154,8 +154,7 @@ class MoETaskMixin(InferenceMixin):
 
     def _begin_micro_batch(self, num_tokens: int, optimizer: Any, update_num: int) -> None:
         """Recognize the start of an update, and notify the tuner of the update or the micro-batch."""
-        # Gradients are clipped at the end of every update, even if an overflow then skips the optimizer
-        # step.
+        # Gradients are clipped once per update, even if an overflow then skips the optimizer step.
         update = (getattr(innermost_optimizer(optimizer), "times_clipped", 0), update_num)
         is_new = update != self._update
         if is_new:
@@ -248,8 +247,8 @@ class MoETaskMixin(InferenceMixin):
 def _refused_on_several_ranks(what: str) -> Iterator[None]:
     """Context manager that ends the job at an out-of-memory error if there are several ranks.
 
-    After an out-of-memory error, fairseq would skip the batch on this rank only, and the other ranks would
-    wait in an all-to-all forever.
+    After an out-of-memory error, fairseq would skip the batch on this rank only, and other ranks would wait
+    forever.
     """
     try:
         yield

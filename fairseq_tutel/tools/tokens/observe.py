@@ -1,7 +1,7 @@
 """Runs a model on texts, sentences or images, and records the experts of each token.
 
-Shape suffixes: Shape suffixes are T (tokens of a sample), E (experts) and K (choices per token). The tokens
-of an image are its patches.
+Shape suffixes are T (tokens of a sample), E (experts) and K (choices per token). The tokens of an image are
+its patches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,8 +52,7 @@ class ExpertCounts:
     """Sums over all routings in this run, from which `statistics` computes the statistics file."""
 
     def __init__(self) -> None:
-        # The sums [3, E] by language pair and layer: tokens by first choice, their probabilities,
-        # assignments.
+        # Sums [3, E] by language pair and layer: tokens by first choice, probabilities, assignments.
         self._sums: dict[str, dict[str, torch.Tensor]] = {}
 
     def add(self, pair: str, layer: MoEFeedForward, routing: Routing) -> None:

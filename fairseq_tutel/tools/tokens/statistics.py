@@ -1,7 +1,7 @@
 """Computes which tokens are assigned to each expert of a layer, for the tool `tokens`.
 
-Numbers: Shape suffixes: Shape suffixes are N (tokens in all samples), V (distinct tokens), E (experts), L
-(languages) and K (choices per token).
+Shape suffixes are N (tokens in all samples), V (distinct tokens), E (experts), L (languages) and K (choices
+per token).
 """
 
 from collections.abc import Sequence

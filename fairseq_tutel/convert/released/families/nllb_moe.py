@@ -194,7 +194,7 @@ def _read_capacity(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return capacity options of fairseq that equal transformers' capacity in evaluation.
 
     In training, the capacity is twice the mean load, as in Meta's branch. The training capacity of
-    transformers is a constant.
+    transformers is constant.
     """
     fraction, slots = config.get("moe_eval_capacity_token_fraction", 1.0), config.get("expert_capacity", 64)
     training = {"moe_capacity_factor": 1.0}

@@ -65,8 +65,7 @@ def _sizes(activation: str, attention_dropout: float, layerdrop: float, scales: 
     )
 
 
-# Options of fairseq's transformer that change the computation, and that encoder-decoders of transformers
-# lack.
+# Options of fairseq's transformer that change outputs, and that transformers lacks.
 PLAIN = {
     "adaptive_input": False,
     "adaptive_softmax_cutoff": None,
