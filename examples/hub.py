@@ -17,12 +17,12 @@ def main():
     options = dict(word.split("=", 1) for word in sys.argv[2:])
     model = ft.from_checkpoint(sys.argv[1], **options)
     method = next(name for name in ("fill_mask", "classify", "translate") if hasattr(model, name))
-    answer = getattr(model, method)  # `translate` of a language model continues a text
+    answer = getattr(model, method)  # A language model's `translate` continues a text.
     print(f"{method} on {model.device}", file=sys.stderr)
     for line in sys.stdin:
         try:
             print(answer(line.strip()), flush=True)
-        except Exception as error:  # an error of a single line, such as a text that is too long
+        except Exception as error:  # For example, a line is too long.
             print(flush=True)
             print(f"error: {error}", file=sys.stderr)
 

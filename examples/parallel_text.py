@@ -68,7 +68,7 @@ def trained(folder: Path, pairs: list[tuple[str, str]], size: int) -> Path:
             model_prefix=str(folder / "bpe"),
             model_type="unigram",
             vocab_size=size,
-            hard_vocab_limit=False,  # a small text has fewer pieces
+            hard_vocab_limit=False,  # A small text may have fewer pieces.
             character_coverage=1.0,
             minloglevel=2,
         )

@@ -74,7 +74,7 @@ def main() -> None:
     shares = [float(share) for share in os.environ.get("SHARES", "0.75 0.5 0.25").split()]
     found = [results(data, out / f"seed-{seed}", seed, shares) for seed in seeds]
     ways = (*WAYS, "random", *(f"{way}, BLEU" for way in TRANSLATED))
-    whole = {"load": "1", "load, BLEU": "1, BLEU"}  # the column of models with all experts
+    whole = {"load": "1", "load, BLEU": "1, BLEU"}  # The model "1" has all experts.
 
     def row(share: str, names: list[str]) -> list[str]:
         return [share, *(mean_of([each[name] for each in found], 2) if name else "" for name in names)]

@@ -28,7 +28,7 @@ from fairseq_tutel.plugin.feed_forward import moe_layers
 
 USER_DIR = Path(__file__).resolve().parents[1] / "user_dir"
 BATCH = 100
-CLASSES = 10  # at most this many classes are drawn
+CLASSES = 10  # At most this many classes are drawn.
 
 
 class Watch:

@@ -94,7 +94,7 @@ def main() -> None:
     if not given.print:
         import fairseq_cli.train  # noqa: F401 - the first to be imported sets the format of the log
         import torch
-        import torch._dynamo  # torch's optimizers need it, and the import takes seconds
+        import torch._dynamo  # The import of torch._dynamo takes seconds.
 
         from fairseq_tutel.plugin import register
 

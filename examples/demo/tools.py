@@ -28,7 +28,7 @@ def run(tool: str, arguments: Sequence[str], log: Path, show: str) -> str:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             encoding="utf-8",
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # otherwise, Python would buffer the output
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # Python must not buffer the output.
         ) as child,
     ):
         for line in child.stdout or ():

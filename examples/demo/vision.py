@@ -47,7 +47,7 @@ def main() -> None:
     """Run all steps of the demo, and write the results."""
     started = monotonic()
     os.chdir(Path(__file__).parents[2])
-    for name in MODELS:  # fairseq would resume an earlier run's checkpoints
+    for name in MODELS:  # fairseq must not resume an earlier run.
         shutil.rmtree(OUT / name, ignore_errors=True)
 
     def begin(step: str) -> None:

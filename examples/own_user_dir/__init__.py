@@ -13,7 +13,7 @@ from torch import nn
 import fairseq_tutel as ft
 from fairseq_tutel.plugin import register
 
-register()  # registers the plugin's flags, tasks, criterions, optimizers and models
+register()
 
 
 class CalmGate(nn.Linear):

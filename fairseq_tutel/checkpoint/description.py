@@ -16,7 +16,7 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.option import Option, plain
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
-EXPERTS = re.compile(r"(?:^|\.)experts\.")  # matches names of expert tensors in all supported systems
+EXPERTS = re.compile(r"(?:^|\.)experts\.")  # This pattern matches expert tensors of all systems.
 Facts = dict[str, Any]
 
 
@@ -41,7 +41,7 @@ def describe(state: Any, path: Path, options: Sequence[Option], check: bool = Fa
         facts["shards"] = _described_shards(shards)
     if check:
         _verify(path, shards)
-        facts["checked"] = zipfile.is_zipfile(path)  # only zip files have checksums
+        facts["checked"] = zipfile.is_zipfile(path)  # Only zip files have checksums.
     facts["bytes"] = {
         "experts": _bytes(tensor for key, tensor in weights.items() if EXPERTS.search(key)),
         "other weights": _bytes(tensor for key, tensor in weights.items() if not EXPERTS.search(key)),
@@ -60,7 +60,7 @@ def describe(state: Any, path: Path, options: Sequence[Option], check: bool = Fa
 def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
     for tensor in shards:
         for expert in range(tensor.shape[0]):
-            tensor.read(expert, 1)  # reading a file with a wrong digest fails
+            tensor.read(expert, 1)  # Reading raises an error for a wrong digest.
     if not is_whole(str(path)):
         raise ValueError(
             f"CHECKPOINT names {path}, whose bytes do not match their checksums; give an older checkpoint."
@@ -70,7 +70,7 @@ def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
 def _changed_options(state: dict[str, Any], known: Sequence[Option]) -> Facts:
     """Return the MoE options of a checkpoint that differ from their defaults."""
     options = SavedModel(state).options_of("model")
-    inner = options.get("w2v_args")  # the options of a pretrained inner model
+    inner = options.get("w2v_args")  # The key w2v_args has a pretrained model.
     options = inner.get("model", options) if isinstance(inner, dict) else options
     values = {option: plain(options[option.key]) for option in known if option.key in options}
     changed = {o.flag: value for o, value in values.items() if value not in (None, o.default)}

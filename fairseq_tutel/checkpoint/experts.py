@@ -265,7 +265,7 @@ def _files_of(
                 names.append((layer, name))
                 # A tensor with another shape, such as a scale, is the same for all expert shards.
                 slicing = stack.slice_of(parameter_name) if value.shape == parameter.shape else Slice()
-                if slicing.count == 1 and index > 0:  # only expert shard 0 writes the tensor
+                if slicing.count == 1 and index > 0:  # Only expert shard 0 writes the tensor.
                     continue
                 shape = list(value.shape)
                 shape[slicing.dim] *= slicing.count

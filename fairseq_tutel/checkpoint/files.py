@@ -79,7 +79,7 @@ def identity(path: str) -> str:
 
 def _is_old(path: str) -> bool:
     with open(path, "rb") as file:
-        return file.read(1) == b"\x80"  # a pickle
+        return file.read(1) == b"\x80"
 
 
 def _passes(path: str, test: Callable[[zipfile.ZipFile], bool]) -> bool:
@@ -87,12 +87,12 @@ def _passes(path: str, test: Callable[[zipfile.ZipFile], bool]) -> bool:
     # name only if the name is UTF-8.
     with open(path, "rb") as file:
         try:
-            torch._C.PyTorchFileReader(file)  # torch checks more than zipfile does
+            torch._C.PyTorchFileReader(file)  # torch checks more than zipfile does.
             with zipfile.ZipFile(file) as archive:
                 return all(map(_is_plain, archive.infolist())) and test(archive)
-        except Exception as error:  # the zip content is corrupt
+        except Exception as error:
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                raise  # corrupt offsets cause EINVAL or no errno
+                raise  # Corrupt offsets cause EINVAL or no errno.
             return False
 
 
@@ -102,12 +102,12 @@ def _is_plain(entry: zipfile.ZipInfo) -> bool:
 
 
 def _matches_checksums(archive: zipfile.ZipFile) -> bool:
-    entries = [entry for entry in archive.infolist() if entry.CRC]  # torch can save without checksums
+    entries = [entry for entry in archive.infolist() if entry.CRC]  # torch can save without CRCs.
     name = printable(os.path.basename(archive.filename or ""))
     with progress(f"checking {name}", sum(entry.file_size for entry in entries), "B") as advance:
         for entry in entries:
             with archive.open(entry) as content:
-                while chunk := content.read(CHUNK):  # the last read of an entry compares checksums
+                while chunk := content.read(CHUNK):  # The last read() compares checksums.
                     advance(len(chunk))
     return True
 
@@ -157,7 +157,7 @@ def read_file(path: Path, flag: str, verify: bool = True) -> Any:
         raise ValueError(f"{flag} names {path}, which is corrupt or not a checkpoint; {fix}.")
     try:
         content = _mapped_with_dictionary(path)
-    except Exception as error:  # torch raises many error types for unreadable files
+    except Exception as error:  # torch raises many error types.
         cause, refused = system_error(error), refused_class(error)
         reason = "is corrupt or not a checkpoint"
         if cause is not None:
@@ -189,7 +189,7 @@ def walk(tree: Any, opened: Callable[[Any], Any] = lambda node: node) -> Iterato
     every value, and can turn a value of another type into a container.
     """
     pending = [tree]
-    visited: dict[int, Any] = {}  # keeps the containers alive, so that no id is reused
+    visited: dict[int, Any] = {}  # This dict keeps containers alive, so no id is reused.
     while pending:
         node = opened(pending.pop())
         if not isinstance(node, dict | list | tuple) or id(node) in visited:

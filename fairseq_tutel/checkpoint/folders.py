@@ -43,12 +43,12 @@ def commit(written: Path, digests: Iterable[str]) -> str:
     """Rename a complete folder to a hash of `digests`, and return its path relative to the checkpoint."""
     name = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()[:16]
     folder = written.parent / name
-    if folder.exists():  # an earlier save had the same content
+    if folder.exists():  # An earlier save had the same content.
         for file in written.iterdir():
-            os.replace(file, folder / file.name)  # the older file may be damaged
+            os.replace(file, folder / file.name)  # The older shard file may be damaged.
         written.rmdir()
     else:
-        os.utime(written)  # sets the folder's age to 0
+        os.utime(written)  # utime sets the age of the folder to 0.
         os.rename(written, folder)
     _known.add(folder.resolve())
     sync(folder)
@@ -82,7 +82,7 @@ def collect(save_dir: Path) -> None:
     files = [f for f in save_dir.iterdir() if f.is_file() and f.suffix != ".tmp"]
     try:
         named = set().union(*map(mentions, files))
-    except Exception as error:  # zipfile raises many error types for a damaged file
+    except Exception as error:  # zipfile raises many error types for a damaged file.
         logger.warning("kept all folders in %s because a checkpoint cannot be read: %s", parent, error)
         return
     for folder in folders:
@@ -104,7 +104,7 @@ def _age(folder: Path) -> float:
     """Return the number of seconds since the last change of a folder or of its files."""
     try:
         return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-    except FileNotFoundError:  # changed just now
+    except FileNotFoundError:
         return 0.0
 
 
@@ -113,7 +113,7 @@ def mentions(path: Path) -> set[str]:
     with path.open("rb") as file:
         start = file.read(2)
     if start != b"PK":
-        if path.suffix == ".pt" and start[:1] != b"\x80":  # a pickle from before torch 1.6
+        if path.suffix == ".pt" and start[:1] != b"\x80":  # "\x80" begins a pickle.
             raise ValueError(f"{path} is corrupt: its first bytes are not those of a checkpoint")
         return set()
     with zipfile.ZipFile(path) as archive:

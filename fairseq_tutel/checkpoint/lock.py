@@ -37,12 +37,12 @@ def locked(folder: str) -> Iterator[bool]:
             with contextlib.suppress(OSError):  # The file of a killed run may have another owner.
                 os.fchmod(file, 0o666)  # All users may lock the folder.
             is_locked = _lock(file, folder)
-            if os.fstat(file).st_nlink:  # 0 if an ending run has removed the lock file
+            if os.fstat(file).st_nlink:  # An ending run may have removed the file.
                 break
         try:
             yield is_locked
         finally:
-            with contextlib.suppress(OSError):  # the folder has another owner
+            with contextlib.suppress(OSError):  # The folder may have another owner.
                 os.remove(path)
 
 

@@ -113,7 +113,7 @@ class Quantized:
         out = stored.new_empty(self.shape, dtype=self.dtype) if out is None else out
         if self.expert_dtype == "bf16":
             return out.copy_(stored)
-        if stored.storage_offset() % 4:  # a tensor of a mapped file may be unaligned
+        if stored.storage_offset() % 4:  # A tensor in a mapped file may be unaligned.
             stored = stored.clone()
         if self.in_groups:
             matrix, out_BbW = self._matrix(stored, torch.float32), out.view(-1, BLOCK, self.shape[1])

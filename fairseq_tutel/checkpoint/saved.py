@@ -170,7 +170,7 @@ class SavedModel:
     def name(self, part: str) -> str:
         """Return the name of the architecture, task, criterion or optimizer, or "" if it is missing."""
         options, is_flat = self.options_of(part), self.state.get("args") is not None
-        own = None if is_flat else options.get("_name")  # in flat options, _name is the model's name
+        own = None if is_flat else options.get("_name")  # In flat options, _name is the model's name.
         return str(own or options.get(PARTS[part]) or "")
 
     def rename(self, part: str, name: str) -> None:

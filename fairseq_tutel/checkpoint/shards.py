@@ -70,7 +70,7 @@ class ShardedTensor:
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
     expert_dtype: str = ""  # The quantized dtype, one of EXPERT_DTYPES.
     error: tuple[float, float] = (0.0, 0.0)  # The relative quantization error, and the worst row's.
-    in_rows: bool = False  # The attribute `in_rows` of `Quantized`.
+    in_rows: bool = False  # True for older int4 files, with a scale per row.
 
     @property
     def quantized(self) -> Quantized | None:
@@ -103,7 +103,7 @@ class ShardedTensor:
         shape = list(self.shape)
         shape[slicing.dim] //= slicing.count
         shape[0] = count
-        if count:  # the record's shape is compared before memory is allocated
+        if count:  # Shapes are compared before memory is allocated.
             self._file(self.pieces[first * self.slicing.count])
         out = torch.empty(shape, dtype=self.dtype)
         for i in range(count):
@@ -152,7 +152,7 @@ class ShardedTensor:
 
     def _read_piece(self, piece: Piece, out: Tensor | None = None) -> Tensor:
         """Read one expert or expert shard, and dequantize it; raise ValueError for bad data."""
-        stored = self._file(piece).get_tensor(piece.key)  # memory-maps the file
+        stored = self._file(piece).get_tensor(piece.key)
         if digest(stored) != piece.digest:
             raise _unlike(self.path_of(piece), piece)
         if self.quantized is not None:
@@ -161,7 +161,7 @@ class ShardedTensor:
 
     def _file(self, piece: Piece) -> Any:
         """Open the shard file that contains a piece; raise ValueError if its tensor has a wrong shape."""
-        from safetensors import SafetensorError, safe_open  # safetensors is an optional dependency
+        from safetensors import SafetensorError, safe_open  # safetensors is an optional dependency.
 
         path = self.path_of(piece)
         try:
@@ -194,7 +194,7 @@ class ShardedExpert:
     """One expert's tensor in a stacked tensor, which is read from a shard file on demand."""
 
     stack: ShardedTensor
-    expert: int  # global ID
+    expert: int  # the expert's global ID
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -254,7 +254,7 @@ def write_pieces(
         file.write(len(text).to_bytes(8, "little") + text)
         for key in order:
             file.write(raw_bytes(value(key)))
-        with contextlib.suppress(OSError):  # some file systems have no permissions
+        with contextlib.suppress(OSError):  # Some file systems have no permissions.
             path.chmod(path.parent.stat().st_mode & 0o666)
 
 
@@ -278,7 +278,7 @@ def bind(state: Any, path: Path) -> None:
 
     `path` is the checkpoint file. The function raises ValueError for a bad record or missing shard file.
     """
-    found: dict[str, set[str]] = {}  # files by folder
+    found: dict[str, set[str]] = {}
     opened: dict[Path, Any] = {}
     for container, key, value in walk(state):
         if is_record(value) and not isinstance(container, tuple):

@@ -20,7 +20,7 @@ Tensors = dict[str, Tensor]
 # For each type of gate, the names of the gate tensors that have one row per expert.
 ROWS = {"linear": ("weight",), "biased": ("weight", "bias"), "cosine": ("directions",)}
 FFN = re.compile(r"(.+?)\.(?:fc1|fc2|ffn_layernorm)\.")
-SWIN = "swin_v2"  # the MoE variant is swin_v2_moe, not moe_swin_v2
+SWIN = "swin_v2"  # Its MoE variant is named swin_v2_moe.
 
 
 def configs_of(saved: SavedModel) -> dict[Layer, MoEConfig]:
@@ -123,7 +123,7 @@ def new_checkpoint(
     vars(arguments).update(options)
     logging.getLogger("hydra").setLevel(logging.INFO)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fairseq calls deprecated functions of hydra
+        warnings.simplefilter("ignore")  # fairseq calls deprecated hydra functions.
         made = convert_namespace_to_omegaconf(arguments)
     cfg = OmegaConf.to_container(made, resolve=True, enum_to_str=True)
     saved = SavedModel({"args": None, "cfg": cfg, "task_state": task_state})

@@ -163,13 +163,13 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
         else:
             model[name.replace(CMR_GATE, ".fc1.beside.cmr_gate.")] = tensor
     for path, rank in zip(paths, ranks, strict=False):
-        for name in rank:  # no rule above has converted these names
+        for name in rank:  # No rule above has converted these tensors.
             what = f"which has the weight {name}, but fairseq_tutel's models have no such weight"
             _refuse(path, what, "give a checkpoint without it")
     saved.rename("task", TASKS.get(saved.name("task"), saved.name("task")))
     use_moe_variants(saved)
     saved.restart(model)
-    saved.options_of("checkpoint").update(checkpoint_suffix="")  # in Meta's files: -rank-N
+    saved.options_of("checkpoint").update(checkpoint_suffix="")  # Meta's suffix is -rank-N.
     hidden_dims = {
         name.partition(".")[0]: stack.shape[1]
         for name, stack in model.items()
@@ -299,7 +299,7 @@ def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
         for key, value in options.items()
         if key.startswith("moe_") and value and key not in known
     ]
-    if options.get("moe_top1_expert"):  # Meta's top-1 gate ignores both options
+    if options.get("moe_top1_expert"):  # Meta's top-1 gate ignores both options.
         options |= {"moe_second_expert_policy": "all", BPR: False}
     for key, (default, ours) in OPTIONS.items():
         options[key] = ours(default if options.get(key) is None else options[key])

@@ -85,7 +85,7 @@ def to_sharded(
     Raises:
         ValueError: the checkpoint has no experts, or an expert cannot be quantized or written.
     """
-    found = sorted(_stacks(saved.state), key=lambda stack: stack[0])  # each layer has a separate shard file
+    found = sorted(_stacks(saved.state), key=lambda stack: stack[0])  # Each layer has a shard file.
     if not found:
         raise ValueError("INPUT names a checkpoint without experts; give a checkpoint with experts.")
     experts = target.parent / folders.PARENT
@@ -98,11 +98,11 @@ def to_sharded(
             if tensor.expert_dtype:
                 errors[key] = tensor.error
         saved.write(target)
-    except BaseException:  # no checkpoint names the folder
+    except BaseException:  # No checkpoint names the folder.
         if committed is not None and target.parent / committed not in before:
             shutil.rmtree(target.parent / committed, ignore_errors=True)
         with contextlib.suppress(OSError):
-            experts.rmdir()  # rmdir fails if the parent has other folders
+            experts.rmdir()  # rmdir fails if other folders remain.
         raise
     return target.parent / committed, errors
 
@@ -130,7 +130,7 @@ def _write_shards(found: Stacks, target: Path, expert_dtype: str) -> tuple[str, 
         raise not_written(target, error) from error
     finally:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)  # the temporary folder exists only after an error
+            shutil.rmtree(folder, ignore_errors=True)  # The folder exists only after an error.
 
 
 def _stacks(state: dict[str, Any]) -> Iterator[tuple[str, str, dict, Any]]:
@@ -141,7 +141,7 @@ def _stacks(state: dict[str, Any]) -> Iterator[tuple[str, str, dict, Any]]:
         if layer.endswith(EXPERTS):
             shapes.add(tuple(value.shape))
             yield layer, name, state["model"], key
-    for average in ("ema", "ema_fp32_params"):  # the average of --store-ema
+    for average in ("ema", "ema_fp32_params"):  # --store-ema saves these averages.
         held = (state.get("extra_state") or {}).get(average) or {}
         for key in held:
             layer, _, name = key.rpartition(".")
@@ -167,7 +167,7 @@ def _write_layer(
     For each expert's tensor, `advance` is called with the number 1.
     """
     made: list[ShardedTensor] = []
-    sources: dict[str, tuple[int, int]] = {}  # key in file -> (index of stacked tensor, expert ID)
+    sources: dict[str, tuple[int, int]] = {}  # Each value is (index of stack, expert ID).
     for index, (_, name, holder, key) in enumerate(stacks):
         stack: Tensor | ShardedTensor = holder[key]
         shape, keys = tuple(stack.shape), [f"{expert}.{name}" for expert in range(stack.shape[0])]

@@ -214,7 +214,7 @@ def _command_line(
     if not layers:
         return
     gates = [_gate(model, f"{layer.moe}.", layer.label) for layer in layers]
-    kind, first = gates[0]  # loading fails for several gate types
+    kind, first = gates[0]  # Loading fails for several gate types.
     counts = counts_text([len(rows) for _, rows in gates])
     yield from ("--moe-expert-count", counts, "--moe-gate-type", kind)
     if kind == "cosine":
@@ -302,7 +302,7 @@ def _renamed(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if match := BLOCK.fullmatch(name):
             name = f"stages.{match[1]}.blocks.{match[2]}.{match[3]}"
         model[re.sub(r"^layers\.", "stages.", name)] = tensor
-    if not any(name.endswith("fc2.bias") for name in model):  # trained without biases, which are 0
+    if not any(name.endswith("fc2.bias") for name in model):  # The model was trained without biases.
         for name in [name for name in model if name.endswith("fc2.weight")]:
             model[name.replace(".weight", ".bias")] = model[name].new_zeros(len(model[name]))
     return model
@@ -329,7 +329,7 @@ def _checkpoint(
     """Return a fairseq checkpoint with the given weights, and with options parsed from a command line."""
     task, arch = (with_experts(TASK), with_experts(SWIN)) if expert_options else (TASK, SWIN)
     words = ["--task", task, "--arch", arch, "--image-size", str(image_size), *expert_options]
-    words += ["--criterion", task] if expert_options else []  # adds the balance loss
+    words += ["--criterion", task] if expert_options else []  # This criterion adds the balance loss.
     for option in options_in(SwinConfig):
         value = getattr(config, option.name)
         words += [] if isinstance(value, bool) else [option.flag, str(value)]

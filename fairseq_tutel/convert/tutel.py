@@ -171,7 +171,7 @@ def _from_example(
     model: Tensors = {}
     for name, tensor in weights.items():
         layer, _, norm = name.partition("ffn_layernorm.")
-        if f"{layer}moe_ffn." in counts:  # contained in fairseq_tutel's experts
+        if f"{layer}moe_ffn." in counts:
             name = f"{layer}moe_ffn.experts.hidden_layer_norm.{norm}"
         model[name.replace(".moe_ffn.", ".fc1.")] = tensor
     saved.restart(model)

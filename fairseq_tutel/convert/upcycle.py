@@ -98,7 +98,7 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
     arch = use_moe_variants(saved)
     has_two_sides = {layer.side for layer in layers} == {*SIDES}
     known = defaults(EncoderDecoderOptions if has_two_sides else ModelOptions)
-    if arch.startswith(SWIN):  # Swin's experts have different defaults
+    if arch.startswith(SWIN):  # Swin's experts have different defaults.
         own = defaults(MODEL_DATACLASS_REGISTRY[arch])
         known = {key: own[key] for key in (*known, *SWIN_KEYS)}
     for key in sorted(set(given) - set(known)):
@@ -110,7 +110,7 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
         raise ValueError(f"{flag_of(key)} is given, but {arch} has {has}.")
     options.update({key: getattr(v, "value", v) for key, v in known.items()} | dict(given))
     args = argparse.Namespace(**options)
-    ARCH_CONFIG_REGISTRY[arch](args)  # fills in the architecture's defaults
+    ARCH_CONFIG_REGISTRY[arch](args)  # This call fills in default options.
     refuse_options(args)
     refuse_bad_values(read(SwinExpertsConfig, args))
     chosen = _chosen(args, layers)
@@ -174,7 +174,7 @@ def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
         "residual": config.residual,
         "cmr": config.cmr,
         "choice": config.choice == "experts",
-        "hidden_layer_norm": config.hidden_layer_norm,  # --scale-fc normalizes a complete FFN
+        "hidden_layer_norm": config.hidden_layer_norm,  # --scale-fc normalizes a complete FFN.
     }
     for name in (name for name, is_apart in apart.items() if is_apart and parts > 1):
         raise ValueError(

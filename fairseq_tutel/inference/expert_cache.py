@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-Key = tuple[int, int]  # index of an expert stack, index of an expert
+Key = tuple[int, int]  # A key is (stack index, expert index).
 
 
 class ExpertCache:
@@ -17,9 +17,9 @@ class ExpertCache:
     def __init__(self, policy: str, most_bytes: int | None, most_experts: int | None) -> None:
         self.policy, self.most_bytes, self.most_experts = policy, most_bytes, most_experts
         self._uses: Counter[Key] = Counter()
-        self._ranks: dict[Key, tuple[int, int]] = {}  # the expert with the smallest value is evicted first
+        self._ranks: dict[Key, tuple[int, int]] = {}
         self._time = itertools.count(1)
-        self._kept: dict[Key, int] = {}  # bytes
+        self._kept: dict[Key, int] = {}  # The size of each expert in bytes.
         self._bytes = 0
 
     def note_use(self, key: Key) -> None:

@@ -20,7 +20,7 @@ from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout, buffers
 from fairseq_tutel.inference.fetch_thread import Source
 from fairseq_tutel.moe.expert_stack import ExpertStack
 
-LONGEST_HEADER = 100_000_000  # the number of bytes is that of safetensors
+LONGEST_HEADER = 100_000_000  # safetensors has the same limit.
 
 
 class ShardFiles:
@@ -85,7 +85,7 @@ class FromFiles:
             self._files.read(tensor.path_of(piece), piece, on_host.bytes[name])
         if on_host is not buffer:
             buffer.memory.copy_(on_host.memory, non_blocking=True)
-            torch.cuda.current_stream(buffer.memory.device).synchronize()  # the next read reuses `on_host`
+            torch.cuda.current_stream(buffer.memory.device).synchronize()  # The next read reuses on_host.
 
 
 class FromHost:

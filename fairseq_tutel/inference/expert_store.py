@@ -117,12 +117,12 @@ class ExpertStore:
         self._sizes_cache = cache == AUTO
         self._cache = ExpertCache(eviction, *((0, None) if self._sizes_cache else cache_limits(cache)))
         self._stacks: list[tuple[ExpertStack, Source]] = []
-        self._followers: dict[int, int] = {}  # block index -> index of the following block
+        self._followers: dict[int, int] = {}  # The block that followed each block.
         self._last = -1
         self._fetches: dict[Key, Fetch] = {}  # The fetch of each expert in memory or in the cache.
         self._used: set[Key] = set()  # Experts that the current call uses.
         self._prefetched: dict[int, set[Key]] = {}
-        self._bytes = 0  # the total bytes of experts in `_fetches`
+        self._bytes = 0  # The total bytes of experts in memory.
         self._free_buffers: dict[tuple[BufferLayout, torch.device], list[Buffer]] = {}
         self._files, self._fetcher = ShardFiles(), Fetcher()
         self._close = weakref.finalize(self, self._fetcher.end, CLOSED)
@@ -241,9 +241,9 @@ class ExpertStore:
         free = self._free_buffers.setdefault((layout, device), [])
         if free:
             return free.pop()
-        with torch.inference_mode(False):  # the fetch thread does not run in inference mode
+        with torch.inference_mode(False):  # The fetch thread writes without inference mode.
             buffer = Buffer(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
-        buffer.note_free()  # queued kernels may still read the memory
+        buffer.note_free()  # Queued kernels may still read the memory.
         return buffer
 
     def _release(self, keys: Iterable[Key]) -> None:
@@ -253,7 +253,7 @@ class ExpertStore:
                 continue
             for leaving in self._cache.put(key, self._fetches[key].buffer.layout.num_bytes):
                 if not self._cancel(leaving):
-                    self._fetcher.wait([self._fetches[leaving]])  # the fetch may still be running
+                    self._fetcher.wait([self._fetches[leaving]])  # The fetch may still be running.
                     self._free(leaving)
 
     def _cancel(self, key: Key) -> bool:
@@ -297,7 +297,7 @@ class _StoredWeights(Weights):
     def prefetch(self, stack: ExpertStack, groups: Groups) -> None:
         """With the policy `pregated`, begin to fetch the experts of this rank that have rows."""
         if self._store.policy != "pregated":
-            return  # saves a host read of row counts
+            return  # This saves a host read of row counts.
         counts = groups.host[stack.first : stack.first + stack.num_local]
         self._store.prefetch(self._index, [e for e, count in enumerate(counts) if count])
 
@@ -308,7 +308,7 @@ class _StoredWeights(Weights):
 def _tensors(stack: ExpertStack, name: str, buffers: Sequence[Buffer], is_unpacked: bool) -> Any:
     """Return the tensor `name` of the fetched experts, stacked if the kernels need one tensor."""
     like: Tensor = getattr(stack, name)
-    if not buffers:  # a placeholder for experts without rows
+    if not buffers:  # No expert has rows in this call.
         return torch.zeros((), dtype=like.dtype, device=stack.device).expand(1, *like.shape[1:])
     in_list = backend_for(stack.config.backend, stack.device)[0] == "reference"
     is_unpacked |= not (in_list and stack.takes_quantized and stack.device.type == "cpu")

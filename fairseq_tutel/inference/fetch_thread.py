@@ -13,7 +13,7 @@ import torch
 
 from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout
 
-JOIN_SECONDS = 5.0  # how long to wait for a read; the thread is a daemon
+JOIN_SECONDS = 5.0  # `close` waits this long for a read that hangs.
 
 
 class Source(Protocol):
@@ -64,7 +64,7 @@ class Fetcher:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[Fetch] = deque()  # fetches that are needed now, and fetches ahead
+        self._queue: deque[Fetch] = deque()  # Urgent fetches come before fetches ahead.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -105,7 +105,7 @@ class Fetcher:
 
     def end(self, reason: str) -> None:
         """End the thread after the current read; later calls raise ValueError with the text `reason`."""
-        if self._process != os.getpid():  # a thread of the parent process may hold the lock
+        if self._process != os.getpid():  # The parent process may hold the lock.
             return
         with self._changed:
             self._ended = self._ended or reason

@@ -93,7 +93,7 @@ class EnsembleModel(BaseFairseqModel):
         else:
             outputs = [run() for run in runs]
         logits_MXC = torch.stack([_logits_of(output) for output in outputs])
-        del outputs  # as large as the logits
+        del outputs  # The outputs are as large as the logits.
         return mean_log_probs(logits_MXC), {"member_logits": logits_MXC}
 
     def get_normalized_probs(
@@ -114,9 +114,9 @@ class EnsembleModel(BaseFairseqModel):
     def _refuse_layer(self) -> None:
         name, member = self.config.ensemble_share_after, self.members[0]
         modules = dict(member.named_modules())
-        member.get_submodule(name)  # raises an error for a missing layer
+        member.get_submodule(name)  # This call raises an error for a missing layer.
         above = [modules[path] for path in modules if name.startswith(f"{path}.")]
-        if any(hasattr(module, "precheckpoint_forward") for module in above):  # checkpointed layers
+        if any(hasattr(module, "precheckpoint_forward") for module in above):  # Layers are recomputed.
             raise ValueError(
                 f"--ensemble-share-after is {name}, which activation checkpointing recomputes for each "
                 "member alone; name a complete layer, or turn off activation checkpointing."

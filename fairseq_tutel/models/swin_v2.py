@@ -75,7 +75,7 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
 class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
     """A Swin V2 image classifier with experts in every --moe-freq-th block of its last stages."""
 
-    expert_stages = 0  # number of last stages that may have experts
+    expert_stages = 0  # The number of last stages that may have experts.
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> Any:

@@ -101,13 +101,13 @@ class MoEVariantMixin(MoEModelMixin):
         refuse_options(args)
         with for_loading(args, task):
             model = super().build_model(_with_scales(args), task)  # type: ignore[misc]
-        change_class(model, cls)  # some fairseq models ignore the argument cls
+        change_class(model, cls)  # Some fairseq models ignore the argument cls.
         own = {side: getattr(args, f"{side}_moe_freq", -1) for side in cls.sides}
         freqs = {side: args.moe_freq if freq == -1 else freq for side, freq in own.items()}
         bert = [sides for stock, sides in BERT_SIDES.items() if issubclass(cls, stock)]
         given = cls.sides if getattr(args, "apply_bert_init", False) else ()
         of_sides = dict.fromkeys(set().union(given, *bert), BERT_INIT)
-        if _is_within.get():  # the outer model uses the task's options
+        if _is_within.get():  # The outer model uses the task's options.
             install_experts(model, args, None, freqs, of_sides)
             return model
         if is_opened(args):
@@ -129,7 +129,7 @@ class FineTunedMixin(MoEModelMixin):
     def build_model(cls, cfg: Any, task: Any) -> Any:
         """Build the stock model with the pretrained model inside, then distribute the inner experts."""
         with open_dict(cfg):
-            cfg.setdefault("autoregressive", False)  # hubert_ctc reads it without a definition
+            cfg.setdefault("autoregressive", False)  # hubert_ctc needs this undefined option.
         token = _is_within.set(True)
         try:
             model = super().build_model(cfg, task)  # type: ignore[misc]

@@ -31,7 +31,7 @@ def register() -> None:
         ImportError: fairseq is missing or has an unsupported version.
     """
     _check_fairseq()
-    from fairseq.data import Dictionary  # contained in checkpoints of fairseq's speech tasks
+    from fairseq.data import Dictionary  # Speech tasks save a Dictionary.
 
     from fairseq_tutel.checkpoint.files import let_checkpoints_load
 
@@ -73,6 +73,6 @@ def keep_freed_memory() -> bool:
     # torch.cuda.is_available would initialize CUDA, which then fails in every forked child.
     if torch.cuda.device_count() or not sys.platform.startswith("linux"):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # only glibc has mallopt
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # Only glibc has mallopt.
     done = [mallopt(parameter, value) == 1 for parameter, value in THRESHOLDS.items()]
     return all(done)

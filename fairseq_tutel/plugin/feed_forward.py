@@ -119,7 +119,7 @@ class MoEFeedForward(MoELayer):
     y adds the budget loss's gradient in the same way.
     """
 
-    _record: MoERecord | MoEOutput  # of the last micro-batch
+    _record: MoERecord | MoEOutput  # The record of the last micro-batch.
     # Whether the forward of this micro-batch has run; a second forward is a recomputation. With a counter
     # instead of this bool, torch.compile would recompile for each micro-batch.
     seen: bool = False
@@ -172,7 +172,7 @@ class MoEFeedForward(MoELayer):
         if is_new:
             self._record = output if can_defer(self.training) else _recorded(output)
             self.seen = True
-        if torch.is_grad_enabled():  # in evaluation, the `record` property computes losses
+        if torch.is_grad_enabled():  # In evaluation, `record` computes the losses.
             for loss, name in (output.balance_loss, BALANCE), (output.cmr_sum, BUDGET):
                 if loss is not None and loss.requires_grad:
                     y = _InjectLoss.apply(y, loss, self, name)
@@ -359,7 +359,7 @@ def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
 
 def _stock_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield each stack of layers of a fairseq model, as (encoder or decoder, qualified name, layers)."""
-    modules = dict(model.named_modules())  # modules that models share have only their first name
+    modules = dict(model.named_modules())  # Shared modules have only their first name.
     for prefix in models_of(model):
         for side, name in STACKS:
             if f"{prefix}{name}" in modules:

@@ -66,7 +66,7 @@ def from_checkpoint(
     from fairseq_tutel.plugin.hub_interfaces import open_interface
 
     files = files_of(path)
-    state = read_file(files[0], "path", verify=False)  # the wrapped load_checkpoint_to_cpu verifies files
+    state = read_file(files[0], "path", verify=False)  # load_checkpoint_to_cpu verifies files later.
     if not isinstance(state, dict) or not (state.get("cfg") or state.get("args")):
         raise ValueError(f"path names {files[0]}, which contains no model; give a checkpoint.")
     trained = str(SavedModel(state).options_of("task").get("data") or "")
@@ -98,7 +98,7 @@ def _data_folder(given: str | Path | None, trained: str, beside: Path) -> Path:
         if not Path(given).is_dir():
             raise ValueError(f"data is {given}, which is not a folder; give the dictionaries' folder.")
         return Path(given).absolute()
-    folder = Path(trained.split(":")[0]).absolute()  # the first of several data folders has dictionaries
+    folder = Path(trained.split(":")[0]).absolute()  # The first of several folders has dictionaries.
     # Tasks that classify texts have their dictionaries in the folders input0 and label.
     found = trained and any([*folder.glob("dict*.txt"), *folder.glob("*/dict.txt")])
     return folder if found else beside

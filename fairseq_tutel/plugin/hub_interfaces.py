@@ -63,7 +63,7 @@ def open_interface(
     opened = hub_utils.from_pretrained(str(folder), paths, str(data), cpu=device.type == "cpu", **given)
     cfg, task, models = opened["args"], opened["task"], opened["models"]
     _settle(cfg, options)
-    if not isinstance(task, InferenceMixin):  # a dense model
+    if not isinstance(task, InferenceMixin):  # The model is dense.
         give_mixin(task)
     if dtype == torch.int8 and not all(map(moe_layers, models)):
         raise ValueError("dtype is torch.int8, but a model has no experts; give torch.bfloat16.")
@@ -99,7 +99,7 @@ def _interface(cfg: Any, task: Any, models: Sequence[Any]) -> nn.Module:
     Raises:
         ValueError: fairseq has no hub interface for the model, or its hub interface accepts no ensemble.
     """
-    if hasattr(type(task), "class_names"):  # the task image_classification, which plugin/ cannot import
+    if hasattr(type(task), "class_names"):  # The task is image_classification.
         return ImageClassification(cfg, task, models)
     first, is_bart = models[0], hasattr(task, "mask_idx") or isinstance(task, SentencePredictionTask)
     kinds = {
@@ -155,13 +155,13 @@ class Generation(hub_utils.GeneratorHubInterface):
 class Translation(Generation):
     """Interface of a translation model: `translate` for texts, and fairseq's `generate` for token ids."""
 
-    score = None  # fairseq's `score` ignores the source
+    score = None  # fairseq's `score` would ignore the source.
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, models)
-        self._stripped: dict[str | None, set[int]] = {}  # special tokens to remove, by language
+        self._stripped: dict[str | None, set[int]] = {}  # The special tokens of each language.
         if isinstance(task, TranslationFromPretrainedBARTTask):
-            task.args = task.cfg  # fairseq's task reads this attribute, but does not set it
+            task.args = task.cfg  # fairseq's task reads args without setting args.
 
     def translate(
         self,
@@ -199,7 +199,7 @@ class Translation(Generation):
         if isinstance(self.task, TranslationMultiSimpleEpochTask):
             source, target = self.task.args.source_lang, self.task.args.target_lang
             self.task.source_langs, self.task.target_langs = [source], [target]
-            shared = next(iter(self.task.dicts.values()))  # all languages share a dictionary
+            shared = next(iter(self.task.dicts.values()))  # All languages share a dictionary.
             for language in (source, target):
                 self.task.dicts.setdefault(language, shared)
 

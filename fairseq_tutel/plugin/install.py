@@ -111,7 +111,7 @@ class _Chosen(NamedTuple):
     side: str
     name: str
     layer: nn.Module
-    num_experts: int  # number of a pretrained layer's experts; 0 in a stock layer
+    num_experts: int  # The number of a pretrained layer's experts, or 0.
 
 
 class _Installation:
@@ -131,7 +131,7 @@ class _Installation:
 
     def choose(self, freqs: Mapping[str, int]) -> None:
         """Choose the layers that get experts; a pretrained inner model keeps the experts that it has."""
-        self.chosen: list[_Chosen] = []  # in the order of the model's layer stacks
+        self.chosen: list[_Chosen] = []  # Layers are in the model's order.
         stacks = []
         for side, name, layers in named_stacks(self.model):
             freq, stack = freqs[side], children_of(layers)

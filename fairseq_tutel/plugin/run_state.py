@@ -57,7 +57,7 @@ def language_pair(task_cfg: Any) -> str:
 
 def root_of(task: Any) -> Any:
     """Return the FairseqConfig of a task's run, or None if the task was built outside of a run."""
-    cfg = config_of(task)  # the configuration of an old task has no root
+    cfg = config_of(task)  # An old task's configuration has no root.
     root = cfg._get_root() if hasattr(cfg, "_get_root") else None
     return RUN.cfg if root is None or "distributed_training" not in root else root
 

@@ -41,7 +41,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         self.image_config = read(ImageConfig, cfg)
         refuse_bad_values(self.image_config)
         self._opened = cache(open_images)
-        self._augmented: ImageDataset | None = None  # the training set with augmentation
+        self._augmented: ImageDataset | None = None  # The augmented training set.
         self.state.add_factory("images", self._read_training_set)
 
     @property
@@ -83,7 +83,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
                 "new head."
             )
         models = [module for module in model.modules() if hasattr(module, "keep_head")]
-        for each in models:  # an ensemble has several members
+        for each in models:  # An ensemble has several members.
             each.keep_head()
         if models and world.is_first():
             logger.warning("%s, so the model gets a new head", difference)
@@ -129,5 +129,5 @@ def _classes_in(path: str) -> list[str]:
     """Return the class names in a checkpoint, or [] if the checkpoint has none or cannot be read."""
     try:
         return mapped(path)["task_state"]["images"]["classes"]
-    except Exception:  # opening the checkpoint will report the error
+    except Exception:  # Opening the file will report the error.
         return []

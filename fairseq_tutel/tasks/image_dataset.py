@@ -35,7 +35,7 @@ class ImageDataset(FairseqDataset):
         self,
         images: Images,
         classes: list[str],
-        shape: tuple[int, int, int],  # (C, H, W) of the model's input
+        shape: tuple[int, int, int],  # The model's input has (C, H, W).
         config: ImageConfig,
         seed: int | None = None,
     ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from fairseq_tutel import __version__
 from fairseq_tutel.files import TEMPORARY
 
-DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}  # the length of one element in bytes
+DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}  # Bytes of one element.
 
 
 def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -45,7 +45,7 @@ def refuse_output(
     """
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"{flag} is {output}; give the name of a file in an existing folder.")
-    if inputs and output.exists() and not output.is_file():  # a device
+    if inputs and output.exists() and not output.is_file():
         raise ValueError(f"{flag} is {output}, which is not an ordinary file; give another name.")
     for path in inputs:
         if output.exists() and path.exists() and output.samefile(path):

@@ -18,7 +18,7 @@ from fairseq_tutel.parallel.machine import PRESETS, Machine
 from fairseq_tutel.tools.arguments import DTYPES, above_0, aligned, at_least, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 
-DETAILED = 3  # number of configurations with printed details
+DETAILED = 3  # The number of configurations with details.
 
 NUMBERS = (
     ("nodes", 1, "number of nodes in the cluster"),
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output:
         refuse_output(arguments.output, overwrite=arguments.overwrite)
     work, machine = _work(arguments), _machine(arguments)
-    best_of: dict[tuple[int, int], Candidate] = {}  # best candidate for each P and r
+    best_of: dict[tuple[int, int], Candidate] = {}  # The best for each P and r.
     for candidate in best(work, machine, arguments.nodes, arguments.gpus_per_node):
         key = candidate.cluster.expert_parallel_size, candidate.strategy.adaptive_r
         best_of.setdefault(key, candidate)
@@ -96,7 +96,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         machine = Machine.from_json(arguments.machine)
     else:
         machine = PRESETS[arguments.gpu]
-        if arguments.dtype == "fp32":  # torch's default for fp32 is to use no tensor cores
+        if arguments.dtype == "fp32":  # By default, torch uses no tensor cores for fp32.
             machine = replace(machine, flops_per_s=machine.gate_flops_per_s)
     if arguments.inter_gb_s:
         machine = replace(machine, inter=replace(machine.inter, bytes_per_s=arguments.inter_gb_s * 1e9))

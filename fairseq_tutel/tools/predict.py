@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
             answers += _answers(model, batch)
             advance(len(batch["id"]))
     ranks = range(1, min(LINE, len(names)) + 1)
-    text: Any = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}  # any file name
+    text: Any = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}
     with writing(arguments.output) as path, path.open("w", **text) as file:
         lines = csv.writer(file)
         lines.writerow(["image", "class", *(f"{k}_{n}" for n in ranks for k in ("class", "probability"))])

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from fairseq_tutel.files import open_ordinary, parse_json
 
-LOG_NAMES = ("*.log", "*.json", "*.txt")  # names of log files in a folder
+LOG_NAMES = ("*.log", "*.json", "*.txt")  # These files in a folder may be logs.
 
 # Tags of training records (averages since the last record or over an epoch), not of data subsets.
 SINCE_LAST, EPOCH = "train_inner", "train"
-LOAD = "moe_load_"  # prefix of the keys of expert loads relative to an even share
+LOAD = "moe_load_"  # Keys of expert loads have this prefix.
 
 _UPDATES = "num_updates"
 _SIMPLE = re.compile(r"\bepoch \d+(?:(:) +\d+ / \d+ | \| (?:valid on '(.+?)' subset \| )?)(\w+[ =].*)")
@@ -36,7 +36,7 @@ class Record:
     update: int
     values: dict[str, float]
     lists: dict[str, list[float]] = field(default_factory=dict)
-    seconds: float = math.nan  # training time of all processes until this record, or nan
+    seconds: float = math.nan  # The training time until this record, or nan.
 
 
 @dataclass
@@ -98,7 +98,7 @@ def read_log(lines: Iterable[str]) -> Log:
         last = text
         try:
             entry = _read_entry(_simple_stats(simple) if simple else parse_json(text))
-        except ValueError:  # e.g. a truncated line of JSON
+        except ValueError:  # A line may be truncated.
             continue
         if entry is not None:
             log.entries.append(entry)
@@ -172,7 +172,7 @@ def _processes(log: Log) -> list[list[Record]]:
         goes_back = index and (entry.update < log.entries[index - 1].update or wall < last_wall)
         if goes_back or index in log.starts or not parts:
             parts.append([])
-            last_wall = math.nan  # comparisons with nan are false
+            last_wall = math.nan  # Comparisons with nan are false.
         parts[-1].append(entry)
         last_wall = last_wall if math.isnan(wall) else wall
     return parts

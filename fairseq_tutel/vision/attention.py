@@ -168,7 +168,7 @@ class WindowAttention(nn.Module):
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)  # fp16 would round 1e-12 to 0
+    wide = torch.promote_types(x.dtype, torch.float32)  # fp16 would round 1e-12 to 0.
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).clamp_min(1e-12).reciprocal()
 
 

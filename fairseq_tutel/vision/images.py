@@ -18,7 +18,7 @@ from torch import Tensor
 from fairseq_tutel.vision.options import ImageConfig
 
 if TYPE_CHECKING:
-    from PIL.Image import Image  # Pillow needs the extra `vision`
+    from PIL.Image import Image  # Pillow needs the extra `vision`.
 
 EXTENSIONS = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
@@ -164,10 +164,10 @@ def decoded(path: str, channels: int) -> "Image":
     try:
         with Image.open(path) as file:
             image: Image.Image = file
-            if image.mode[0] == "I":  # 16-bit gray, which Pillow would clip at 255
+            if image.mode[0] == "I":  # Pillow would clip 16-bit gray at 255.
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             return image.convert(MODES[channels])
-    except (OSError, SyntaxError, ValueError) as error:  # e.g. a truncated image file
+    except (OSError, SyntaxError, ValueError) as error:  # The file may be truncated.
         raise ValueError(f"{path} cannot be read as an image ({error}); repair or remove it.") from error
 
 

@@ -67,7 +67,7 @@ def _each(least: int, what: str) -> Rule:
 class SwinConfig:
     """Options of Swin V2, with and without experts."""
 
-    prefix: ClassVar[str] = "swin_"  # all keys of Swin options have this prefix
+    prefix: ClassVar[str] = "swin_"  # The prefix of the keys of Swin options.
     form: str = vision(
         "v2",
         "v2: cosine attention, position bias of at most 16, norms after attention and FFN (Swin V2); moe: "

@@ -61,7 +61,7 @@ class Block(nn.Module):
     The FFN has the same attributes as fairseq's FFN, so that experts can replace it.
     """
 
-    batch_first = True  # fc1's input is [batch, time, D]
+    batch_first = True  # The input of fc1 is [batch, time, D].
 
     def __init__(
         self, dim: int, heads: int, config: SwinConfig, drop_path: float, position_window: int

@@ -69,7 +69,7 @@ class ReleasedFolder:
         content = self._content(file)
         try:
             found: Tensor = content[name] if isinstance(content, dict) else content.get_tensor(name)
-        except Exception as error:  # safetensors has its own error type
+        except Exception as error:  # safetensors has a separate error type.
             raise _corrupt(self.path / file, error) from error
         return found
 

@@ -64,7 +64,7 @@ class ReleasedStack:
     """A stacked tensor [E, ...] whose experts are read from a Hugging Face folder on demand."""
 
     folder: ReleasedFolder
-    names: tuple[str, ...]  # one tensor name per expert
+    names: tuple[str, ...]  # The tensor name of each expert.
     shape: tuple[int, ...]
     dtype: torch.dtype
 

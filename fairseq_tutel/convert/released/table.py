@@ -60,7 +60,7 @@ class Names:
 
 def expanded(pattern: str) -> list[str]:
     """Expand each {a,b} in a pattern, and return all names; the last braces vary fastest."""
-    parts = BRACES.split(pattern)  # parts at odd positions were in braces
+    parts = BRACES.split(pattern)  # Parts at odd positions were in braces.
     choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
     return ["".join(chosen) for chosen in itertools.product(*choices)]
 
@@ -98,7 +98,7 @@ class Option:
                     f"the supported values are {', '.join(map(str, self.values))}."
                 )
             value = found[0]
-        elif not isinstance(value, int | float) or not least <= value <= most:  # also refuses NaN
+        elif not isinstance(value, int | float) or not least <= value <= most:  # NaN is refused.
             raise ValueError(
                 f"config.json has {self.theirs} {shown(value)}; give a number from {least} to {most}."
             )

@@ -109,7 +109,7 @@ def _tokenizer(folder: ReleasedFolder, is_fast: bool) -> Any:
         return AutoTokenizer.from_pretrained(
             folder.path, use_fast=use_fast, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # transformers raises many exception types
+    except Exception as error:  # transformers raises many exception types.
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
             f"INPUT {folder.path} has tokenizer files that transformers cannot read "

@@ -21,7 +21,7 @@ from fairseq_tutel.plugin.ensemble_options import CMCLConfig
 from fairseq_tutel.plugin.registration.flags import made
 
 CMCLOptions = made("CMCLOptions", options_in(CMCLConfig))
-RIGHT = "right_member"  # prefix of log keys that count each member's correct predictions
+RIGHT = "right_member"  # The log keys of correct predictions have this prefix.
 
 
 @register_criterion("cmcl", dataclass=CMCLOptions)
@@ -47,7 +47,7 @@ class CMCLCriterion(FairseqCriterion):
     ) -> tuple[Tensor, int, dict[str, Any]]:
         """Return the loss, the sample size and the logging output of a batch."""
         options, target_N = self.options, sample["target"].reshape(-1)
-        counts_N = target_N != self.padding_idx  # padding_idx is -100 for images
+        counts_N = target_N != self.padding_idx  # padding_idx is -100 for images.
         net_output = model(**sample["net_input"])
         logits_MNC = self._member_logits(net_output).flatten(1, -2)
         logs_XC = model.get_normalized_probs(net_output, log_probs=True)  # type: ignore[operator]

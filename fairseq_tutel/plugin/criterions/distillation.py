@@ -53,7 +53,7 @@ class DistillationMixin:
     task: Any
     padding_idx: int
     training: bool
-    _teacher: Teacher | None = None  # not registered as a module, so the teacher is not trained or saved
+    _teacher: Teacher | None = None  # The teacher is not trained or saved.
     _update, _is_dummy = 0, False
 
     @classmethod
@@ -61,8 +61,8 @@ class DistillationMixin:
         """Build the wrapped criterion, and check the options of the teacher."""
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
         criterion.distillation = read(DistillationConfig, cfg)
-        if not is_opened(config_of(task)):  # fairseq-validate needs no teacher
-            give_mixin(task)  # fairseq's own tasks do not call `begin_step`
+        if not is_opened(config_of(task)):  # fairseq-validate needs no teacher.
+            give_mixin(task)  # Tasks of fairseq do not call `begin_step`.
             criterion._teacher = Teacher(criterion.distillation, task)
         return criterion
 
@@ -107,7 +107,7 @@ class DistillationMixin:
 
     def _counting(self, target: Tensor) -> Tensor:
         """Return a bool mask [...] of targets that are neither padding nor part of an ignored prefix."""
-        if hasattr(self, "classification_head_name"):  # class labels have no padding
+        if hasattr(self, "classification_head_name"):  # Class labels have no padding.
             return torch.ones_like(target, dtype=torch.bool)
         counts = target != self.padding_idx
         counts[..., : getattr(self, "ignore_prefix_size", 0)] = False

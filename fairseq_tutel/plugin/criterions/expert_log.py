@@ -41,10 +41,10 @@ class Layout(NamedTuple):
     """
 
     losses: Sequence[str]
-    top_k: int  # experts per token; the names of metrics depend on it
-    layers: Sequence[str]  # labels of the logged layers
-    experts: Sequence[int]  # number of experts in each logged layer
-    limited: Sequence[bool]  # for each logged layer, whether its experts have a limited capacity
+    top_k: int  # The number of experts per token.
+    layers: Sequence[str]  # The labels of the logged layers.
+    experts: Sequence[int]  # The number of experts in each logged layer.
+    limited: Sequence[bool]  # Whether each logged layer has a limited capacity.
 
     @property
     def averages(self) -> list[str]:
@@ -95,7 +95,7 @@ def without_experts(logging_outputs: list[dict[str, Any]]) -> list[dict[str, Any
 def reduce_expert_log(logging_outputs: list[dict[str, Any]]) -> None:
     """Log the expert metrics as averages over micro-batches and ranks, weighted by real tokens."""
     keys = dict.fromkeys(k for log in logging_outputs for k in log if k.startswith(PREFIX))
-    for index, key in enumerate(keys):  # a model for several language pairs has several keys
+    for index, key in enumerate(keys):  # Each language pair has a key.
         numbers = sum(log[key] for log in logging_outputs if key in log)
         layout = Layout(*json.loads(key.removeprefix(PREFIX)))
         _log_numbers(layout, numbers.cpu().double(), index)
@@ -204,6 +204,6 @@ def _sum_up(name: str, sums: Tensor, index: int) -> str:
 
 def _rounded(meters: Any, meter: str, view: View, digits: int) -> list[float | None]:
     sums = meters[meter].sum
-    if not torch.is_tensor(sums):  # no metric was logged since the last reset
+    if not torch.is_tensor(sums):  # No metric was logged since the last reset.
         return []
     return [None if value is None else round(value, digits) for value in view(sums)]

@@ -23,9 +23,9 @@ from fairseq_tutel.plugin.run_state import root_of
 class GateLossMixin:
     """Mixin that adds the balance loss to a fairseq criterion, and logs it with the expert metrics."""
 
-    gate_loss: Any  # GateLossOptions
+    gate_loss: Any  # The type is GateLossOptions.
     logs_lists: bool = False
-    keeps_loss: bool = True  # whether the loss without the balance loss is logged as nll_loss
+    keeps_loss: bool = True  # Whether the criterion's loss is logged as nll_loss.
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
@@ -59,7 +59,7 @@ class GateLossMixin:
         combined = {term.name: term.value.detach() for term in terms}
         log |= expert_log(all_layers, combined, self.logs_lists)
         log = {key: _logged(value) for key, value in log.items()}
-        if not layers or loss.numel() > 1:  # the loss of adaptive_loss has shape [1]
+        if not layers or loss.numel() > 1:  # The loss of adaptive_loss has shape [1].
             return loss, sample_size, log
         for term in terms:
             scale = sample_size * term.weight
@@ -123,11 +123,11 @@ def _logged(value: Any) -> Any:
 class _Term(NamedTuple):
     """A loss that is combined over MoE layers and added to the loss of a criterion."""
 
-    name: str  # name in the log
-    kind: str  # BALANCE or BUDGET
+    name: str  # The name of the loss in the log.
+    kind: str  # The kind is BALANCE or BUDGET.
     weight: float
     value: Tensor
-    leaves: list[Tensor]  # the inputs from which `value` is computed: one detached tensor per layer
+    leaves: list[Tensor]  # The detached inputs of the loss, one tensor per layer.
 
 
 class _AddGateLoss(torch.autograd.Function):

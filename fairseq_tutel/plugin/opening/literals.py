@@ -74,7 +74,7 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
 def is_literal(text: str) -> bool:
     """Return whether eval(text) runs no code: the text consists of numbers, strings and containers."""
     if not text.strip():
-        return True  # eval() also fails for this text
+        return True  # eval() fails for this text, too.
     try:
         parsed = ast.parse(text.lstrip(" \t"), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):

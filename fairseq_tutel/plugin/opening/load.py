@@ -73,7 +73,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             if is_for_use:
                 _refuse_unknown_classes(state, path, overrides)
                 if mark_as_opened(state):
-                    refuse_code(state, path, overrides)  # checks the converted options of the checkpoint
+                    refuse_code(state, path, overrides)  # Check the converted options, too.
                 _update_task(state, overrides)
             else:
                 _begin_average(state)
@@ -131,7 +131,7 @@ def mark_as_opened(state: Any) -> bool:
     if is_older:
         state["cfg"], state["args"] = convert_namespace_to_omegaconf(state["args"]), None
     if OmegaConf.is_config(state.get("cfg")):
-        state["cfg"]._set_flag(OPENED, True)  # nested configurations inherit this flag
+        state["cfg"]._set_flag(OPENED, True)  # Nested configurations inherit this flag.
     model = (state.get("cfg") or {}).get("model")
     if isinstance(model, argparse.Namespace):
         setattr(model, OPENED, True)

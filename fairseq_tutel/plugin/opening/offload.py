@@ -150,7 +150,7 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
     """Register a hook that adds the experts of the next loaded state dict to the expert store."""
 
     def attach(module: nn.Module, keys: Any) -> None:
-        if any(".experts." in key for key in keys.missing_keys):  # torch reports missing experts itself
+        if any(".experts." in key for key in keys.missing_keys):  # torch reports missing experts.
             return
         store, layers = _store_of(options), moe_layers(module)
         sources = [layer.experts.take_sources() for layer in layers]

@@ -94,7 +94,7 @@ def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
     if cfg.common_eval.results_path is not None:
         cfg.common_eval.results_path = os.path.join(cfg.common_eval.results_path, f"rank{rank}")
     if command.expert_parallel_size > 1 and rank > 0:
-        cfg.interactive.input = os.devnull  # only rank 0 reads the input
+        cfg.interactive.input = os.devnull  # Only rank 0 reads the input.
     allocate_gather_buffers(cfg)
     _running.append(command)
     try:
@@ -114,7 +114,7 @@ def topology_of_opened(
     `requested` is the --moe-expert-parallel-size of the model's task; a command on one rank ignores
     `requested`. `make_topology` documents the other arguments and the errors.
     """
-    if is_teacher:  # all ranks call a teacher in step, so only the student uses RUN.topology
+    if is_teacher:  # RUN.topology is for the student.
         return make_topology(expert_counts, requested or 1, ranks_per_node)
     command = running_command()
     if command is None or command.expert_parallel_size == 1:

@@ -152,7 +152,7 @@ class MoEFairseqAdam(MoEOptimizerMixin, FairseqAdam):
 
     def __init__(self, cfg: FairseqAdamConfig, params: Any) -> None:
         if cfg.fp16_adam_stats:
-            FairseqOptimizer.__init__(self, cfg)  # FairseqAdam.__init__ needs apex
+            FairseqOptimizer.__init__(self, cfg)  # FairseqAdam.__init__ needs apex.
             self._optimizer = FusedAdam(params, True, **self.optimizer_config)
             return
         super().__init__(cfg, params)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class MoEOptimizerMixin:
     """Mixin that adds experts on several ranks, ZeRO and offload to a FairseqOptimizer class."""
 
-    optimizer: Any  # torch's optimizer
+    optimizer: Any  # The torch optimizer.
     params: Any
     cfg: Any
     # With ZeRO or offload, the optimizer updates the partitions in this ZeroState instead of parameters.
@@ -199,7 +199,7 @@ class MoEOptimizerMixin:
         which a run could not resume exactly.
         """
         state_dict = super().state_dict()  # type: ignore[misc]
-        state = state_dict.get("state", {})  # a composite optimizer has one state per group
+        state = state_dict.get("state", {})  # A composite optimizer has a state per group.
         if self.holds_masters and "state" in state_dict:
             for index, parameter in enumerate(self.params):
                 state[index] = {**state.get(index, {}), MASTER: parameter.data}
@@ -219,7 +219,7 @@ class MoEOptimizerMixin:
         for index, parameter in enumerate(self.model_params()):
             if topology.expert_parallel_size > 1 and gradients.is_expert(parameter) and index in state:
                 state[index] = own_part(state[index], parameter, topology)
-        unbind(state)  # reads tensors from shard files
+        unbind(state)  # Tensors are read from shard files.
         if self.zero is not None:
             for index in state.keys() & range(len(self.zero.partitions)):
                 state[index] = self.zero.own_state(index, state[index])
@@ -233,7 +233,7 @@ class MoEOptimizerMixin:
 def _reduces_here(module: Any) -> bool:
     """Return whether a collective plan, instead of torch's wrapper, sums dense gradients."""
     while not isinstance(module, LegacyDistributedDataParallel):
-        module = getattr(module, "module", None)  # the model inside one of fairseq's wrappers
+        module = getattr(module, "module", None)  # fairseq's wrappers have the attribute module.
         if module is None:
             return False
     return not module.accumulate_grads and is_replaced("all_reduce", None)

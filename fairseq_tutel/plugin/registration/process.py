@@ -85,7 +85,7 @@ def end_readers() -> None:
     deadline = time.monotonic() + SECONDS_FOR_READERS
     for reader in threading.enumerate():
         if isinstance(reader, BackgroundConsumer):
-            reader._max_len = 0  # stops the thread after the current batch
+            reader._max_len = 0  # The thread stops after the current batch.
             while reader.is_alive() and time.monotonic() < deadline:
                 with contextlib.suppress(queue.Empty):
                     reader._queue.get_nowait()

@@ -124,7 +124,7 @@ def _check_model(cfg: Any) -> None:
     name = getattr(cfg.model, "ensemble_arch", None) or getattr(cfg.model, "_name", None)
     model = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name))
     if not getattr(model, "has_experts", model is None):
-        return  # a user's model may have experts, which `own_layers.prepare` finds
+        return  # own_layers checks a user's own model later.
     startup.refuse_stock_options(cfg)
 
 
@@ -147,7 +147,7 @@ CHANGED = {
     "plugin/registration/variants.py": "__class__ __dataclass add_args",
     "plugin/registration/process.py": "_max_len",  # With _max_len = 0, a thread that reads batches ends.
     "plugin/registration/wrapped.py": "excepthook",  # The new excepthook prints errors as sentences.
-    "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm",  # Stock layers call these.
+    "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm",  # Stock layers call these modules.
     # fairseq's tasks read the languages. One fairseq task reads `args` without setting `args`.
     "plugin/hub_interfaces.py": "args source_langs target_langs bpe",
     # torch's DDP reads the ignored parameters. A changed max_epoch ends a run.
@@ -162,7 +162,7 @@ CHANGED = {
     # fairseq would replace the loaded state. fairseq's Trainer compares optimizer names with checkpoints.
     "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__ holds_masters",
     "parallel/groups.py": "param_group",  # fairseq copies only param_group to fp32 masters.
-    "parallel/gradients.py": "expert _tutel_expert root_scaled",  # All three mark parameters.
+    "parallel/gradients.py": "expert _tutel_expert root_scaled",  # The attributes mark parameters.
     "parallel/call_id.py": "_torchdynamo_disable count",  # `count` counts the calls of a layer.
     "parallel/rendezvous.py": "daemon",  # A daemon timer does not keep the process alive.
     "parallel/zero_state.py": "zero_hook",  # A second optimizer replaces the first optimizer's hook.
@@ -178,7 +178,7 @@ def install() -> None:
         else:
             setattr(owner, name, wrap(static))
     for name, value in NUMPY_NAMES.items():
-        if name not in vars(numpy):  # hasattr would print a warning
+        if name not in vars(numpy):  # hasattr would print a warning.
             setattr(numpy, name, value)
     atexit.register(end_readers)
     sys.excepthook = excepthook(sys.excepthook)

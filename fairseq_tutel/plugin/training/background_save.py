@@ -41,7 +41,7 @@ class BackgroundSave:
 
     def __init__(self) -> None:
         self._work: world.Work | None = None
-        self._group: dist.ProcessGroup | None = None  # a group for the save threads of all ranks
+        self._group: dist.ProcessGroup | None = None  # The group of all save threads.
         self._is_stopped = False
 
     def begin(
@@ -55,7 +55,7 @@ class BackgroundSave:
             self._group = group_of_threads()
         without_files = copy.deepcopy(cfg)
         without_files.no_save = True
-        original(without_files, trainer, epoch_itr, val_loss)  # updates fairseq's best val_loss
+        original(without_files, trainer, epoch_itr, val_loss)  # This call updates best val_loss.
         trainer.consolidate_optimizer()
         model, topology = trainer.get_model(), RUN.topology
         folder = experts.begin_folder(Path(cfg.save_dir))

@@ -26,14 +26,14 @@ class ExpertEMA(EMA):
     """fairseq's EMA for a model with experts; each rank averages only the experts that it holds."""
 
     model: nn.Module
-    config: Any  # fairseq's EMAConfig
+    config: Any  # The type is fairseq's EMAConfig.
     fp32_params: dict[str, Any]
     decay: float
 
     def restore(self, state_dict: dict[str, Any], build_fp32_params: bool = False) -> None:
         """Load averages from a checkpoint that has all experts, and empty the dictionary."""
         super().restore(state_dict, build_fp32_params)
-        state_dict.clear()  # fairseq would keep all experts' averages in memory
+        state_dict.clear()  # fairseq would keep all averages in memory.
 
     def build_fp32_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Copy fp32 averages from the current averages or, if called by `restore`, from a checkpoint."""
@@ -63,7 +63,7 @@ class ExpertEMA(EMA):
         averages = self.fp32_params or current
         for key, value in new_model.state_dict().items():
             average = averages[key]
-            if average.data_ptr() not in seen:  # a tied weight has several keys
+            if average.data_ptr() not in seen:  # A tied weight has several keys.
                 seen.add(average.data_ptr())
                 if average.is_floating_point() and "version" not in key:
                     average.mul_(self.decay).add_(value.to(average.dtype), alpha=1 - self.decay)

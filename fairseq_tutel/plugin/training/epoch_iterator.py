@@ -96,7 +96,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         )
         self._next_epoch_itr = None
         if callable(self.batch_sampler):
-            self._frozen_batches = None  # each epoch has different batches
+            self._frozen_batches = None  # Each epoch has different batches.
         self.epoch += 1
 
     def _get_iterator_for_epoch(
@@ -146,7 +146,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         if resumed is None or resumed.epoch != epoch:
             resumed = _Resumed(epoch, 0, 0, size)
         in_order = self._global_order(epoch, fix_batches_to_gpus, shuffle, resumed.order_shards)
-        batches: list[Any] = [[]] * resumed.start  # the sampler drops placeholders
+        batches: list[Any] = [[]] * resumed.start  # The sampler drops placeholders.
         for first in range(resumed.consumed, len(in_order), size):
             update = in_order[first : first + size]
             if len(update) == size:

@@ -77,7 +77,7 @@ def mismatch(trainer: Any) -> str | None:
     for optimizer in optimizers_of(trainer):
         for parameter, state in optimizer.state.items():
             for key in SHAPED:
-                moment = state.get(key)  # SGD without momentum has None
+                moment = state.get(key)  # SGD without momentum has None.
                 fits = getattr(moment, "shape", None) == parameter.shape and moment.is_floating_point()
                 if moment is not None and not fits:
                     shape = tuple(parameter.shape)

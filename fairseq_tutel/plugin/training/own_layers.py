@@ -51,7 +51,7 @@ class MoETrainer(Trainer):
         if extra_state is not None:
             refuse_loaded(self.cfg, self)
         options = self.cfg.optimization
-        if 0 < options.max_update <= self.get_num_updates():  # fairseq checks --max-update after an update
+        if 0 < options.max_update <= self.get_num_updates():  # fairseq checks this after updates.
             logger.info("--max-update %d is already reached, so nothing was trained", options.max_update)
             options.max_epoch = -1
         return extra_state
@@ -97,7 +97,7 @@ def prepare(root: Any, task: Any, model: Any) -> None:
         start_together(root, model, task)
     topology = _topology_of(layers)
     _prepare_experts(model, layers.values(), topology)
-    if are_placed:  # installed experts are already prepared
+    if are_placed:  # Installed experts are already prepared.
         return
     if topology.expert_parallel_size > 1 and getattr(root.task, "eval_bleu", False):
         raise ValueError(
@@ -117,7 +117,7 @@ def prepare(root: Any, task: Any, model: Any) -> None:
 def _prepare_experts(model: Any, layers: Iterable[MoELayer], topology: Topology) -> None:
     """Unmark experts that every rank holds; exclude all marked experts from data parallelism."""
     for layer in layers:
-        if isinstance(layer, MoEFeedForward):  # placed by `install_experts`
+        if isinstance(layer, MoEFeedForward):  # `install_experts` placed the layer.
             continue
         for parameter in layer.experts.parameters() if topology.expert_parallel_size == 1 else ():
             unmark_expert(parameter)  # Every rank has all experts.

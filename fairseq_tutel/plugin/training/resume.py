@@ -118,7 +118,7 @@ def _newest_saved(cfg: Any) -> str | None:
 def _updates_of(path: str) -> int:
     """Return a checkpoint's number of updates, or -1 if the file is corrupt or shard files are missing."""
     if not os.path.isfile(path):
-        return -1  # opening a pipe would block
+        return -1  # Opening a pipe would block.
     try:
         state = mapped(path)
         bind(state, Path(path))

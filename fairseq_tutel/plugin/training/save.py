@@ -129,7 +129,7 @@ def _remove_temporary(save_dir: Path) -> None:
     folders.remove_cut_off(save_dir, 0)
     for file in save_dir.iterdir():
         if is_temporary(file.name):
-            with contextlib.suppress(OSError):  # another program removed or owns the file
+            with contextlib.suppress(OSError):  # Another user may own the file.
                 file.unlink()
 
 

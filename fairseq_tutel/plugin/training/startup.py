@@ -119,7 +119,7 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
 def set_timeout(task_cfg: Any) -> None:
     """Set the time-out of all later process groups from --moe-comm-timeout."""
     options = read(TaskConfig, task_cfg)
-    refuse_bad_values(options)  # before any collective
+    refuse_bad_values(options)
     guard.set_timeout(options.moe_comm_timeout)
 
 
@@ -292,7 +292,7 @@ def complete(root: Any) -> None:
     if variant != name and variant in OPTIMIZER_REGISTRY:
         logger.info("replaced the optimizer %s by %s, which supports experts", name, variant)
         root.optimizer._name = variant
-        if hasattr(root.optimizer, "optimizer"):  # older fairseq optimizers have the whole command line
+        if hasattr(root.optimizer, "optimizer"):
             root.optimizer.optimizer = variant
     if root.common.fp16:
         # In one flat tensor of all gradients, the gradients of experts could not be identified.

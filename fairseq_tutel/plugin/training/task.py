@@ -81,8 +81,8 @@ class MoETaskMixin(InferenceMixin):
     datasets: dict[str, Any]  # The keys are splits of the data.
     dataset_to_epoch_iter: dict[Any, Any]  # fairseq caches iterators in this dict.
     moe_tuner: UpdateTuner | None = None
-    _micro_batches = 0  # This is the value of --moe-micro-batches.
-    _seed = 1  # This is the value of --seed.
+    _micro_batches = 0  # The value of --moe-micro-batches.
+    _seed = 1  # The value of --seed.
     _update = (-1, -1)  # After an overflow, fairseq repeats the update number.
     _ran_in_update = 0  # The number of this rank's real micro-batches in the update.
 
@@ -145,7 +145,7 @@ class MoETaskMixin(InferenceMixin):
                 sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
             )
         if self.moe_tuner is not None:
-            self.moe_tuner.end()  # the time includes backward
+            self.moe_tuner.end()  # The measured time includes backward.
         if ignore_grad:
             # The trainer discards dummy batches only at the end of an update, so log values are set to 0.
             loss, sample_size, log = result
@@ -214,7 +214,7 @@ class MoETaskMixin(InferenceMixin):
             iterator.start_in(epoch)
         micro_batches = 0
         if root is not None and self._micro_batches:
-            train_set = self.datasets.get(root.dataset.train_subset)  # a validation has no updates
+            train_set = self.datasets.get(root.dataset.train_subset)  # A validation has no updates.
             if train_set is not None and iterator.dataset is train_set:
                 micro_batches = self._micro_batches
         if isinstance(iterator, ElasticEpochBatchIterator):

@@ -31,7 +31,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.color": "#e5e5e5",
-    "figure.facecolor": "none",  # the page's background
+    "figure.facecolor": "none",
     "axes.facecolor": "none",
     "figure.constrained_layout.use": True,
     # A dollar sign in the name of a run must not start a formula of matplotlib.
@@ -95,7 +95,7 @@ def heat_map(updates: Sequence[int], loads_UE: Sequence[Sequence[float]]) -> str
     step = -(-len(right) // MOST_COLUMNS)
     first = 2 * right[0] - right[1] if len(right) > 1 else 0
     edges = np.concatenate([[max(first, 0)], right[step - 1 :: step]])
-    if len(edges) == loads_EU.shape[1]:  # the last block may be shorter
+    if len(edges) == loads_EU.shape[1]:  # The last block may be shorter.
         edges = np.append(edges, right[-1])
     figure = Figure(figsize=(4, 2.7))
     axes = figure.add_subplot(xlabel="updates", ylabel="expert")
@@ -134,7 +134,7 @@ def _draw(axes: Axes, curve: Curve) -> None:
     axes.plot(
         x,
         y,
-        label=f" {curve.label}",  # matplotlib's legends omit labels that begin with _
+        label=f" {curve.label}",  # Legends omit labels that begin with _.
         color=COLORS[curve.run % len(COLORS)],
         linestyle=LINES[curve.line % len(LINES)],
         linewidth=1.4,

@@ -90,7 +90,7 @@ def _summary_row(name: str, run: Run, qualities: list[Any]) -> dict[str, str]:
     subset = "valid" if "valid" in run.subsets else next(iter(run.subsets), "valid")
     suffix = "" if subset == "valid" else f" ({subset})"
     speeds = [speed for _, speed in _finite(run.training, "wps")]
-    speeds = speeds[1:] or speeds  # the first log record includes warm-up
+    speeds = speeds[1:] or speeds  # The first log record includes warm-up.
     row = {"Run": name, "Updates": f"{max(record.update for record in run.all):,}"}
     for key, quality, best_of in qualities:
         values = _finite(run.subsets.get(subset, []), key)

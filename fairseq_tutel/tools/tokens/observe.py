@@ -166,7 +166,7 @@ def of_data(model: Any, task: Any, split: str, limit: int, counts: ExpertCounts)
     counts the choices of all gates.
     """
     for languages, dataset in parts_of(task, split):
-        dataset.ordered_indices()  # a multilingual data set can be indexed only after this call
+        dataset.ordered_indices()  # Multilingual data sets need this call before indexing.
         numbers = range(min(limit, len(dataset)))
         for start in numbers[::BATCH]:
             batch = dataset.collater([dataset[i] for i in numbers[start : start + BATCH]])
@@ -176,9 +176,9 @@ def of_data(model: Any, task: Any, split: str, limit: int, counts: ExpertCounts)
                 pair = "-".join(languages) if all(languages) else pair_of(task)
                 with _counted(model, counts, pair) as recorders:
                     model(**_on_device(model, batch["net_input"]))
-                rows = batch["id"].argsort().tolist()  # undoes fairseq's sorting by length
+                rows = batch["id"].argsort().tolist()  # fairseq has sorted sentences by length.
                 yield from _sentences(recorders, batch["net_input"], _dictionaries(task), languages, rows)
-            else:  # a dict with a batch per language pair
+            else:  # The batch has several language pairs.
                 yield from _pairs(model, batch, task, counts)
 
 

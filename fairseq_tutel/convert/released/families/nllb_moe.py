@@ -113,7 +113,7 @@ class MoEFamily(Family):
             ValueError: a value in config.json has no counterpart in fairseq.
         """
         found = super().read_options(config)
-        for side in SIDES:  # a step below 0 means no experts in transformers
+        for side in SIDES:  # In transformers, a step below 0 means no experts.
             found[f"{side}_moe_freq"] = max(0, found[f"{side}_moe_freq"])
         experts = config.get("num_experts", 128)
         if type(experts) is not int or not TOP_K <= experts <= MOST_EXPERTS:
@@ -204,7 +204,7 @@ def _read_capacity(config: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if isinstance(value, bool) or not isinstance(value, kinds):
             raise ValueError(f"config.json has {name} {value!r}; give a number.")
-    if fraction >= 1:  # gives each expert a slot for every token
+    if fraction >= 1:  # Each expert has a slot for every token.
         return training | {"moe_eval_capacity_token_fraction": 0.0}
     if fraction > 0:
         return training | {"moe_eval_capacity_token_fraction": float(fraction)}
