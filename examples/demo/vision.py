@@ -4,7 +4,7 @@ The command `make vision` runs this script. The script writes to `vision/`: numb
 (report.html), predictions (predictions.csv), and the patches of each expert (experts.png).
 
 In every second block of a stage, the MoE model has 8 experts in place of the FFN. Each expert is as wide as
-the FFN, and a patch uses one expert. Both models therefore have equal FLOPs.
+the FFN, and a patch uses one expert. Both Swin models therefore have equal FLOPs.
 """
 
 import json

@@ -129,8 +129,8 @@ def save_in_shards(
     has a name of the form PARAMETER.STATE. The next `model.state_dict()` has these records in place of
     experts.
 
-    `states` is a function that returns the optimizer's stacked tensors for a parameter. All ranks call
-    `states` in the same order, because it may be a collective.
+    `states` is a function that returns the optimizer's stacked tensors for a parameter. All ranks call the
+    function `states` in the same order, because `states` may be a collective.
     """
     folder, written = begin_folder(save_dir), Written()
     for _, file in _files_of(model, topology, states):
@@ -282,7 +282,7 @@ def _share(num_local: int, topology: Topology, turn: int) -> range:
     """Return the range of local experts that this rank saves; its EP replicas save the other experts.
 
     `turn` is the index of the layer whose experts are saved. If there are more EP replicas than experts,
-    each layer is written by other replicas.
+    different layers are written by different replicas.
     """
     n = topology.num_replicas
     replica = (topology.rank // topology.expert_parallel_size + turn) % n

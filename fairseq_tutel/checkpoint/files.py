@@ -61,7 +61,7 @@ def is_whole(path: str) -> bool:
 
 
 def has_an_end(path: str) -> bool:
-    """Return whether the zip directory at the end of a file is intact. Only this zip directory is read."""
+    """Return whether the zip directory at the end of a file is intact. Only the directory is read."""
     return _is_old(path) or _passes(path, lambda archive: True)
 
 

@@ -24,8 +24,8 @@ NAME = re.compile(r"[0-9a-f]{16}")
 MENTION = re.compile(rb"experts/([0-9a-f]{16})")
 YOUNG_SECONDS = 3600.0
 
-# Expert folders that this process committed or that it found in a checkpoint. Such an expert folder is
-# deleted as soon as no checkpoint names the folder.
+# Expert folders that this process committed or that it found in a checkpoint. An expert folder is deleted
+# as soon as no checkpoint names the folder.
 _known: set[Path] = set()
 
 

@@ -56,7 +56,7 @@ class Conversion:
     # returns a text to print.
     call: str
     text: str
-    # An example of correct words after the subcommand's name.
+    # The words of a correct example after the subcommand's name.
     example: str
     source: str = "a checkpoint"
     # "checkpoint" (a file, or a folder such as --save-dir), "folder", or "files" (listed by `inputs_of`).

@@ -65,8 +65,9 @@ def read(
 
     Args:
         paths: the file of each rank.
-        namespace: path of keys to the weights in a file, joined by /; None means `model` if it exists.
-        activation: activation of the experts of a fairseq checkpoint.
+        namespace: the keys that lead to the weights in a file, joined by /; None means `model` if this key
+            exists.
+        activation: the activation of the experts in a fairseq checkpoint.
 
     Raises:
         ValueError: a file is missing or corrupt, or the files belong to different models.

@@ -55,7 +55,8 @@ class _Run:
 
     def __init__(self, forward: Callable[[], Any], layer: nn.Module) -> None:
         self._forward, self._layer, self._has_paused = forward, layer, False
-        # This queue contains the layer's output, and then the result of the forward pass, or else an error.
+        # The queue contains the shared layer's output, and then the result of the forward pass, or an
+        # error.
         self._events: SimpleQueue[Any] = SimpleQueue()
         self._features: SimpleQueue[Tensor] = SimpleQueue()
         # A thread does not inherit torch modes such as no_grad, so `_work` sets the caller's modes.

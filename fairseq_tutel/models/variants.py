@@ -51,7 +51,7 @@ from fairseq_tutel.plugin.run_state import is_opened, root_of
 logger = logging.getLogger(__name__)
 
 BOTH = ("encoder", "decoder")
-# For model classes and their subclasses, whether the encoder, the decoder or both have layers with fc1.
+# Model classes, and which sides have layers with fc1: the encoder, the decoder or both.
 SIDES = (
     (("encoder",), (RobertaModel, MaskedLMModel, Wav2Vec2Model, HubertModel)),
     (("decoder",), (TransformerLanguageModel, LightConvLanguageModel, TransformerUnitLanguageModel)),
@@ -121,8 +121,8 @@ class MoEVariantMixin(MoEModelMixin):
 class FineTunedMixin(MoEModelMixin):
     """Mixin for a fairseq model class that fine-tunes a pretrained inner model with experts.
 
-    The inner model is first built with all experts on every rank, and loads its pretrained weights. Then
-    the inner model's experts are distributed over the ranks of the run.
+    The inner model is first built with all experts on every rank, and loads its pretrained weights. The
+    inner model's experts are then distributed over the ranks of the run.
     """
 
     @classmethod

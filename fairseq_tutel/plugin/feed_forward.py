@@ -114,9 +114,9 @@ class MoEFeedForward(MoELayer):
     The input and the output are [time, batch, D] or [batch, time, D].
 
     The balance loss is not part of the output y. The backward of y adds the balance loss's gradient, times
-    a coefficient that the criterion's loss node sets at the start of the backward pass. This gradient is
-    correct with activation checkpointing, with fp16's loss scale, and for ignored batches. The backward of
-    y adds the budget loss's gradient in the same way.
+    a coefficient that the criterion's loss node sets at the start of the backward pass. The balance loss's
+    gradient is correct with activation checkpointing, with fp16's loss scale, and for ignored batches. The
+    backward of y adds the budget loss's gradient in the same way.
     """
 
     _record: MoERecord | MoEOutput  # The record of the last micro-batch.
@@ -137,8 +137,9 @@ class MoEFeedForward(MoELayer):
         super().__init__(config, topology, seed=seed, name=name, experts=experts)
         self.label = layer_label(name)
         self.batch_first = batch_first
-        # All calls of a layer use one gate; the layer's other gates need no gradients. Otherwise, data
-        # parallelism would wait for gradients of unused gates, and weight decay would shrink their weights.
+        # All calls of a layer use one gate; the layer's other gates need no gradients. If unused gates
+        # needed gradients, data parallelism would wait for them, and weight decay would shrink their
+        # weights.
         for i, gate in enumerate([self.gate, *self.other_gates]):
             gate.requires_grad_(i == config.gate_index)
         self.context = context or Context()

@@ -274,7 +274,7 @@ def _begin_micro_batch(layers: Sequence[MoEFeedForward], *_: Any) -> None:
 def refuse_options(cfg: Any) -> None:
     """Raise an error if the configuration has model options that experts do not support.
 
-    This check is made before fairseq builds the stock model.
+    Unsupported options are refused before fairseq builds the stock model.
     """
     for key, reason in REFUSED_MODEL_OPTIONS.items():
         value = option(cfg, key)

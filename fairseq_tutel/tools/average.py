@@ -15,8 +15,8 @@ from fairseq_tutel.option import flag_of
 from fairseq_tutel.tools.arguments import at_least, refuse_output
 from fairseq_tutel.tools.parser import add_input, add_output
 
-# For each flag, a pattern of fairseq's checkpoint names. The group in a pattern of names is the number by
-# which checkpoints are sorted.
+# For each flag, a pattern of fairseq's checkpoint names. Checkpoints are sorted by the number that the
+# pattern's group matches.
 NAMES = {
     "num_epoch_checkpoints": ("checkpointEPOCH.pt", r"checkpoint(\d+)\.pt"),
     "num_update_checkpoints": ("checkpoint_EPOCH_UPDATE.pt", r"checkpoint_\d+_(\d+)\.pt"),

@@ -31,7 +31,8 @@ class Row(NamedTuple):
 class Names:
     """A pattern of tensor names in transformers and in fairseq, which `rows` expands.
 
-    - {a,b} stands for a or b, as in a shell. Both names must have the same number of expansions.
+    - {a,b} stands for a or b, as in a shell. The names in both systems must have the same number of
+      expansions.
     - In a name, * stands for the index of a layer. The option or function `layers` gives the number of
       layers.
     - Spaces separate the names of a tied tensor. The first name is preferred.
@@ -70,7 +71,7 @@ class Option:
     """An option that both transformers and fairseq have."""
 
     theirs: str
-    # The fairseq options with this value, separated by spaces. The form a|b means the option a, or else b.
+    # The equivalent fairseq options, separated by spaces. The form a|b means the option a, or else b.
     ours: str
     # The default of transformers, for a config.json without this key.
     default: Any

@@ -35,9 +35,9 @@ def _scores(logits_NC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
 def assign(ce_MN: Tensor, kl_MN: Tensor, overlap: int, beta: float) -> Tensor:
     """Return a bool mask [M, N] that is true for the `overlap` members that learn each sample.
 
-    The members with the smallest CE - beta KL (cross entropy, divergence from uniform) learn a sample. This
-    choice minimizes the confident loss, since the sum of all members' KL is the same for every choice. If
-    two members have equal values, the member with the smaller index learns the sample.
+    The members with the smallest CE - beta KL (cross entropy, divergence from uniform) learn a sample.
+    Choosing these members minimizes the confident loss, since the sum of all members' KL is always the
+    same. If two members have equal values, the member with the smaller index learns the sample.
     """
     order_MN = (ce_MN - beta * kl_MN).argsort(dim=0, stable=True)
     chosen_MN = torch.zeros_like(ce_MN, dtype=torch.bool)
@@ -69,7 +69,7 @@ def confident_loss(
     Args:
         logits_MNC: any float dtype.
         target_N: int64.
-        overlap: K, from 1 to M.
+        overlap: the number K of members that learn a sample, from 1 to M.
         beta: weight of the losses of members that do not learn a sample.
         labels_MN: from `random_labels`; None for the exact loss.
         counts_N: bool, False for ignored samples; None if no sample is ignored.

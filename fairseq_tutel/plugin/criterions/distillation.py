@@ -31,8 +31,8 @@ from fairseq_tutel.plugin.training.task import give_mixin
 
 logger = logging.getLogger(__name__)
 
-# Criterions that can be combined with distillation. Such a criterion calls the model once and sums the loss
-# over rows of scores, one row per target. docs/ensembles.md explains why others cannot be combined.
+# Criterions that can be combined with distillation. Criterions in this list call the model once and sum the
+# loss over rows of scores, one row per target. docs/ensembles.md explains why others cannot be combined.
 STOCK = (
     "cross_entropy",
     "label_smoothed_cross_entropy",

@@ -20,7 +20,7 @@ class FusedAdam(Adam):
     """fairseq's Adam, with torch's fused AdamW kernel for fp32 and fp64 parameters.
 
     The state dict has the format of fairseq's Adam. fairseq adds eps to sqrt(v), but AdamW adds eps to
-    sqrt(v) / sqrt(1 - beta2^t). This class therefore divides eps by sqrt(1 - beta2^t). Half-precision
+    sqrt(v) / sqrt(1 - beta2^t). moe_adam therefore divides eps by sqrt(1 - beta2^t). Half-precision
     parameters, and sparse or strided gradients, use fairseq's loop: the fused kernel ignores strides.
 
     With `fp16_stats`, Adam's moments are stored in fp16. Each fp16 moment is divided by a scale that maps

@@ -1,6 +1,6 @@
 """Writes sharded checkpoints in threads while training continues (--moe-save-async).
 
-At the end of an update, `begin` copies the state of all ranks to host memory. Then a thread of each rank
+At the end of an update, `begin` copies the state of all ranks to host memory. A thread of each rank then
 writes the rank's experts, and waits for the threads of all other ranks. The thread of rank 0 renames the
 folder of the experts, and calls fairseq's save_checkpoint, which writes the checkpoint file. Every file is
 flushed to disk before it is renamed, as in a save that blocks training.

@@ -1,11 +1,11 @@
 """Defines a training batch iterator whose saved position does not depend on the number of ranks.
 
-fairseq saves the number of batches that each rank consumed. This iterator saves the number of batches that
-all ranks consumed, and a resumed run drops that many batches before sharding.
+fairseq saves the number of batches that each rank consumed. ElasticEpochBatchIterator saves the number of
+batches that all ranks consumed, and a resumed run drops that many batches before sharding.
 
 If the ranks get unequal numbers of batches, some ranks end an update with an empty batch. On a rank with an
 empty last batch, fairseq's trainer uses the gradients of the update's earlier batches, but does not count
-their tokens. This iterator therefore puts empty batches before a rank's last full batch.
+their tokens. ElasticEpochBatchIterator therefore puts empty batches before a rank's last full batch.
 
 With --moe-micro-batches N, update k has the global batches kN to kN + N - 1 on any number of ranks. With
 --moe-micro-batches N, the order of batches is that of fairseq on N ranks. With --moe-micro-batches N, an

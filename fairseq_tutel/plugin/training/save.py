@@ -118,7 +118,8 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
         finally:
             if writes and world.is_first():
                 try:
-                    # This also runs after an error, because unused expert folders may have filled the disk.
+                    # Unused expert folders are collected even after an error, because they may have filled
+                    # the disk.
                     folders.collect(Path(save_dir))
                 except OSError as error:
                     logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)
@@ -150,7 +151,8 @@ def save_checkpoint(original: Any) -> Any:
 def _completed(cfg: Any, trainer: Any, states: ExpertStates | None) -> Iterator[None]:
     """Context manager in which fairseq saves all ranks' experts and optimizer state. Collective.
 
-    The context manager gathers both, or with `states` writes both to shard files, at its start.
+    The context manager gathers experts and optimizer state, or with `states` writes them to shard files, at
+    its start.
     """
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
     model = trainer.get_model()

@@ -141,7 +141,7 @@ def allocate_gather_buffers(cfg: Any) -> None:
 def _facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
     """Return a dict of all options and facts that must be equal on all ranks.
 
-    These options and facts decide the shapes of tensors, the order of collectives, and the results.
+    These options and facts decide tensor shapes, the order of collectives, and the results.
     """
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     facts = {

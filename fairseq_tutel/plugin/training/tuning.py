@@ -31,7 +31,7 @@ def option(cfg: Any, key: str) -> Any:
 def choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
     """Choose the all-to-all algorithm from the batch size and the hardware profile. Collective.
 
-    This choice is made only with --moe-a2a-algorithm auto.
+    Only --moe-a2a-algorithm auto leaves this choice to the function.
     """
     layers = moe_layers(model)
     if layers[0].config.a2a_algorithm != "auto":

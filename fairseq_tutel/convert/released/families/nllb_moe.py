@@ -1,7 +1,7 @@
 """Defines NLLB-MoE: Defines NLLB-MoE, which is M2M100 with experts in some layers, two for each token.
 
-In evaluation, fairseq_tutel and transformers choose the same experts with the same weights. Both systems
-differ in two ways:
+In evaluation, fairseq_tutel and transformers choose the same experts with the same weights. fairseq_tutel
+and transformers differ in two ways:
 
 - transformers draws the second expert at random in evaluation too, if second_expert_policy is sampling or
   random; fairseq_tutel uses the second-best expert.
