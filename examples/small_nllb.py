@@ -50,8 +50,7 @@ def main() -> None:
     pieces = tokenizer(folder, arguments.texts, arguments.vocab_size)
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     special |= {"sep_token": "</s>", "cls_token": "<s>", "mask_token": "<mask>"}
-    # The four special tokens of fairseq replace the three of sentencepiece. Language codes and <mask> are
-    # the last tokens.
+    # The four special tokens of fairseq replace the three of sentencepiece. Language codes are last.
     first = dict(enumerate(("<s>", "<pad>", "</s>", "<unk>")))
     added = first | dict(enumerate([*languages, "<mask>"], pieces + 1))
     settings = {

@@ -1,8 +1,8 @@
 """The two language models of the demo, which differ only in their feed-forward layers.
 
 Every layer of the MoE model has 8 experts in place of the FFN, each half as wide, and a token uses two.
-Both models therefore have equal FLOPs per token (except for the gate), but the MoE model has 4 times the
-FFN parameters.
+Both models therefore have equal FLOPs per token (except for the gate), but MoE has 4 times the FFN
+parameters.
 """
 
 import shlex

@@ -1,6 +1,6 @@
 """Saves the experts of all ranks in the order of their global IDs.
 
-Either rank 0 gathers and saves all experts, or every rank writes its part of the experts. Rank 0 keeps all
+Either rank 0 gathers and saves all experts, or every rank writes a part of the experts. Rank 0 keeps all
 gathered experts, and each optimizer state tensor of the same shape, in host memory until the files are
 written. With Adam, the gathered tensors need three times the bytes of the experts.
 """
@@ -126,8 +126,8 @@ def save_in_shards(
 
     Each EP replica writes a part of the experts to shard files. The function returns the records of the
     written tensors, with the keys (qualified name of the stack, tensor name). A tensor of optimizer state
-    has a name of the form PARAMETER.STATE. The next `model.state_dict()` has these records in place of
-    experts.
+    has a name of the form PARAMETER.STATE. The next `model.state_dict()` has the records in place of the
+    experts' tensors.
 
     `states` is a function that returns the optimizer's stacked tensors for a parameter. All ranks call the
     function `states` in the same order, because `states` may be a collective.
@@ -263,7 +263,7 @@ def _files_of(
             states_of = {f"{parameter_name}.{key}": value for key, value in states(parameter).items()}
             for name, value in {parameter_name: parameter, **states_of}.items():
                 names.append((layer, name))
-                # A tensor with another shape, such as a scale, is the same for all expert shards.
+                # A tensor of another shape than its parameter is the same for all expert shards.
                 slicing = stack.slice_of(parameter_name) if value.shape == parameter.shape else Slice()
                 if slicing.count == 1 and index > 0:  # Only expert shard 0 writes the tensor.
                     continue

@@ -68,7 +68,7 @@ def has_an_end(path: str) -> bool:
 def identity(path: str) -> str:
     """Return a hash that identifies a checkpoint file, from names, sizes and checksums of its entries.
 
-    Copies of a checkpoint file have the same hash. A file from before torch 1.6 has its size as hash.
+    Copies of a checkpoint file have the same hash. The hash of a file from before torch 1.6 is its size.
     """
     if _is_old(path):
         return str(os.path.getsize(path))

@@ -9,7 +9,7 @@ import torch
 from fairseq_tutel.files import shown
 
 META = "Meta's moe branch"
-# For each kind of checkpoint, a pattern of a tensor name that identifies the kind.
+# Patterns of tensor names, by which `foreign` recognizes each kind of checkpoint.
 SIGNS = {
     f"{META}, one rank's experts": r"\.moe_layer\.experts\.(\w+_module\.)*\d+\.",
     f"{META}, weights that all ranks share": r"\.moe_layer\.gate\.wg\.",

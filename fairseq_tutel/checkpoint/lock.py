@@ -20,8 +20,7 @@ NAME = "writer.lock"
 def locked(folder: str) -> Iterator[bool]:
     """Context manager that locks a folder for writing, and creates the folder if it is missing.
 
-    The lock file is removed at the end. If the file system has no locks, a warning is logged, and False is
-    yielded.
+    The lock file is removed at the end. If the file system has no locks, False is yielded.
 
     Raises:
         ValueError: another process holds the lock on the folder.
@@ -48,7 +47,7 @@ def locked(folder: str) -> Iterator[bool]:
 
 def _lock(file: int, folder: str) -> bool:
     try:
-        # Unlike `flock`, this lock is not inherited by data loader workers, which may outlive the run.
+        # Unlike `flock`, lockf locks are not inherited by data loader workers, which may outlive the run.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):

@@ -1,17 +1,17 @@
 """Converts experts' tensors to bf16, or quantizes them to int8 or int4.
 
-A row is a vector along the last dimension. A tensor [..., W] with R rows is stored in one of these formats:
+A row is a vector along the last dimension. A tensor [..., W] with R rows is stored in one of four formats:
 
 - In bf16, the values are stored without scales.
 - In int8, R scales in float32 come first, and then R rows of W bytes. A value is scale * byte.
-- In int4, R scales in float32 come first, and then R rows of ceil(W / 2) bytes. A value is
-  scale * (nibble - 8). The low nibbles are a row's first half, the high nibbles the rest, padded with 8.
+- In int4, R scales in float32 come first, and then R rows of ceil(W / 2) bytes. A value is scale * (nibble
+  - 8). Low nibbles are a row's first half, high nibbles the second, padded with 8.
 - In int4 in groups, for a matrix [R, W] whose sizes are multiples of 64, a scale in bfloat16 for each 64
   values of a row comes first, and then `packed_int4` of the nibbles.
 
 The scale of a row is the row's largest magnitude, divided by 127 (int8) or 7 (int4). The scale of a group
 is the one of `CANDIDATES` with the least squared error, so it is negative if the value of largest magnitude
-is positive. A value of 0 stays 0.
+is positive. In all formats, a value of 0 stays 0.
 """
 
 import math

@@ -182,7 +182,7 @@ class SavedModel:
                 setattr(flat, PARTS[part], name)
 
     def drop(self, keys: Collection[str]) -> None:
-        """Remove some options from the configuration in the checkpoint."""
+        """Remove options from the configuration in the checkpoint."""
         for options in map(self.options_of, PARTS):
             for key in keys:
                 options.pop(key, None)
@@ -232,7 +232,7 @@ def drop_retired(state: Mapping[str, Any], path: str | Path) -> None:
 
 
 def _values(options: Any) -> dict[str, Any]:
-    """Return options as a dictionary whose changes also change the options."""
+    """Return options as a dictionary; changing the dictionary changes the options."""
     if isinstance(options, argparse.Namespace):
         return vars(options)
     return options if isinstance(options, dict) else {}

@@ -119,7 +119,7 @@ class ShardedTensor:
         self._read_expert(out, expert, Slice(), 0)
 
     def select(self, experts: Sequence[int]) -> "ShardedTensor":
-        """Return a stacked tensor of fewer experts, which are also read on demand."""
+        """Return a stacked tensor of fewer experts, which is read from the same shard files."""
         s = self.slicing.count
         pieces = tuple(piece for e in experts for piece in self.pieces[e * s : (e + 1) * s])
         return replace(self, shape=(len(experts), *self.shape[1:]), pieces=pieces)

@@ -52,8 +52,8 @@ class Conversion:
 
     name: str
     # A conversion function in the form MODULE:FUNCTION, where MODULE is a module in fairseq_tutel.convert.
-    # The arguments of this function are the parsed options, input files and output path. The function
-    # returns a text to print.
+    # The arguments of a conversion function are the parsed options, input files and output path. The
+    # function returns a text to print.
     call: str
     text: str
     # The words of a correct example after the subcommand's name.
@@ -77,7 +77,7 @@ class Conversion:
     of_model: tuple[TableOption, ...] = ()
 
     def add_to(self, kinds: Any) -> None:
-        """Add this conversion as a subcommand of the tool `convert`."""
+        """Add this kind of conversion as a subcommand of the tool `convert`."""
         first_line = self.text.partition("\n")[0].rstrip(".")
         parser = kinds.add_parser(self.name, help=first_line, description=self.text, example=self.example)
         add_input(parser, self.source, self.key, self.former)

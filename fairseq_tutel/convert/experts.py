@@ -276,8 +276,8 @@ def kept_by_share(
     """Return the sorted IDs of the experts to keep, a fraction of the experts of each layer.
 
     By default, each layer keeps the same fraction of its experts: those with the highest scores. With
-    `globally`, this fraction refers to all experts of the model. With `globally`, each layer keeps the
-    experts with the highest scores that together have a fraction t of the layer's total score; t is the
+    `globally`, the fraction of experts to keep refers to the whole model. With `globally`, each layer keeps
+    the experts with the highest scores that together have a fraction t of the layer's total score; t is the
     same in all layers. Of experts with equal scores, those with lower IDs are kept.
 
     Koishekenov et al. 2023, Memory-efficient NLLB-200, describes global pruning.
@@ -292,7 +292,7 @@ def kept_by_share(
     if not globally:
         counts = {layer: max(least[layer], _rounded(share * len(ids))) for layer, ids in ranked.items()}
     else:
-        # In this order, experts are added while t grows. The first `least` experts are always kept.
+        # In this order, experts are added while t grows, after the first `least` experts.
         order = []
         for layer, ids in ranked.items():
             sums = accumulate(scores[layer][i] / sum(scores[layer]) for i in ids)

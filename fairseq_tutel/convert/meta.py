@@ -2,7 +2,7 @@
 
 Meta's branch writes X-shared.pt, and a file X-rank-N.pt with the experts of each rank. The converted
 weights are bit-identical. Most options have the same names in Meta's branch and fairseq_tutel; the tables
-below list the differences. Shape suffix: E experts.
+in this file list the others. Shape suffix: E experts.
 """
 
 import argparse
@@ -46,7 +46,7 @@ EXPERTS = {
 # With --moe-cmr, a layer also has a dense FFN with fairseq's names, and a CMR gate.
 CMR_GATE, CMR_FFN = ".cmr_layer.gate.wg.", r"(.+\.layers\.\d+)\.(fc[12]\.(?:weight|bias))"
 BEFORE, BPR = "moe_normalize_gate_prob_before_dropping", "moe_batch_prioritized_routing"
-# For each option of both systems, Meta's default, and a function that converts Meta's value.
+# For each common option, Meta's default, and a function that converts Meta's value.
 OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "moe_top1_expert": (False, bool),
     "moe_gating_use_fp32": (False, bool),
@@ -133,7 +133,7 @@ def inputs_of(arguments: argparse.Namespace) -> list[Path]:
 def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
     """Load the files of a checkpoint from Meta as one checkpoint, and return notes on changes.
 
-    Experts are copied to memory once while the files are joined. All other weights stay memory-mapped.
+    Experts are copied to memory once while the files are joined. All dense weights stay memory-mapped.
 
     Raises:
         ValueError: a file or weight is missing, corrupt or flattened, or the model cannot be converted.

@@ -41,7 +41,7 @@ class LayerStatistics:
     def importance(self) -> list[float]:
         """An expert's importance, activity * exp(confidence), divided by the mean over the layer's experts.
 
-        Koishekenov et al. 2023, Memory-efficient NLLB-200, define this importance.
+        This measure of importance is from Koishekenov et al. 2023, Memory-efficient NLLB-200.
         """
         found = [a * math.exp(c) for a, c in zip(self.activity, self.confidence, strict=True)]
         mean = sum(found) / len(found)

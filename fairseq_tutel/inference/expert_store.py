@@ -72,8 +72,8 @@ class ExpertStore:
 
     - `on-demand`: fetch experts when a call needs them.
     - `pregated`: also fetch the experts that calls of `prefetch` request.
-    - `prefetch-all`: also fetch all experts of the next block. The next block is the block that followed
-      this block at the previous time. Initially, the next block is the block that was added next.
+    - `prefetch-all`: also fetch all experts of the next block. The next block is the one that followed the
+      current block at the previous time. Initially, the next block is the block that was added next.
 
     Tiers: The tier `disk` reads the shard files of a checkpoint, and `host` keeps experts in memory (pinned
     if there is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes. The cache size
@@ -308,7 +308,7 @@ class _StoredWeights(Weights):
 def _tensors(stack: ExpertStack, name: str, buffers: Sequence[Buffer], is_unpacked: bool) -> Any:
     """Return the tensor `name` of the fetched experts, stacked if the kernels need one tensor."""
     like: Tensor = getattr(stack, name)
-    if not buffers:  # No expert has rows in this call.
+    if not buffers:  # In this call, no expert has rows.
         return torch.zeros((), dtype=like.dtype, device=stack.device).expand(1, *like.shape[1:])
     in_list = backend_for(stack.config.backend, stack.device)[0] == "reference"
     is_unpacked |= not (in_list and stack.takes_quantized and stack.device.type == "cpu")

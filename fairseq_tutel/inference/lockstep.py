@@ -2,7 +2,7 @@
 
 In inference, a rank can have more sentences, longer sentences or no sentences. Before each call, the ranks
 therefore agree on a layer: each rank requests a layer, and the layer with the most requests runs. Ranks
-that requested another layer join the collectives of this layer without tokens, and request again.
+that requested another layer join the winning layer's collectives without tokens, and request again.
 """
 
 from collections import Counter

@@ -55,8 +55,7 @@ class _Run:
 
     def __init__(self, forward: Callable[[], Any], layer: nn.Module) -> None:
         self._forward, self._layer, self._has_paused = forward, layer, False
-        # The queue contains the shared layer's output, and then the result of the forward pass, or an
-        # error.
+        # The queue contains the shared layer's output, and then the forward pass's result or error.
         self._events: SimpleQueue[Any] = SimpleQueue()
         self._features: SimpleQueue[Tensor] = SimpleQueue()
         # A thread does not inherit torch modes such as no_grad, so `_work` sets the caller's modes.

@@ -120,8 +120,8 @@ class MoEFeedForward(MoELayer):
     """
 
     _record: MoERecord | MoEOutput  # The record of the last micro-batch.
-    # Whether the forward of this micro-batch has run; a second forward is a recomputation. With a counter
-    # instead of this bool, torch.compile would recompile for each micro-batch.
+    # Whether the forward of this micro-batch has run; a second forward is a recomputation. If `seen` were a
+    # counter, torch.compile would recompile for each micro-batch.
     seen: bool = False
 
     def __init__(
@@ -138,8 +138,7 @@ class MoEFeedForward(MoELayer):
         self.label = layer_label(name)
         self.batch_first = batch_first
         # All calls of a layer use one gate; the layer's other gates need no gradients. If unused gates
-        # needed gradients, data parallelism would wait for them, and weight decay would shrink their
-        # weights.
+        # needed gradients, data parallelism would wait for them, and weight decay would apply.
         for i, gate in enumerate([self.gate, *self.other_gates]):
             gate.requires_grad_(i == config.gate_index)
         self.context = context or Context()

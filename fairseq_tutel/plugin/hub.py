@@ -66,7 +66,7 @@ def from_checkpoint(
     from fairseq_tutel.plugin.hub_interfaces import open_interface
 
     files = files_of(path)
-    state = read_file(files[0], "path", verify=False)  # load_checkpoint_to_cpu verifies files later.
+    state = read_file(files[0], "path", verify=False)  # load_checkpoint_to_cpu verifies the file later.
     if not isinstance(state, dict) or not (state.get("cfg") or state.get("args")):
         raise ValueError(f"path names {files[0]}, which contains no model; give a checkpoint.")
     trained = str(SavedModel(state).options_of("task").get("data") or "")

@@ -146,7 +146,7 @@ class Generation(hub_utils.GeneratorHubInterface):
         """Generate with beam search, and return fairseq's hypotheses for each sentence."""
         with self.lock:
             for model in self.models:
-                # BART's and mBART's attention would keep the largest beam size of earlier calls.
+                # Without this call, BART's and mBART's attention keeps the largest earlier beam size.
                 if hasattr(model, "set_beam_size"):
                     model.set_beam_size(beam)
             return super().generate(tokens, beam, *args, **options)
@@ -175,8 +175,8 @@ class Translation(Generation):
     ) -> Any:
         """Translate one sentence or a list of sentences; `options` are passed to `generate`.
 
-        `source_lang` and `target_lang` select the languages of a multilingual model. If a later call has no
-        language arguments, the languages of the earlier call are used.
+        `source_lang` and `target_lang` select the languages of a multilingual model. A later call without
+        language arguments uses the languages of the earlier call.
 
         Raises:
             ValueError: a language is missing or unknown.

@@ -74,8 +74,7 @@ class MoEModelMixin:
 def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
     """Return the indices of the layers that get experts, every freq-th layer as in Meta's fairseq.
 
-    `numbers` are layer numbers in the complete model. `freq` is the value of --moe-freq; with 0, no layer
-    gets experts.
+    `numbers` are layer numbers in the complete model. `freq` is --moe-freq; with 0, no layer gets experts.
     """
     return [index for index, i in enumerate(numbers) if freq and (i + 1) % freq == 0]
 

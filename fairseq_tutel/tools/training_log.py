@@ -199,8 +199,7 @@ def _lines_of(path: Path) -> Iterator[str]:
 def find_log(path: Path) -> tuple[Log, Path]:
     """Find the log of a training run, and return the log's records and path.
 
-    `path` is a log file or a folder. The function raises ValueError without a log, or for logs of several
-    runs.
+    `path` is a log file or a folder. ValueError is raised without a log, or for several runs.
     """
     files = [path]
     if path.is_dir():

@@ -1,6 +1,6 @@
 """Reads a Hugging Face folder, which has a config.json, and weights in one or several files.
 
-A folder may have weights in these files, in order of preference:
+A Hugging Face folder has weights in these files, in order of preference:
 
 - model.safetensors, or model.safetensors.index.json with the files that it names
 - pytorch_model.bin, or pytorch_model.bin.index.json with the files that it names
@@ -24,7 +24,7 @@ INDEX = ".index.json"
 
 
 class ReleasedFolder:
-    """An open folder. Only one weight file is open at a time; tensors stay valid after this.
+    """An open folder. At most one weight file is open at a time; tensors stay valid after it is closed.
 
     Raises:
         ValueError: a file is missing or corrupt; all methods of ReleasedFolder may raise this error.

@@ -199,7 +199,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def checkpoint(
     family: Family, setup: Setup, vocabulary: Vocabulary, weights: Mapping[str, Any]
 ) -> SavedModel:
-    """Return a checkpoint with these weights and options; other options are fairseq-train's defaults."""
+    """Return a checkpoint with the given weights and options, and fairseq-train's default options."""
     own = setup.options | family.setup(setup)
     task_state = own.pop("task_state", {})
     words = ["--task", own.pop("task", family.task), "--arch", family.arch, *family.words]

@@ -1,6 +1,6 @@
 """Reads from a JSON file which experts to keep; experts.json of naver/nllb-pruning is an example.
 
-The JSON file has one of these forms:
+A file of experts to keep has one of these forms:
 
 - [0, 5, 130, …]: a list of global expert IDs. With E experts per layer, MoE layer n (encoder first) has the
   global IDs n * E to n * E + E - 1.

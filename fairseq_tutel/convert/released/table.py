@@ -41,9 +41,9 @@ class Names:
     theirs: str
     ours: str
     layers: str | Callable[[Mapping[str, Any]], int] = ""
-    # Values of fairseq options with which a model has these tensors.
+    # A model has the tensors only if its fairseq options have these values.
     when: Mapping[str, Any] = field(default_factory=dict)
-    # A function from fairseq options to the indices of the layers with these tensors; by default all.
+    # A function from fairseq options to the indices of layers that have the tensors; by default all layers.
     only: Callable[[Mapping[str, Any]], Iterable[int]] | None = None
 
     def rows(self, options: Mapping[str, Any]) -> Iterator[Row]:
@@ -73,7 +73,7 @@ class Option:
     theirs: str
     # The equivalent fairseq options, separated by spaces. The form a|b means the option a, or else b.
     ours: str
-    # The default of transformers, for a config.json without this key.
+    # The default of transformers, for a config.json without the option's key.
     default: Any
     # A dict from transformers' values to fairseq's values; empty if both systems use the same values.
     values: Mapping[Any, Any] = field(default_factory=dict)
@@ -172,9 +172,9 @@ class Family:
     task: str
     names: tuple[Names, ...]
     options: tuple[Option, ...]
-    # fairseq options of which a model must have these values.
+    # fairseq options that are equal in all models of the family.
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    # Keys of config.json that must be absent or have the values given here.
+    # Keys that config.json must lack, or that must have equal values in all models of the family.
     assumed: Mapping[str, Any] = field(default_factory=dict)
     # Additional entries that to-hf writes to config.json.
     written: Mapping[str, Any] = field(default_factory=dict)

@@ -37,7 +37,7 @@ def assign(ce_MN: Tensor, kl_MN: Tensor, overlap: int, beta: float) -> Tensor:
 
     The members with the smallest CE - beta KL (cross entropy, divergence from uniform) learn a sample.
     Choosing these members minimizes the confident loss, since the sum of all members' KL is always the
-    same. If two members have equal values, the member with the smaller index learns the sample.
+    same. If two members have equal losses, the member with the smaller index learns the sample.
     """
     order_MN = (ce_MN - beta * kl_MN).argsort(dim=0, stable=True)
     chosen_MN = torch.zeros_like(ce_MN, dtype=torch.bool)

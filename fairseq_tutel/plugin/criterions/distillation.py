@@ -1,6 +1,6 @@
 """The criterion moe_distillation, which adds a distillation loss to another criterion's loss.
 
---distill-criterion names the other criterion, whose class is combined with `DistillationMixin`. The
+--distill-criterion names the criterion to extend, whose class is combined with `DistillationMixin`. The
 distillation loss is T² KL(teacher || student). After the update --distill-until, the distillation loss is
 no longer added. Shape suffixes are N (tokens of a micro-batch, padding included) and V (words).
 """
@@ -31,8 +31,9 @@ from fairseq_tutel.plugin.training.task import give_mixin
 
 logger = logging.getLogger(__name__)
 
-# Criterions that can be combined with distillation. Criterions in this list call the model once and sum the
-# loss over rows of scores, one row per target. docs/ensembles.md explains why others cannot be combined.
+# Criterions that can be combined with distillation. Each criterion in STOCK calls the model once and sums
+# the loss over rows of scores, one row per target. docs/ensembles.md explains why others cannot be
+# combined.
 STOCK = (
     "cross_entropy",
     "label_smoothed_cross_entropy",

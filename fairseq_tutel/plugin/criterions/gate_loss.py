@@ -133,7 +133,7 @@ class _Term(NamedTuple):
 class _AddGateLoss(torch.autograd.Function):
     """Autograd function that adds a loss of the MoE layers; backward sets the coefficient of each layer.
 
-    In a backward pass, the node of this function runs before the nodes of the MoE layers. The coefficients
+    In a backward pass, the node of _AddGateLoss runs before the nodes of the MoE layers. The coefficients
     are removed after the backward pass, so a later backward pass without a criterion's loss adds none.
     """
 

@@ -22,7 +22,7 @@ def token_loss(
     """Return the label-smoothed cross entropy and the negative log-likelihood (nll), each summed over rows.
 
     Rows whose target is `ignored` add no loss. The losses are nll = -log p(target), and loss = (1 - s - s /
-    (V - 1)) nll - s / (V - 1) * sum over words of log p. Loss and nll are scalars in fp32 or wider; nll has
+    (V - 1)) nll - s / (V - 1) * sum over words of log p. Both losses are scalars in fp32 or wider; nll has
     no gradient.
 
     The loss is from Szegedy et al. 2016, section 7, but as in fairseq, the target's weight is exactly 1 -

@@ -48,7 +48,7 @@ class _FlagsMixin(GateLossMixin):
         gen_parser_from_dataclass(parser, GateLossOptions())
 
 
-# The MoE variants of these criterions have additional mixins and attributes.
+# The MoE variants of the criterions in SPECIAL have additional mixins and attributes.
 SPECIAL: dict[str, tuple[tuple[type, ...], dict[str, Any]]] = {
     "cross_entropy": ((_PerplexityMixin, TokenLossMixin), {}),
     "label_smoothed_cross_entropy": ((GateLossMixin, TokenLossMixin), {}),

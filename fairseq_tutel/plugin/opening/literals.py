@@ -38,12 +38,12 @@ LITERAL = (
     ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.UAdd, ast.USub,
     ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Load,
 )  # fmt: skip
-# Types that options in a checkpoint may have. Attributes of objects of other types are never read.
+# Types that options in a checkpoint may have. The check reads no attributes of objects of other types.
 PLAIN = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, Enum, argparse.Namespace,
     np.generic, np.ndarray, torch.Tensor, torch.dtype, torch.device,
 )  # fmt: skip
-# An option may refer to another option by ${NAME}; the check covers this other option, too.
+# An option may refer to another option by ${NAME}; the other option is checked, too.
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
 

@@ -73,7 +73,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             if is_for_use:
                 _refuse_unknown_classes(state, path, overrides)
                 if mark_as_opened(state):
-                    refuse_code(state, path, overrides)  # Check the converted options, too.
+                    refuse_code(state, path, overrides)  # Options that were converted are checked, too.
                 _update_task(state, overrides)
             else:
                 _begin_average(state)
@@ -131,7 +131,7 @@ def mark_as_opened(state: Any) -> bool:
     if is_older:
         state["cfg"], state["args"] = convert_namespace_to_omegaconf(state["args"]), None
     if OmegaConf.is_config(state.get("cfg")):
-        state["cfg"]._set_flag(OPENED, True)  # Nested configurations inherit this flag.
+        state["cfg"]._set_flag(OPENED, True)  # Nested configurations inherit the flag.
     model = (state.get("cfg") or {}).get("model")
     if isinstance(model, argparse.Namespace):
         setattr(model, OPENED, True)
@@ -180,7 +180,7 @@ def _update_task(state: Any, overrides: Mapping[str, Any]) -> None:
 def _begin_average(state: Any) -> None:
     """With --store-ema, start the moving average at the weights of a checkpoint that has no average.
 
-    Without this change, fairseq would start the average at weights that it has already deleted.
+    Without _begin_average, fairseq would start the average at weights that it has already deleted.
     """
     extra, cfg = state.get("extra_state"), RUN.cfg
     if cfg is not None and cfg.ema.store_ema and isinstance(extra, dict):

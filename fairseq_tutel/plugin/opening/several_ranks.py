@@ -1,7 +1,7 @@
 """Runs commands that use a model on several ranks, such as fairseq-generate.
 
-With --moe-expert-parallel-size P > 1 on the command line, P ranks share the experts of every model, and run
-in lockstep.
+With --moe-expert-parallel-size P > 1 on the command line, P ranks share each model's experts, and run in
+lockstep.
 """
 
 import logging

@@ -118,8 +118,8 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
         finally:
             if writes and world.is_first():
                 try:
-                    # Unused expert folders are collected even after an error, because they may have filled
-                    # the disk.
+                    # Unused expert folders are deleted even after an error, as they may have filled the
+                    # disk.
                     folders.collect(Path(save_dir))
                 except OSError as error:
                     logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)
@@ -151,8 +151,7 @@ def save_checkpoint(original: Any) -> Any:
 def _completed(cfg: Any, trainer: Any, states: ExpertStates | None) -> Iterator[None]:
     """Context manager in which fairseq saves all ranks' experts and optimizer state. Collective.
 
-    The context manager gathers experts and optimizer state, or with `states` writes them to shard files, at
-    its start.
+    The context manager gathers experts and optimizer state, or writes them to shard files (`states`).
     """
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
     model = trainer.get_model()

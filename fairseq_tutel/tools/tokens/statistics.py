@@ -1,7 +1,6 @@
 """Computes which tokens are assigned to each expert of a layer, for the tool `tokens`.
 
-Shape suffixes are N (tokens in all samples), V (distinct tokens), E (experts), L (languages) and K (choices
-per token).
+Shape suffixes are N (tokens in all samples), V (distinct tokens), E (experts), L (languages) and K (top_k).
 """
 
 from collections.abc import Sequence

@@ -26,7 +26,7 @@ POLICIES = {name: name for name in ("all", "sampling", "random")}
 # For each router_dtype of transformers, whether the gate has the model's dtype instead of float32.
 ROUTER_DTYPES = {"float32": False, "bfloat16": True, "float16": True}
 MOST_EXPERTS = 10_000  # A maximum per layer, because names of all experts are listed.
-# With this tiny token fraction, an expert has at most one slot, so the minimum capacity decides.
+# ONE_SLOT is so small a token fraction that the minimum capacity decides.
 ONE_SLOT = 1e-9
 # fairseq_tutel options that must have these values, because other values change the computation.
 FIXED = {
@@ -48,7 +48,7 @@ FIXED = {
 
 
 def sparse_layers(side: str, sparse: bool = True) -> Callable[[Mapping[str, Any]], list[int]]:
-    """Return a function from options to the indices of layers with (or without) experts on a side."""
+    """Return a function from options to the indices of a side's layers with (or without) experts."""
 
     def of(options: Mapping[str, Any]) -> list[int]:
         indices = range(options[f"{side}_layers"])
