@@ -42,8 +42,8 @@ def synced(path: str | os.PathLike) -> Iterator[IO[bytes]]:
 def write(content: Any, path: str | os.PathLike, advance: Callable[[int], object] | None = None) -> None:
     """Write a file with torch.save, and flush it to disk with fsync.
 
-    The function `advance` is called with the number of bytes of each write. To stop, `advance` may raise an
-    error.
+    The function `advance` is called with the number of bytes of each write. `advance` may raise an error to
+    stop the write.
     """
     with synced(path) as file:
         counted: Any = file if advance is None else _Counted(file, advance)

@@ -23,7 +23,8 @@ Facts = dict[str, Any]
 def describe(state: Any, path: Path, options: Sequence[Option], check: bool = False) -> Facts:
     """Return a description of a checkpoint file's content.
 
-    `options` are all options that a MoE model can have. With `check`, checksums are compared.
+    `options` are all options that a MoE model can have. With `check`, all checksums of the file are
+    compared.
     """
     is_checkpoint = isinstance(state, dict) and isinstance(state.get("model"), dict)
     if is_checkpoint:
@@ -41,7 +42,7 @@ def describe(state: Any, path: Path, options: Sequence[Option], check: bool = Fa
         facts["shards"] = _described_shards(shards)
     if check:
         _verify(path, shards)
-        facts["checked"] = zipfile.is_zipfile(path)  # Only zip files have checksums.
+        facts["checked"] = zipfile.is_zipfile(path)  # Only zip files contain checksums.
     facts["bytes"] = {
         "experts": _bytes(tensor for key, tensor in weights.items() if EXPERTS.search(key)),
         "other weights": _bytes(tensor for key, tensor in weights.items() if not EXPERTS.search(key)),
@@ -70,7 +71,7 @@ def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
 def _changed_options(state: dict[str, Any], known: Sequence[Option]) -> Facts:
     """Return the MoE options of a checkpoint that differ from their defaults."""
     options = SavedModel(state).options_of("model")
-    inner = options.get("w2v_args")  # The key w2v_args has a pretrained model.
+    inner = options.get("w2v_args")  # The option w2v_args has an inner pretrained model.
     options = inner.get("model", options) if isinstance(inner, dict) else options
     values = {option: plain(options[option.key]) for option in known if option.key in options}
     changed = {o.flag: value for o, value in values.items() if value not in (None, o.default)}

@@ -209,7 +209,7 @@ def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str,
 
 
 def gather_written(own: Written, group: dist.ProcessGroup | None = None) -> list[Written]:
-    """Return the results of writing shard files on all ranks; the group None has all ranks. Collective."""
+    """Return every rank's list of written shard files; the group None has all ranks. Collective."""
     return world.all_gather_object(own, "the agreement on the shards that were written", group)
 
 
@@ -263,7 +263,7 @@ def _files_of(
             states_of = {f"{parameter_name}.{key}": value for key, value in states(parameter).items()}
             for name, value in {parameter_name: parameter, **states_of}.items():
                 names.append((layer, name))
-                # A tensor of another shape than its parameter is the same for all expert shards.
+                # A tensor whose shape is not its parameter's is the same for all expert shards.
                 slicing = stack.slice_of(parameter_name) if value.shape == parameter.shape else Slice()
                 if slicing.count == 1 and index > 0:  # Only expert shard 0 writes the tensor.
                     continue

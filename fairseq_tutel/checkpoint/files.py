@@ -102,12 +102,12 @@ def _is_plain(entry: zipfile.ZipInfo) -> bool:
 
 
 def _matches_checksums(archive: zipfile.ZipFile) -> bool:
-    entries = [entry for entry in archive.infolist() if entry.CRC]  # torch can save without CRCs.
+    entries = [entry for entry in archive.infolist() if entry.CRC]  # torch can save files without CRCs.
     name = printable(os.path.basename(archive.filename or ""))
     with progress(f"checking {name}", sum(entry.file_size for entry in entries), "B") as advance:
         for entry in entries:
             with archive.open(entry) as content:
-                while chunk := content.read(CHUNK):  # The last read() compares checksums.
+                while chunk := content.read(CHUNK):  # The last read() of an entry compares the CRC.
                     advance(len(chunk))
     return True
 
@@ -143,8 +143,8 @@ def refused_class(error: BaseException) -> str | None:
 def read_file(path: Path, flag: str, verify: bool = True) -> Any:
     """Load the file at `path`, a value of the command-line flag `flag`; raise ValueError for a bad file.
 
-    The tensors stay on disk until they are read. With `verify`, all checksums are compared. Without
-    `verify`, a converter could write corrupt weights to a new file with valid checksums.
+    The tensors stay on disk until they are read. With `verify`, all checksums of the file are compared.
+    Without `verify`, a converter could write corrupt weights to a new file with valid checksums.
     """
     let_checkpoints_load()
     if is_not_a_file(path):
@@ -157,7 +157,7 @@ def read_file(path: Path, flag: str, verify: bool = True) -> Any:
         raise ValueError(f"{flag} names {path}, which is corrupt or not a checkpoint; {fix}.")
     try:
         content = _mapped_with_dictionary(path)
-    except Exception as error:  # torch raises many error types.
+    except Exception as error:  # torch.load raises many error types.
         cause, refused = system_error(error), refused_class(error)
         reason = "is corrupt or not a checkpoint"
         if cause is not None:

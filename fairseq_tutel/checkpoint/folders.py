@@ -43,7 +43,7 @@ def commit(written: Path, digests: Iterable[str]) -> str:
     """Rename a complete folder to a hash of `digests`, and return its path relative to the checkpoint."""
     name = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()[:16]
     folder = written.parent / name
-    if folder.exists():  # An earlier save had the same content.
+    if folder.exists():  # An earlier save wrote the same folder.
         for file in written.iterdir():
             os.replace(file, folder / file.name)  # The older shard file may be damaged.
         written.rmdir()
@@ -70,7 +70,7 @@ def collect(save_dir: Path) -> None:
 
     A checkpoint may have any file name, so all files are read. If a checkpoint is unreadable, only
     incomplete folders are deleted. If `experts` is a symbolic link, nothing is deleted. A complete expert
-    folder that changed within the last hour is deleted only if this process committed or found it.
+    folder that is less than one hour old is deleted only if this process committed or found it.
     """
     parent = save_dir / PARENT
     if parent.is_symlink() or not parent.is_dir():

@@ -20,7 +20,7 @@ NAME = "writer.lock"
 def locked(folder: str) -> Iterator[bool]:
     """Context manager that locks a folder for writing, and creates the folder if it is missing.
 
-    The lock file is removed at the end. If the file system has no locks, False is yielded.
+    The lock file is removed at the end. If the file system has no locks, the context manager yields False.
 
     Raises:
         ValueError: another process holds the lock on the folder.

@@ -203,7 +203,7 @@ class SavedModel:
     def restart(self, weights: Mapping[str, Any] | None = None) -> None:
         """Remove optimizer state, meters and data position; replace the weights if `weights` is given.
 
-        A training run from this checkpoint then starts as with --finetune-from-model.
+        A training run from a restarted checkpoint begins as with --finetune-from-model.
         """
         self.state.pop("last_optimizer_state", None)
         self.state["optimizer_history"] = self.state.get("optimizer_history") or [NO_HISTORY]

@@ -64,12 +64,12 @@ class ShardedTensor:
     folder: str  # The folder of the shard files, relative to `root`.
     shape: tuple[int, ...]
     dtype: torch.dtype
-    slicing: Slice  # The way in which experts are split into pieces.
+    slicing: Slice  # How each expert is split into pieces (dimension and count).
     pieces: tuple[Piece, ...]  # The E * s pieces of the stack, expert by expert.
     # Open shard files by path, which all tensors of a checkpoint share.
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
     expert_dtype: str = ""  # The quantized dtype, one of EXPERT_DTYPES.
-    error: tuple[float, float] = (0.0, 0.0)  # The relative quantization error, and the worst row's.
+    error: tuple[float, float] = (0.0, 0.0)  # The relative quantization error, and that of the worst row.
     in_rows: bool = False  # True for older int4 files, with a scale per row.
 
     @property
@@ -194,7 +194,7 @@ class ShardedExpert:
     """One expert's tensor in a stacked tensor, which is read from a shard file on demand."""
 
     stack: ShardedTensor
-    expert: int  # the expert's global ID
+    expert: int  # The expert's global ID.
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -240,7 +240,7 @@ def write_pieces(
     `layout` has the dtype and the shape of each tensor, by key. The function `value` is called once per
     key, and returns the tensor for the key.
     """
-    # The safetensors library sorts tensors in the same order, which aligns every tensor.
+    # safetensors also sorts tensors in this way, which aligns every tensor.
     order = sorted(layout, key=lambda key: (-layout[key][0].itemsize, key))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0

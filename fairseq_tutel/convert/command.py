@@ -52,8 +52,8 @@ class Conversion:
 
     name: str
     # A conversion function in the form MODULE:FUNCTION, where MODULE is a module in fairseq_tutel.convert.
-    # The arguments of a conversion function are the parsed options, input files and output path. The
-    # function returns a text to print.
+    # The arguments of a conversion function are the parsed options, input files and output path. A
+    # conversion function returns a text to print.
     call: str
     text: str
     # The words of a correct example after the subcommand's name.
@@ -63,7 +63,7 @@ class Conversion:
     inputs: str = "checkpoint"
     # The name of the parsed input argument; the help shows the name in upper case.
     key: str = "input"
-    # The name of an older option for the input.
+    # The flag of an older option for the input.
     former: str = "--input"
     # The help text of --output, which names a folder if `is_folder`.
     output: str = "the checkpoint to write"
@@ -73,7 +73,7 @@ class Conversion:
     one_of: tuple[Option, ...] = ()
     # Mutually exclusive options, of which at most one may be given.
     exclusive: tuple[Option, ...] = ()
-    # Additional options that are saved with the model.
+    # Options that are saved with the model.
     of_model: tuple[TableOption, ...] = ()
 
     def add_to(self, kinds: Any) -> None:

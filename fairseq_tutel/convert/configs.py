@@ -20,7 +20,7 @@ Tensors = dict[str, Tensor]
 # For each type of gate, the names of the gate tensors that have one row per expert.
 ROWS = {"linear": ("weight",), "biased": ("weight", "bias"), "cosine": ("directions",)}
 FFN = re.compile(r"(.+?)\.(?:fc1|fc2|ffn_layernorm)\.")
-SWIN = "swin_v2"  # Its MoE variant is named swin_v2_moe.
+SWIN = "swin_v2"  # The MoE variant of swin_v2 is swin_v2_moe.
 
 
 def configs_of(saved: SavedModel) -> dict[Layer, MoEConfig]:
@@ -65,7 +65,7 @@ def _config_of(saved: SavedModel, layer: Layer) -> MoEConfig:
 
 
 def gate_rows(config: MoEConfig, layer: Layer) -> list[str]:
-    """Return the names of gate tensors with one row per expert, except for custom gates."""
+    """Return the names of a layer's gate tensors with one row per expert, except for custom gates."""
     places = ["gate", *(f"other_gates.{i}" for i in range(len(config.gate_types) - 1))]
     return [
         f"{layer.moe}.{place}.{key}"
@@ -88,7 +88,7 @@ def freq_of(places: Sequence[int], count: int, preferred: int = 0) -> int | None
 def replaced(saved: SavedModel, made: Mapping[Layer, Tensors]) -> Tensors:
     """Return the model's weights in the same order, with new FFN tensors in some layers.
 
-    `made` has the new FFN tensors of each changed layer, by their names in the layer.
+    `made` maps each changed layer to its new FFN tensors by name.
     """
     layers, weights = {layer.name: layer for layer in made}, {}
     for key, tensor in saved.weights.items():

@@ -151,8 +151,8 @@ def to_dense(saved: SavedModel, chosen: Mapping[Layer, Sequence[int]]) -> tuple[
     """Replace the experts of every MoE layer by one dense FFN, in place.
 
     The new dense FFN concatenates the hidden units of the chosen experts. If the sum of expert weights is
-    the same for every token, the chosen experts get this sum as their total weight, else 1. The function
-    returns the widths of padded layers by label, and the labels of layers whose outputs may change.
+    the same for every token, the chosen experts' total weight is this sum, else 1. The function returns the
+    widths of padded layers by label, and the labels of layers whose outputs may change.
 
     Raises:
         ValueError: a dense FFN cannot represent the experts.
@@ -292,7 +292,7 @@ def kept_by_share(
     if not globally:
         counts = {layer: max(least[layer], _rounded(share * len(ids))) for layer, ids in ranked.items()}
     else:
-        # In this order, experts are added while t grows, after the first `least` experts.
+        # In this order, experts are added until they have the fraction t of the layer's score.
         order = []
         for layer, ids in ranked.items():
             sums = accumulate(scores[layer][i] / sum(scores[layer]) for i in ids)

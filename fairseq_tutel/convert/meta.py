@@ -53,7 +53,8 @@ OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     BEFORE: (False, bool),
     BPR: (False, bool),
     "moe_second_expert_policy": ("sampling", str),
-    # Meta's branch uses the training capacity if the fraction is at most 0; fairseq_tutel needs -1.
+    # In Meta's branch, a token fraction of at most 0 means the training capacity, which is -1 in
+    # fairseq_tutel.
     "moe_eval_capacity_token_fraction": (0.25, lambda v: v if v > 0 else -1.0),
     **dict.fromkeys(("moe_eom", "moe_fom", "moe_local_drop", "cmr_gate_drop"), (0.0, float)),
     **dict.fromkeys(("moe_cmr", "moe_eval_capacity_max_seqlen"), (False, bool)),
@@ -133,7 +134,8 @@ def inputs_of(arguments: argparse.Namespace) -> list[Path]:
 def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
     """Load the files of a checkpoint from Meta as one checkpoint, and return notes on changes.
 
-    Experts are copied to memory once while the files are joined. All dense weights stay memory-mapped.
+    Experts are copied to memory once, when the files are joined. Weights of dense layers stay
+    memory-mapped.
 
     Raises:
         ValueError: a file or weight is missing, corrupt or flattened, or the model cannot be converted.
@@ -169,7 +171,7 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
     saved.rename("task", TASKS.get(saved.name("task"), saved.name("task")))
     use_moe_variants(saved)
     saved.restart(model)
-    saved.options_of("checkpoint").update(checkpoint_suffix="")  # Meta's suffix is -rank-N.
+    saved.options_of("checkpoint").update(checkpoint_suffix="")  # Meta's files have the suffix -rank-N.
     hidden_dims = {
         name.partition(".")[0]: stack.shape[1]
         for name, stack in model.items()
@@ -299,7 +301,7 @@ def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
         for key, value in options.items()
         if key.startswith("moe_") and value and key not in known
     ]
-    if options.get("moe_top1_expert"):  # Meta's top-1 gate ignores both options.
+    if options.get("moe_top1_expert"):  # Meta's top-1 gate ignores these two options.
         options |= {"moe_second_expert_policy": "all", BPR: False}
     for key, (default, ours) in OPTIONS.items():
         options[key] = ours(default if options.get(key) is None else options[key])

@@ -91,7 +91,7 @@ def sides_of(saved: SavedModel) -> dict[str, list[Layer]]:
         ValueError: the model is not a transformer.
     """
     sides = {side: list(layers) for side, layers in groupby(saved.layers, lambda one: one.side)}
-    if not sides or not sides.keys() <= {*SIDES}:  # A Swin model has stages.
+    if not sides or not sides.keys() <= {*SIDES}:  # A Swin model has stages, not sides.
         raise ValueError(
             f"INPUT names {saved.path}, which has no encoder or decoder layers; give a transformer."
         )

@@ -24,7 +24,7 @@ from fairseq_tutel.parallel.groups import Slice
 from fairseq_tutel.parallel.progress import progress
 
 EXPERTS = ".experts"
-# A layer, a tensor name, the dictionary with the stacked tensor, and the key in this dictionary.
+# Each entry has a layer, a tensor name, the dictionary with the stacked tensor, and the key in it.
 Stacks = list[tuple[str, str, dict, Any]]
 
 
@@ -79,13 +79,14 @@ def to_sharded(
 ) -> tuple[Path, dict[str, tuple[float, float]]]:
     """Write a sharded checkpoint, whose experts and their optimizer state are in files of a folder.
 
-    An `expert_dtype` from EXPERT_DTYPES quantizes the experts' matrices. The function returns the folder of
-    the experts and, for each quantized weight, the relative error of the weight and of its worst row.
+    With an `expert_dtype` from EXPERT_DTYPES, the experts' matrices are quantized. The function returns the
+    folder of the experts and, for each quantized weight, the relative error of the weight and of its worst
+    row.
 
     Raises:
         ValueError: the checkpoint has no experts, or an expert cannot be quantized or written.
     """
-    found = sorted(_stacks(saved.state), key=lambda stack: stack[0])  # Each layer has a shard file.
+    found = sorted(_stacks(saved.state), key=lambda stack: stack[0])  # Each layer has one shard file.
     if not found:
         raise ValueError("INPUT names a checkpoint without experts; give a checkpoint with experts.")
     experts = target.parent / folders.PARENT
@@ -98,7 +99,7 @@ def to_sharded(
             if tensor.expert_dtype:
                 errors[key] = tensor.error
         saved.write(target)
-    except BaseException:  # No checkpoint names the folder.
+    except BaseException:  # No checkpoint names this folder.
         if committed is not None and target.parent / committed not in before:
             shutil.rmtree(target.parent / committed, ignore_errors=True)
         with contextlib.suppress(OSError):

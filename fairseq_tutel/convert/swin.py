@@ -1,8 +1,8 @@
 """Converts the checkpoints of Swin V2 and SwinV2-MoE that microsoft/Swin-Transformer releases.
 
 - The files X.pth.rank0, X.pth.rank1, ... have the experts of each rank.
-- The file X.pth.master has all other weights. Without X.pth.master, each rank's file has all other weights,
-  too.
+- The file X.pth.master has the weights outside of experts. Without X.pth.master, each rank's file also has
+  the weights outside of experts.
 - The file X.pth.global is a complete model.
 
 The converter infers the model's dimensions from the shapes of the tensors. The image size is inferred from
@@ -34,7 +34,7 @@ from fairseq_tutel.vision.options import SwinConfig, numbers
 from fairseq_tutel.vision.swin_v2 import SwinV2
 
 TASK = "image_classification"
-# The released code computes these buffers from the model's dimensions.
+# Swin-Transformer's code computes these buffers from the model's dimensions.
 COMPUTED = re.compile(r".*(relative_coords_table|relative_position_index|attn_mask)")
 BLOCK = re.compile(r"layers\.(\d+)\.blocks\.(\d+)\.(?:mlp\.)?(.+)")
 PART = re.compile(r"(.+)\.(?:master|rank\d+)")
@@ -214,7 +214,7 @@ def _command_line(
     if not layers:
         return
     gates = [_gate(model, f"{layer.moe}.", layer.label) for layer in layers]
-    kind, first = gates[0]  # Loading fails for several gate types.
+    kind, first = gates[0]  # Loading fails for gates of several types.
     counts = counts_text([len(rows) for _, rows in gates])
     yield from ("--moe-expert-count", counts, "--moe-gate-type", kind)
     if kind == "cosine":
@@ -309,7 +309,7 @@ def _renamed(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _check(model: Mapping[str, Tensor], config: SwinConfig) -> None:
-    """Raise ValueError if names or shapes of the weights differ from the model of this configuration."""
+    """Raise ValueError if names or shapes of weights do not fit a model with the inferred configuration."""
     head, patch = model.get("head.weight"), model["patch_embed.proj.weight"]
     with torch.device("meta"):
         swin = SwinV2(config, patch.shape[1], 1 if head is None else len(head))

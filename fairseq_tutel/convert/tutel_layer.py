@@ -43,7 +43,7 @@ def our_layer(ranks: Sequence[Tensors], prefix: str, num_experts: int) -> Tensor
     `prefix` is the beginning of the names of the layer's weights.
 
     Raises:
-        ValueError: the ranks do not hold all experts. Callers add the name of the layer.
+        ValueError: the ranks do not hold all experts. Callers add the layer's name to the message.
     """
     if num_experts < 1 or (num_experts % len(ranks) and len(ranks) % num_experts):
         raise ValueError(f"has {num_experts} experts, which {len(ranks)} ranks cannot hold")

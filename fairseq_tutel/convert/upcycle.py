@@ -110,7 +110,7 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
         raise ValueError(f"{flag_of(key)} is given, but {arch} has {has}.")
     options.update({key: getattr(v, "value", v) for key, v in known.items()} | dict(given))
     args = argparse.Namespace(**options)
-    ARCH_CONFIG_REGISTRY[arch](args)  # This call fills in default options.
+    ARCH_CONFIG_REGISTRY[arch](args)  # This call sets missing options to their defaults.
     refuse_options(args)
     refuse_bad_values(read(SwinExpertsConfig, args))
     chosen = _chosen(args, layers)
@@ -165,7 +165,7 @@ def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
             f"{label_of('hidden_dim')} is {config.hidden_dim}, but the dense FFN is {hidden_dim} wide; "
             f"give a divisor of {hidden_dim}, or 0."
         )
-    # With one of these options, a token might not choose all parts of the same FFN.
+    # With these options, a token might choose only some of the parts of an FFN.
     apart = {
         "num_experts": config.num_experts % parts > 0,
         "top_k": config.top_k % parts > 0,
@@ -174,7 +174,7 @@ def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
         "residual": config.residual,
         "cmr": config.cmr,
         "choice": config.choice == "experts",
-        "hidden_layer_norm": config.hidden_layer_norm,  # --scale-fc normalizes a complete FFN.
+        "hidden_layer_norm": config.hidden_layer_norm,  # --scale-fc normalizes only a complete FFN.
     }
     for name in (name for name, is_apart in apart.items() if is_apart and parts > 1):
         raise ValueError(

@@ -63,7 +63,7 @@ def keep_freed_memory() -> bool:
 
     On a machine with a GPU, the function changes nothing. By default glibc returns the memory of a large
     tensor to the system when the tensor is freed. Each training step would then map the memory of the next
-    large tensor again, and fill it with zeros. Stacked gradients of experts are large tensors.
+    large tensor again, and fill it with zeros. The stacked gradients of experts are large.
 
     Example:
         >>> kept = ft.keep_freed_memory()  # once, at the start of a program

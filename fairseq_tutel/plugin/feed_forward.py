@@ -116,7 +116,7 @@ class MoEFeedForward(MoELayer):
     The balance loss is not part of the output y. The backward of y adds the balance loss's gradient, times
     a coefficient that the criterion's loss node sets at the start of the backward pass. The balance loss's
     gradient is correct with activation checkpointing, with fp16's loss scale, and for ignored batches. The
-    backward of y adds the budget loss's gradient in the same way.
+    backward of y adds the budget loss's gradient in the same way as the balance loss's.
     """
 
     _record: MoERecord | MoEOutput  # The record of the last micro-batch.
@@ -172,7 +172,7 @@ class MoEFeedForward(MoELayer):
         if is_new:
             self._record = output if can_defer(self.training) else _recorded(output)
             self.seen = True
-        if torch.is_grad_enabled():  # In evaluation, `record` computes the losses.
+        if torch.is_grad_enabled():  # In evaluation, `record` computes losses later.
             for loss, name in (output.balance_loss, BALANCE), (output.cmr_sum, BUDGET):
                 if loss is not None and loss.requires_grad:
                     y = _InjectLoss.apply(y, loss, self, name)
@@ -359,7 +359,7 @@ def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
 
 def _stock_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield each stack of layers of a fairseq model, as (encoder or decoder, qualified name, layers)."""
-    modules = dict(model.named_modules())  # Shared modules have only their first name.
+    modules = dict(model.named_modules())  # A shared module has only one of its names.
     for prefix in models_of(model):
         for side, name in STACKS:
             if f"{prefix}{name}" in modules:

@@ -63,7 +63,7 @@ def open_interface(
     opened = hub_utils.from_pretrained(str(folder), paths, str(data), cpu=device.type == "cpu", **given)
     cfg, task, models = opened["args"], opened["task"], opened["models"]
     _settle(cfg, options)
-    if not isinstance(task, InferenceMixin):  # The model is dense.
+    if not isinstance(task, InferenceMixin):  # The task of a dense model lacks the mixin.
         give_mixin(task)
     if dtype == torch.int8 and not all(map(moe_layers, models)):
         raise ValueError("dtype is torch.int8, but a model has no experts; give torch.bfloat16.")
@@ -159,7 +159,7 @@ class Translation(Generation):
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, models)
-        self._stripped: dict[str | None, set[int]] = {}  # The special tokens of each language.
+        self._stripped: dict[str | None, set[int]] = {}  # Special tokens by language.
         if isinstance(task, TranslationFromPretrainedBARTTask):
             task.args = task.cfg  # fairseq's task reads args without setting args.
 

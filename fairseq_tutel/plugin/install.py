@@ -110,7 +110,7 @@ class _Chosen(NamedTuple):
     side: str
     name: str
     layer: nn.Module
-    num_experts: int  # The number of a pretrained layer's experts, or 0.
+    num_experts: int  # Number of experts, or 0 for a stock layer.
 
 
 class _Installation:
@@ -130,7 +130,7 @@ class _Installation:
 
     def choose(self, freqs: Mapping[str, int]) -> None:
         """Choose the layers that get experts; a pretrained inner model keeps the experts that it has."""
-        self.chosen: list[_Chosen] = []  # Layers are in the model's order.
+        self.chosen: list[_Chosen] = []  # The layers are in the model's order.
         stacks = []
         for side, name, layers in named_stacks(self.model):
             freq, stack = freqs[side], children_of(layers)

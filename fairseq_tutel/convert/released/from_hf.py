@@ -54,7 +54,7 @@ UNUSED = (
 class Experts:
     """Options of `convert from-hf` for models with experts."""
 
-    expert_dtype: str = ""  # fp32 or one of EXPERT_DTYPES; by default the input's dtype.
+    expert_dtype: str = ""  # The dtype of stored experts: fp32 or one of EXPERT_DTYPES.
     keep: Path | None = None  # A JSON file that lists the experts to keep.
     pairs: Sequence[str] = ()  # Language pairs for which `keep` lists experts.
 
@@ -140,7 +140,7 @@ def _experts(
 ) -> dict[str, ReleasedStack]:
     """Return stacked tensors of the experts to keep; remove other experts' gate rows from `weights`.
 
-    The dict `options` gets the number of experts of each layer.
+    The function adds the number of experts of each layer to `options`.
     """
     if how.pairs and how.keep is None:
         raise ValueError(

@@ -45,7 +45,7 @@ def new_folder(output: Path) -> Iterator[Path]:
     except OSError as error:
         raise not_written(output, error) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # The folder exists only after an error.
+        shutil.rmtree(folder, ignore_errors=True)  # The temporary folder exists only after an error.
 
 
 def write_weights(weights: Weights, folder: Path, limit: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fairseq_tutel.files import shown
 
-# A config.json with larger numbers is refused, because names of all tensors are listed.
+# A config.json with larger numbers is refused, because the converter lists all tensor names.
 MOST, MOST_LAYERS = 2**31 - 1, 1000
 BRACES = re.compile(r"\{([^{}]*)\}")
 # For each activation of transformers, the fairseq activation with the same values.

@@ -23,7 +23,7 @@ SENTENCEPIECE = "sentencepiece.bpe.model"
 LANGUAGE = re.compile(r"__(\w+)__|([a-z]{2,3}_[A-Z][A-Za-z]{1,3})")
 # Tokens that fairseq also has, and placeholders for unused rows of the embedding table, match this pattern.
 OWN = re.compile(rf"{LANGUAGE.pattern}|<mask>|<?madeupword\d+>?")
-# Names of tokenizer files, which from-hf and to-hf copy.
+# Names of tokenizer files, which `convert from-hf` and `convert to-hf` copy.
 TOKENIZER_FILES = (
     SENTENCEPIECE,
     "added_tokens.json",
@@ -43,7 +43,7 @@ TOKENIZER_FILES = (
 class Vocabulary:
     """The dictionary and BPE of a model."""
 
-    # Names of files, and the texts to write to these files.
+    # File names and the texts to write to the files.
     files: dict[str, str]
     # Names of symbolic links, and the files in `files` to which they refer.
     links: dict[str, str] = field(default_factory=dict)
@@ -103,7 +103,7 @@ def _tokenizer(folder: ReleasedFolder, is_fast: bool) -> Any:
             "reading a tokenizer needs transformers, which is not installed; run pip install "
             "'fairseq-tutel[hf]'."
         ) from error
-    # The slow tokenizer class reads the SentencePiece model without a conversion.
+    # The slow tokenizer class reads the SentencePiece model directly.
     use_fast = is_fast or folder.has("tokenizer.json")
     try:
         return AutoTokenizer.from_pretrained(
@@ -227,7 +227,7 @@ def _checked(tokens: Mapping[int, str], size: int) -> list[str]:
 
 
 def _markers(tokenizer: Any) -> list[str]:
-    """Return the special tokens of a tokenizer that neither fairseq nor its BPE finds in a text.
+    """Return the special tokens of a tokenizer that fairseq's BPE cannot find in a text.
 
     Raises:
         ValueError: words were added to the tokenizer, which fairseq's BPE would split.

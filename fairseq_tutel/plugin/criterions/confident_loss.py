@@ -4,8 +4,7 @@ The largest tensors are the members' logits and their gradients. Losses and prob
 one member at a time, in fp32 or wider, and again in backward. Shape suffixes are M (members), N (samples:
 images or tokens) and C (classes or words). K members learn each sample.
 
-The loss is from Lee et al. 2017, "Confident Multiple Choice Learning", equations 2 to 4; section 3 explains
-stochastic labeling.
+The loss is from Lee et al. 2017, "Confident Multiple Choice Learning", equations 2 to 4 and section 3.
 """
 
 import math
@@ -35,9 +34,9 @@ def _scores(logits_NC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
 def assign(ce_MN: Tensor, kl_MN: Tensor, overlap: int, beta: float) -> Tensor:
     """Return a bool mask [M, N] that is true for the `overlap` members that learn each sample.
 
-    The members with the smallest CE - beta KL (cross entropy, divergence from uniform) learn a sample.
-    Choosing these members minimizes the confident loss, since the sum of all members' KL is always the
-    same. If two members have equal losses, the member with the smaller index learns the sample.
+    A sample is learned by the members with the smallest CE - beta KL (cross entropy minus scaled
+    divergence). Choosing these members minimizes the confident loss, since the sum of all members' KL is
+    always the same. If two members have equal losses, the member with the smaller index learns the sample.
     """
     order_MN = (ce_MN - beta * kl_MN).argsort(dim=0, stable=True)
     chosen_MN = torch.zeros_like(ce_MN, dtype=torch.bool)

@@ -44,7 +44,7 @@ class Layout(NamedTuple):
     top_k: int  # The number of experts per token.
     layers: Sequence[str]  # The labels of the logged layers.
     experts: Sequence[int]  # The number of experts in each logged layer.
-    limited: Sequence[bool]  # Whether each logged layer has a limited capacity.
+    limited: Sequence[bool]  # Whether the experts of each logged layer have a capacity.
 
     @property
     def averages(self) -> list[str]:
@@ -95,7 +95,7 @@ def without_experts(logging_outputs: list[dict[str, Any]]) -> list[dict[str, Any
 def reduce_expert_log(logging_outputs: list[dict[str, Any]]) -> None:
     """Log the expert metrics as averages over micro-batches and ranks, weighted by real tokens."""
     keys = dict.fromkeys(k for log in logging_outputs for k in log if k.startswith(PREFIX))
-    for index, key in enumerate(keys):  # Each language pair has a key.
+    for index, key in enumerate(keys):  # Each language pair has a separate key.
         numbers = sum(log[key] for log in logging_outputs if key in log)
         layout = Layout(*json.loads(key.removeprefix(PREFIX)))
         _log_numbers(layout, numbers.cpu().double(), index)

@@ -23,9 +23,9 @@ from fairseq_tutel.plugin.run_state import root_of
 class GateLossMixin:
     """Mixin that adds the balance loss to a fairseq criterion, and logs it with the expert metrics."""
 
-    gate_loss: Any  # The type is GateLossOptions.
+    gate_loss: Any  # The type of gate_loss is GateLossOptions.
     logs_lists: bool = False
-    keeps_loss: bool = True  # Whether the criterion's loss is logged as nll_loss.
+    keeps_loss: bool = True  # Whether to log the loss without balance loss as nll_loss.
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
@@ -134,7 +134,7 @@ class _AddGateLoss(torch.autograd.Function):
     """Autograd function that adds a loss of the MoE layers; backward sets the coefficient of each layer.
 
     In a backward pass, the node of _AddGateLoss runs before the nodes of the MoE layers. The coefficients
-    are removed after the backward pass, so a later backward pass without a criterion's loss adds none.
+    are removed after the backward pass, so a later backward pass without a loss node adds none.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ class ImageClassificationCriterionConfig(FairseqDataclass):
 class ImageClassificationCriterion(FairseqCriterion):
     """Criterion that sums the cross entropy over the images of a batch."""
 
-    takes_mixed = True  # Mixup needs the attribute takes_mixed.
+    takes_mixed = True  # The task applies mixup if this is True.
 
     def __init__(self, task: Any, label_smoothing: float) -> None:
         super().__init__(task)

@@ -98,6 +98,6 @@ def _is_harmless(value: Any) -> bool:
     if isinstance(value, str):
         is_reference = REFERENCE.fullmatch(value) is not None
         return is_literal(value) or (is_reference and value[2:-1].rpartition(".")[2] in EVALUATED)
-    # bytes and code objects are refused, because eval() also runs them
+    # bytes and code objects are refused, because eval() runs them, too.
     is_plain = value is None or isinstance(value, bool | int | float | np.generic | list | tuple | dict)
     return is_plain or OmegaConf.is_config(value)

@@ -48,7 +48,7 @@ FIXED = {
 
 
 def sparse_layers(side: str, sparse: bool = True) -> Callable[[Mapping[str, Any]], list[int]]:
-    """Return a function from options to the indices of a side's layers with (or without) experts."""
+    """Return a function that maps options to the indices of a side's layers with (or without) experts."""
 
     def of(options: Mapping[str, Any]) -> list[int]:
         indices = range(options[f"{side}_layers"])
@@ -191,9 +191,9 @@ class MoEFamily(Family):
 
 
 def _read_capacity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return capacity options of fairseq that equal transformers' capacity in evaluation.
+    """Return capacity options of fairseq that give the same capacity as transformers in evaluation.
 
-    In training, the capacity is twice the mean load, as in Meta's branch. The training capacity of
+    In training, fairseq's capacity is twice the mean load, as in Meta's branch. The training capacity of
     transformers is constant.
     """
     fraction, slots = config.get("moe_eval_capacity_token_fraction", 1.0), config.get("expert_capacity", 64)
@@ -216,7 +216,7 @@ def _read_capacity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_capacity(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the capacity options of transformers that equal fairseq's capacity in evaluation.
+    """Return capacity options of transformers that give the same capacity as fairseq in evaluation.
 
     Raises:
         ValueError: transformers has no equal capacity.

@@ -97,7 +97,7 @@ def _names(prefix: str) -> tuple[Names, ...]:
             "{layer_norm,post_extract_proj}.{weight,bias}",
         ),
         Names(f"{conv}.bias", "encoder.pos_conv.0.bias"),
-        # The second tensor names, after a space, are those of weight normalization in torch 2.1 and older.
+        # The second name of a tensor is that of weight normalization in torch 2.1 and older.
         Names(
             f"{conv}.parametrizations.weight.original0 {conv}.weight_g",
             "encoder.pos_conv.0.weight_g",

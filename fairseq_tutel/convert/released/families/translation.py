@@ -94,7 +94,7 @@ SHARED_SIZE = {"vocab_size": "encoder.embed_tokens.weight"}
 
 
 def _multilingual(setup: Setup, style: str) -> dict[str, Any]:
-    """Return the options of translation_multi_simple_epoch for [source] … </s> and </s> [target]."""
+    """Return the options of the task translation_multi_simple_epoch for a model with language tokens."""
     languages = setup.languages
     if not languages:
         raise ValueError(
