@@ -23,8 +23,7 @@ Facts = dict[str, Any]
 def describe(state: Any, path: Path, options: Sequence[Option], check: bool = False) -> Facts:
     """Return a description of a checkpoint file's content.
 
-    `options` are all options that a MoE model can have. With `check`, all checksums of the file are
-    compared.
+    `options` are all options that a MoE model can have. With `check`, all checksums are compared.
     """
     is_checkpoint = isinstance(state, dict) and isinstance(state.get("model"), dict)
     if is_checkpoint:

@@ -152,7 +152,7 @@ def _quantized_groups(values_RW: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finite(scales: Tensor) -> Tensor:
-    """Return quantization scales unchanged, or raise ValueError if a scale is not finite."""
+    """Return scales of a quantized tensor unchanged, or raise ValueError if a scale is not finite."""
     if not scales.isfinite().all():
         raise ValueError("the tensor has values that are not finite")
     return scales
@@ -184,7 +184,7 @@ def quantized_form(
 class RoundingError:
     """Accumulates the quantization error over several tensors."""
 
-    worst_row: float = 0.0  # The largest |difference| / |row| of any row.
+    worst_row: float = 0.0  # The largest relative error |difference| / |row| of a row.
     differences: float = 0.0  # The sum of squared quantization errors.
     squares: float = 0.0  # The sum of squared values of the tensors.
 

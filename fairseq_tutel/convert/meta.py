@@ -53,8 +53,7 @@ OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     BEFORE: (False, bool),
     BPR: (False, bool),
     "moe_second_expert_policy": ("sampling", str),
-    # In Meta's branch, a token fraction of at most 0 means the training capacity, which is -1 in
-    # fairseq_tutel.
+    # Meta's branch uses the training capacity for a fraction of at most 0, and fairseq_tutel for -1.
     "moe_eval_capacity_token_fraction": (0.25, lambda v: v if v > 0 else -1.0),
     **dict.fromkeys(("moe_eom", "moe_fom", "moe_local_drop", "cmr_gate_drop"), (0.0, float)),
     **dict.fromkeys(("moe_cmr", "moe_eval_capacity_max_seqlen"), (False, bool)),
@@ -134,8 +133,7 @@ def inputs_of(arguments: argparse.Namespace) -> list[Path]:
 def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
     """Load the files of a checkpoint from Meta as one checkpoint, and return notes on changes.
 
-    Experts are copied to memory once, when the files are joined. Weights of dense layers stay
-    memory-mapped.
+    Experts are copied to memory once, when the files are joined. Dense layers stay memory-mapped.
 
     Raises:
         ValueError: a file or weight is missing, corrupt or flattened, or the model cannot be converted.

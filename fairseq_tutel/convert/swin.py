@@ -1,8 +1,7 @@
 """Converts the checkpoints of Swin V2 and SwinV2-MoE that microsoft/Swin-Transformer releases.
 
 - The files X.pth.rank0, X.pth.rank1, ... have the experts of each rank.
-- The file X.pth.master has the weights outside of experts. Without X.pth.master, each rank's file also has
-  the weights outside of experts.
+- The file X.pth.master has all other weights. Without this file, each rank's file has all other weights.
 - The file X.pth.global is a complete model.
 
 The converter infers the model's dimensions from the shapes of the tensors. The image size is inferred from

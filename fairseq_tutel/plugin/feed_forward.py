@@ -64,7 +64,7 @@ class Context:
         self.trains, self.gather, self.wait_for_turn = trains, gather, wait_for_turn
         # A dummy batch only lets this rank join the collectives; none of the tokens is routed or counted.
         self.is_dummy = False
-        # [batch, time] bool: the last embedded tokens' padding mask, for decoder layers without mask.
+        # [batch, time] bool: the last embedded tokens' padding mask, for decoder layers without a mask.
         self.padding_mask: Tensor | None = None
         self.local_drop, self.seed, self._update = local_drop, seed, 0
         # Coefficients of the layers' losses in the current backward pass, by layer and name of the loss.
@@ -75,10 +75,9 @@ class Context:
         self.is_dummy, self._update = is_dummy, update
 
     def keeps_rows(self, layer: "MoEFeedForward") -> bool:
-        """Return whether a layer sends no rows in this update of the training run (--moe-local-drop).
+        """Return whether a layer sends no rows in the current training update (--moe-local-drop).
 
-        --moe-local-drop depends only on seed, layer and update, so it is equal on all ranks and after a
-        resume.
+        The decision depends only on seed, layer and update, so it is equal on all ranks and after a resume.
         """
         if not (self.local_drop and layer.training and layer.calls is not None):
             return False
@@ -113,15 +112,15 @@ class MoEFeedForward(MoELayer):
 
     The input and the output are [time, batch, D] or [batch, time, D].
 
-    The balance loss is not part of the output y. The backward of y adds the balance loss's gradient, times
-    a coefficient that the criterion's loss node sets at the start of the backward pass. The balance loss's
-    gradient is correct with activation checkpointing, with fp16's loss scale, and for ignored batches. The
-    backward of y adds the budget loss's gradient in the same way as the balance loss's.
+    The balance loss is not part of a MoE layer's output y. The backward of y adds the balance loss's
+    gradient, times a coefficient that the criterion's loss node sets at the start of the backward pass. The
+    balance loss's gradient is correct with activation checkpointing, with fp16's loss scale, and for
+    ignored batches. The backward of y also adds the budget loss's gradient.
     """
 
     _record: MoERecord | MoEOutput  # The record of the last micro-batch.
-    # Whether the forward of this micro-batch has run; a second forward is a recomputation. If `seen` were a
-    # counter, torch.compile would recompile for each micro-batch.
+    # Whether the current micro-batch's forward has run; a second forward is a recomputation. If `seen` were
+    # a counter, torch.compile would recompile for each micro-batch.
     seen: bool = False
 
     def __init__(

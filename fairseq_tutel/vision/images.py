@@ -66,8 +66,8 @@ class ImageFolder:
 class ImageArrays:
     """A data set in an .npz file with arrays `images`, `labels` and, optionally, `classes` (class names).
 
-    The array `images` is uint8 [N, h, w] or [N, h, w, C], and `labels` is int [N]. By default, class names
-    are numbers.
+    The array `images` is uint8 [N, h, w] or [N, h, w, C], and `labels` is int [N]. Default class names are
+    numbers.
     """
 
     def __init__(self, path: Path) -> None:

@@ -31,11 +31,11 @@ class Row(NamedTuple):
 class Names:
     """A pattern of tensor names in transformers and in fairseq, which `rows` expands.
 
-    - {a,b} stands for a or b, as in a shell. The names in both systems must have the same number of
-      expansions.
+    - {a,b} stands for a or b, as in a shell. A pattern for transformers and its pattern for fairseq must
+      have equal numbers of expansions.
     - In a name, * stands for the index of a layer. The option or function `layers` gives the number of
       layers.
-    - Spaces separate the names of a tied tensor. The first name is preferred.
+    - Spaces separate the names of a tied tensor. The first name of a tied tensor is preferred.
     """
 
     theirs: str
@@ -61,7 +61,7 @@ class Names:
 
 def expanded(pattern: str) -> list[str]:
     """Expand each {a,b} in a pattern, and return all names; the last braces vary fastest."""
-    parts = BRACES.split(pattern)  # Parts at odd positions were in braces.
+    parts = BRACES.split(pattern)  # Odd parts were in braces.
     choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
     return ["".join(chosen) for chosen in itertools.product(*choices)]
 
@@ -77,7 +77,7 @@ class Option:
     default: Any
     # A dict from transformers' values to fairseq's values; empty if both systems use the same values.
     values: Mapping[Any, Any] = field(default_factory=dict)
-    # The number in config.json minus the number in fairseq.
+    # The offset is the number in config.json minus the number in fairseq.
     offset: int = 0
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Option:
             raise ValueError(
                 f"INPUT lacks the option {self.ours.split()[0]}; give a checkpoint of fairseq-train."
             )
-        # Older checkpoints lack options for switches and probabilities that have no effect.
+        # Older fairseq checkpoints lack switches and probabilities that have no effect.
         value = found[keys[0]] if keys else type(self.default)()
         if self.values:
             theirs = [key for key, own in self.values.items() if own == value]
@@ -184,7 +184,7 @@ class Family:
     dropped: str = ""
     # transformers tensors that must be zero, with shapes of numbers and keys of `vocabulary_sizes`.
     zeros: Mapping[str, str] = field(default_factory=dict)
-    # fairseq tensors that transformers lacks, and their shapes; from-hf writes zeros.
+    # fairseq tensors that transformers lacks, with the shapes of the zeros that from-hf writes.
     unused: Mapping[str, str] = field(default_factory=dict)
     # A fairseq tensor, and the transformers tensor whose only row is added to the fairseq tensor.
     summed: Mapping[str, str] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from fairseq_tutel.plugin.registration.variants import variant_of
 class _PerplexityMixin(GateLossMixin):
     """Mixin that computes perplexity from nll_loss, because the loss includes the balance loss."""
 
-    predicted = "ntokens"  # The log key of the number of tokens.
+    predicted = "ntokens"  # The number of tokens is logged under this key.
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:

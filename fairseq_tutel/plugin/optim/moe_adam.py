@@ -61,7 +61,7 @@ class FusedAdam(Adam):
                     continue
                 step, state = self._advance(p, group), self.state[p]
                 wide = {key: _widened(state, key, p.device) for key in MOMENTS}
-                # the kernel changes fp32 tensors in place
+                # The kernel changes fp32 tensors in place.
                 p32, grad32 = p.float().contiguous(), p.grad.float().contiguous()
                 self._fused_step(group, [p32], [grad32], [wide], step)
                 if p32 is not p:

@@ -1,7 +1,7 @@
 """A mixin that adds experts on several ranks, ZeRO and offload to fairseq's optimizers.
 
-fairseq's fp16 and memory-efficient wrappers can wrap such an optimizer. The optimizer state in a checkpoint
-has the same format as fairseq's.
+fairseq's fp16 and memory-efficient wrappers can wrap an optimizer with this mixin. The optimizer state in a
+checkpoint has the same format as fairseq's.
 """
 
 import logging
@@ -143,8 +143,8 @@ class MoEOptimizerMixin:
     def expert_state(self, index: int) -> dict[str, Tensor]:
         """Return the optimizer state [e, ...] of this rank's experts, with fp32 master weights. Collective.
 
-        Some of the tensors may be in host memory: offloaded state and, until the first step, a checkpoint's
-        tensors in fairseq's memory-efficient wrapper.
+        Some returned tensors may be in host memory: offloaded state and, until the first step, a
+        checkpoint's tensors in fairseq's memory-efficient wrapper.
         """
         parameter = self.model_params()[index]
         if self.zero is not None:
@@ -199,7 +199,7 @@ class MoEOptimizerMixin:
         which a run could not resume exactly.
         """
         state_dict = super().state_dict()  # type: ignore[misc]
-        state = state_dict.get("state", {})  # A composite optimizer has a state per group.
+        state = state_dict.get("state", {})  # A composite optimizer has several states.
         if self.holds_masters and "state" in state_dict:
             for index, parameter in enumerate(self.params):
                 state[index] = {**state.get(index, {}), MASTER: parameter.data}
@@ -233,7 +233,7 @@ class MoEOptimizerMixin:
 def _reduces_here(module: Any) -> bool:
     """Return whether a collective plan, instead of torch's wrapper, sums dense gradients."""
     while not isinstance(module, LegacyDistributedDataParallel):
-        module = getattr(module, "module", None)  # fairseq's wrappers have the attribute module.
+        module = getattr(module, "module", None)  # fairseq's wrappers have a model as `module`.
         if module is None:
             return False
     return not module.accumulate_grads and is_replaced("all_reduce", None)
@@ -254,7 +254,7 @@ def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> di
     part = topology.part(shape[0])
 
     def own(value: Tensor | ShardedTensor) -> Tensor:
-        # A tensor with another shape, such as a scale, is the same for all expert shards.
+        # A tensor of another shape, such as a scale, is the same for all expert shards.
         cut_as = slicing if list(value.shape) == shape else Slice()
         index = part.index if cut_as.count > 1 else 0
         if isinstance(value, ShardedTensor):

@@ -62,7 +62,7 @@ def half_optimizer(cfg: Any, params: list[Any]) -> Any:
 
     fairseq's two half-precision wrappers do not work with ZeRO. FP16Optimizer copies all parameters to
     fp32, although a rank needs only its partition. The wrapper of --memory-efficient-fp16 saves another
-    optimizer name, so a run with ZeRO could not read the checkpoint of a run without ZeRO.
+    optimizer name, so runs with and without ZeRO could not read each other's checkpoints.
     """
     if zero_options(cfg) is not None:
         return ZeroFP16Optimizer.build_optimizer(cfg, params)

@@ -29,7 +29,7 @@ REASON = 300  # Maximum number of characters of an original error that a message
 FOR_USERS = (ValueError, FloatingPointError, OSError, MemoryError, CommunicationError)
 MEMORY = re.compile(r"out of memory|can't allocate memory|Unable to allocate", re.DOTALL)
 LANGUAGES = re.compile("Could not infer language pair")
-# Common errors of fairseq and torch: the type, a pattern of the message, and the sentence to print.
+# Common errors of fairseq and torch, each with a type, a pattern of the message, and a sentence to print.
 EXPLAINED: tuple[tuple[type[Exception], re.Pattern, str], ...] = (
     (
         FileNotFoundError,
@@ -85,7 +85,7 @@ def end_readers() -> None:
     deadline = time.monotonic() + SECONDS_FOR_READERS
     for reader in threading.enumerate():
         if isinstance(reader, BackgroundConsumer):
-            reader._max_len = 0  # The thread stops after the current batch.
+            reader._max_len = 0  # The reader thread stops after the current batch.
             while reader.is_alive() and time.monotonic() < deadline:
                 with contextlib.suppress(queue.Empty):
                     reader._queue.get_nowait()
@@ -145,12 +145,12 @@ def _last_line(error: BaseException) -> str | None:
     sentence = str(error) if is_refusal(error) else _explained(error)
     if sentence is None:
         return None
-    # A traceback is logged if LOGLEVEL is DEBUG. The root logger's level does not decide, because fairseq's
-    # wav2vec2 sets it to DEBUG.
+    # A traceback is logged if LOGLEVEL is DEBUG. The root logger's level is not used, because fairseq's
+    # wav2vec2 sets this level to DEBUG.
     if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
         logger.debug("traceback of the error", exc_info=error)
     # A data set that fairseq could not open prints an error when it is deleted. The data set is therefore
-    # deleted before the last line.
+    # deleted before the error message is printed.
     traceback.clear_frames(error.__traceback__)
     return error_line(sentence.removeprefix(f"[Errno {getattr(error, 'errno', None)}] "))
 

@@ -47,7 +47,7 @@ def give_system_options() -> None:
         if stock is None and not isinstance(add_args, _AddArgs):
             task.add_args = _AddArgs(add_args)
         elif stock is not None and not issubclass(stock, SystemOptions):
-            # Register the task again with the extended dataclass, like fairseq's `register_task`.
+            # Register the task again with the extended dataclass, as fairseq's `register_task` does.
             dataclass = dataclasses.make_dataclass(stock.__name__, [], bases=(SystemOptions, stock))
             TASK_DATACLASS_REGISTRY[name] = task.__dataclass = dataclass
             node = dataclass()

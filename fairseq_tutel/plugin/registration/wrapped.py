@@ -1,26 +1,25 @@
 """Wraps five fairseq functions that cannot be changed by a registry, an override or a hook.
 
-1. `checkpoint_utils.save_checkpoint`: The wrapper gathers the experts, or lets all ranks write shard files,
-   before rank 0 saves a checkpoint. `Trainer.consolidate_optimizer` is no substitute, because it also runs
-   if nothing is saved, and before crash.pt is saved, when other ranks may have ended.
-2. `checkpoint_utils.load_checkpoint_to_cpu`: fairseq loads every checkpoint with this function. The wrapper
-   finds shard files from the checkpoint's path, which the loaded state does not contain. The wrapper also
-   refuses damaged and foreign files, and marks models that are opened for use.
-3. `checkpoint_utils.torch_persistent_save`: fairseq retries a failed write by appending to a damaged file.
-   Without the wrapper, two jobs would also write to the same temporary file.
-4. `PathManager.copy`: fairseq overwrites checkpoint_last and checkpoint_best in place. If fairseq is killed
-   during such a copy, the checkpoint is truncated. The wrapper's copy shares disk blocks with the original
-where the file system allows it. `distributed.utils.call_main`: Every fairseq command begins with a call of
-   call_main. - Under torchrun on CPU, fairseq divides by the number of GPUs, or trains N models into one
-   folder. On
-     GPU, fairseq uses the GPU RANK % count, which is wrong if nodes have different numbers of ranks.
-   - fairseq-train treats --bf16 as a request for a TPU.
-   - With the wrapper, errors of the rendezvous and of fairseq's collectives name the missing ranks.
-   - If a rank fails, the wrapper ends all other ranks.
-   - With the wrapper, each rank runs its experts for other ranks until all ranks have finished.
-   - The wrapper locks a training run's --save-dir, and chooses the checkpoint from which the run resumes.
-   - With the wrapper, a signal makes training save a checkpoint before the run ends.
-   - With the wrapper, tasks without a dataclass can read the run's configuration.
+- `checkpoint_utils.save_checkpoint`: The wrapper gathers the experts, or lets all ranks write shard files,
+  before rank 0 saves a checkpoint. `Trainer.consolidate_optimizer` is no substitute, because it also runs
+  if nothing is saved, and before crash.pt is saved, when other ranks may have ended.
+- `checkpoint_utils.load_checkpoint_to_cpu`: fairseq loads every checkpoint with this function. The wrapper
+  finds shard files from the checkpoint's path, which the loaded state does not contain. The wrapper also
+  refuses damaged and foreign files, and marks models that are opened for use.
+- `checkpoint_utils.torch_persistent_save`: fairseq retries a failed write by appending to a damaged file.
+  Without the wrapper, two jobs would also write to the same temporary file.
+- `PathManager.copy`: fairseq overwrites checkpoint_last and checkpoint_best in place. If fairseq is killed
+  during such a copy, the checkpoint is truncated. The wrapper's copy shares disk blocks where possible.
+- `distributed.utils.call_main`: Every fairseq command begins with a call of call_main.
+  - Under torchrun on CPU, fairseq divides by the number of GPUs, or trains N models into one folder.
+  - On GPU, fairseq uses the GPU RANK % count, which is wrong if nodes have different numbers of ranks.
+  - fairseq-train treats --bf16 as a request for a TPU.
+  - With the wrapper, errors of the rendezvous and of fairseq's collectives name the missing ranks.
+  - If a rank fails, the wrapper ends all other ranks.
+  - With the wrapper, each rank runs its experts for other ranks until all ranks have finished.
+  - The wrapper locks a training run's --save-dir, and chooses the checkpoint from which the run resumes.
+  - With the wrapper, a signal makes training save a checkpoint before the run ends.
+  - With the wrapper, tasks without a dataclass can read the run's configuration.
 
 `CHANGED` lists attributes that this package sets. The package also changes the process in these ways:
 
@@ -68,7 +67,7 @@ from fairseq_tutel.plugin.training import preemption, save, startup
 
 
 def call_main(original: Any) -> Any:
-    """Wrap fairseq's `call_main`, which starts every command; see item 5 of this file's docstring."""
+    """Wrap fairseq's `call_main`, which starts every command; this file's docstring gives the reasons."""
 
     @functools.wraps(original)
     @refusals_are_sentences()
@@ -140,8 +139,8 @@ WRAPPED = (
 # fairseq uses these numpy names for Python types, but numpy 1.24 and 2.0 removed the names.
 NUMPY_NAMES = {"int": int, "long": int, "float": float, "compat": SimpleNamespace(long=int)}
 
-# Attributes that the files of this package set on objects of fairseq or torch. Configurations, and data and
-# gradients of tensors, are not listed.
+# Attributes that the files of this package set on objects of fairseq or torch. The list omits
+# configurations, and data and gradients of tensors.
 CHANGED = {
     # fairseq constructs tasks, iterators, data sets, and models whose build_model has a fixed class.
     "plugin/registration/variants.py": "__class__ __dataclass add_args",

@@ -27,7 +27,7 @@ from fairseq_tutel.plugin.training.expert_states import ExpertStates
 
 logger = logging.getLogger(__name__)
 
-PENDING = "pending"  # In the state of rank 0, this key marks a record without shard files.
+PENDING = "pending"  # This key marks a record whose shard files are not yet written.
 # After an error, `stop` waits at most this many half seconds for the end of the save thread.
 LAST_LOOKS = 20
 
@@ -41,7 +41,7 @@ class BackgroundSave:
 
     def __init__(self) -> None:
         self._work: world.Work | None = None
-        self._group: dist.ProcessGroup | None = None  # The group of all save threads.
+        self._group: dist.ProcessGroup | None = None  # The process group of all save threads.
         self._is_stopped = False
 
     def begin(
@@ -55,7 +55,7 @@ class BackgroundSave:
             self._group = group_of_threads()
         without_files = copy.deepcopy(cfg)
         without_files.no_save = True
-        original(without_files, trainer, epoch_itr, val_loss)  # This call updates best val_loss.
+        original(without_files, trainer, epoch_itr, val_loss)  # fairseq updates best val_loss here.
         trainer.consolidate_optimizer()
         model, topology = trainer.get_model(), RUN.topology
         folder = experts.begin_folder(Path(cfg.save_dir))
@@ -135,7 +135,7 @@ def _held(trainer: Any, epoch_itr: Any) -> tuple[SimpleNamespace, SimpleNamespac
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy a checkpoint's content to host memory, which the copy does not share with the model."""
+    """Copy a checkpoint's content to new host memory, which the model does not use."""
     in_use = {id(value) for _, _, value in walk(state)}
     moved = utils.move_to_cpu(state)
     # A tensor that was moved from a GPU or converted to a wider dtype is already a copy.

@@ -49,8 +49,7 @@ class ExpertEMA(EMA):
     def step(self, new_model: nn.Module, updates: int | None = None) -> None:
         """Average the weights if the number of updates is a multiple of --ema-update-freq.
 
-        fairseq counts updates from the start of the process, so a resumed run would average after other
-        updates.
+        fairseq counts updates from the start of the process, so a resumed run would average differently.
         """
         if updates is not None and self.config.ema_update_freq > 1:
             self.update_freq_counter = (updates - 1) % self.config.ema_update_freq

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Resumed(NamedTuple):
-    """The position in a resumed epoch if ranks have consumed different numbers of batches."""
+    """The position in a resumed epoch if some ranks have consumed more batches than others."""
 
     epoch: int
     consumed: int
@@ -56,7 +56,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         self._update_freq = (rounds_of(micro_batches, self.num_shards),) if micro_batches else update_freq
 
     def start_in(self, epoch: int) -> None:
-        """Start in an epoch, with the batches that were made for an earlier epoch."""
+        """Start an epoch with the batches that were made for an earlier epoch."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -87,7 +87,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         super().load_state_dict({**state_dict, "iterations_in_epoch": start})
         rest = self._next_epoch_itr
         if self.skip_remainder_batch and rest is not None and len(rest) - rest.n < update_freq:
-            # fairseq's training loop fails in an epoch without an update, so this epoch is skipped.
+            # fairseq's training loop fails in an epoch without an update, so such an epoch is skipped.
             self._skip_rest_of_epoch()
 
     def _skip_rest_of_epoch(self) -> None:
@@ -106,7 +106,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         return super()._get_iterator_for_epoch(epoch, shuffle, fix_batches_to_gpus, offset)
 
     def ordered_batches(self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool) -> list[Any]:
-        """Return this rank's batches of an epoch in order; an empty batch is moved before the last one."""
+        """Return this rank's batches of an epoch; an empty batch is moved before the last full batch."""
         if self._micro_batches:
             return self._in_updates(epoch, fix_batches_to_gpus, shuffle)
         batches = self._in_order(epoch, fix_batches_to_gpus, shuffle)
@@ -146,7 +146,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         if resumed is None or resumed.epoch != epoch:
             resumed = _Resumed(epoch, 0, 0, size)
         in_order = self._global_order(epoch, fix_batches_to_gpus, shuffle, resumed.order_shards)
-        batches: list[Any] = [[]] * resumed.start  # The sampler drops placeholders.
+        batches: list[Any] = [[]] * resumed.start  # The sampler drops these placeholders.
         for first in range(resumed.consumed, len(in_order), size):
             update = in_order[first : first + size]
             if len(update) == size:
@@ -157,7 +157,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         return [*batches, []] if self.skip_remainder_batch else batches
 
     def _shard_of(self, update: Sequence[Any], rounds: int) -> list[Any]:
-        """Return this rank's batches of one update, with empty batches before the last one."""
+        """Return this rank's batches of one update, with empty batches before the last full batch."""
         own = [batch for batch in update if len(batch) > 0][self.shard_id :: self.num_shards]
         own[-1:-1] = [[]] * (rounds - len(own))
         return own

@@ -14,7 +14,8 @@ from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.training.resume import flag_and_path
 
-# Functions whose results are finite for a finite tensor. The 2-norm is infinite for weights beyond 1e19.
+# Functions that are finite if all elements of a tensor are finite. The 2-norm is not in this list, because
+# it is infinite for weights beyond 1e19.
 Measure = Callable[..., Tensor]
 OF_WEIGHTS, OF_STATE = torch.linalg.vector_norm, torch.sum
 # Names of state tensors of fairseq's optimizers that have the same shape as their parameter.
@@ -77,7 +78,7 @@ def mismatch(trainer: Any) -> str | None:
     for optimizer in optimizers_of(trainer):
         for parameter, state in optimizer.state.items():
             for key in SHAPED:
-                moment = state.get(key)  # SGD without momentum has None.
+                moment = state.get(key)  # SGD may have no momentum.
                 fits = getattr(moment, "shape", None) == parameter.shape and moment.is_floating_point()
                 if moment is not None and not fits:
                     shape = tuple(parameter.shape)

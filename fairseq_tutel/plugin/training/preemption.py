@@ -1,8 +1,8 @@
 """Ends a run after a signal: all ranks finish the same update, save a checkpoint, and exit with EXIT_CODE.
 
-A signal may reach one rank only. In each update and validation step, fairseq sums log values over the
-ranks. To the sums, this module adds the number of ranks that received a signal. All ranks therefore stop
-after the same update, without another collective.
+A signal may reach only one of the ranks. In each update and validation step, fairseq sums log values over
+the ranks. This module adds to these sums the number of ranks that received a signal. All ranks therefore
+stop after the same update, without another collective.
 """
 
 import contextlib

@@ -118,8 +118,7 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
         finally:
             if writes and world.is_first():
                 try:
-                    # Unused expert folders are deleted even after an error, as they may have filled the
-                    # disk.
+                    # Unused expert folders are deleted even after errors, as they may have filled the disk.
                     folders.collect(Path(save_dir))
                 except OSError as error:
                     logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)

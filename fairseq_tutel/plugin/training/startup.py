@@ -33,7 +33,7 @@ from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
 
-# Optimizers whose update of an element depends on other elements, so shards would be updated wrongly.
+# Optimizers whose update of an element depends on other elements, so shards would get wrong updates.
 NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
 
 
@@ -97,7 +97,7 @@ def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     return rendezvous.meeting(distributed.distributed_rank, distributed.distributed_world_size, seconds)
 
 
-# Options that describe one rank may differ between ranks, like options with a path.
+# Options that describe one rank may differ between ranks, and so may options with a path.
 OF_ONE_RANK = {
     *("distributed_rank", "device_id", "shard_id", "distributed_init_method", "distributed_port"),
     *("distributed_no_spawn", "distributed_num_procs", "nprocs_per_node"),
@@ -183,7 +183,8 @@ def _digest(value: Any) -> str:
 
 
 # fairseq options that treat experts of different ranks as replicas, skip an update on one rank only, or
-# write files in place. Each entry has the section, the option, refused values, and the fix.
+# write files in place. Each entry of BREAK_EXPERTS has the section, the option, refused values, and the
+# fix.
 BREAK_EXPERTS = (
     ("distributed_training", "ddp_backend", ("fully_sharded", "slowmo"), "give legacy_ddp"),
     ("distributed_training", "zero_sharding", ("os",), "give --moe-zero-stage instead"),

@@ -83,8 +83,8 @@ class MoETaskMixin(InferenceMixin):
     moe_tuner: UpdateTuner | None = None
     _micro_batches = 0  # The value of --moe-micro-batches.
     _seed = 1  # The value of --seed.
-    _update = (-1, -1)  # After an overflow, fairseq repeats the update number.
-    _ran_in_update = 0  # The number of this rank's real micro-batches in the update.
+    _update = (-1, -1)  # fairseq repeats the update number after an overflow.
+    _ran_in_update = 0  # The number of this rank's real micro-batches.
 
     def take_experts(self, layers: Sequence[MoELayer], tuner: UpdateTuner | None) -> None:
         """Record the model's MoE layers and their tuner, and apply this task's options to the layers."""
@@ -147,7 +147,7 @@ class MoETaskMixin(InferenceMixin):
         if self.moe_tuner is not None:
             self.moe_tuner.end()  # The measured time includes backward.
         if ignore_grad:
-            # The trainer discards dummy batches only at the end of an update, so log values are set to 0.
+            # The trainer keeps a dummy batch until the end of an update, so its log values are set to 0.
             loss, sample_size, log = result
             result = loss, _zero(sample_size), {key: _zero(value) for key, value in log.items()}
         return result
@@ -236,7 +236,7 @@ class MoETaskMixin(InferenceMixin):
     ) -> bool:
         """Return whether fairseq makes batches once for all epochs, and has not made them yet.
 
-        In a resumed run, fairseq would make these batches with random numbers of the current epoch.
+        In a resumed run, fairseq would make batches with random numbers of the current epoch.
         """
         is_cached = dataset in self.dataset_to_epoch_iter
         never = disable_iterator_cache or update_epoch_batch_itr or is_cached
