@@ -103,7 +103,7 @@ class ShardedTensor:
         shape = list(self.shape)
         shape[slicing.dim] //= slicing.count
         shape[0] = count
-        if count:  # Shapes are compared before memory is allocated.
+        if count:  # Shapes are checked before memory is allocated.
             self._file(self.pieces[first * self.slicing.count])
         out = torch.empty(shape, dtype=self.dtype)
         for i in range(count):

@@ -33,7 +33,7 @@ from fairseq_tutel.vision.options import SwinConfig, numbers
 from fairseq_tutel.vision.swin_v2 import SwinV2
 
 TASK = "image_classification"
-# Swin-Transformer's code computes these buffers from the model's dimensions.
+# Names of buffers that Swin-Transformer's code computes from the model's dimensions.
 COMPUTED = re.compile(r".*(relative_coords_table|relative_position_index|attn_mask)")
 BLOCK = re.compile(r"layers\.(\d+)\.blocks\.(\d+)\.(?:mlp\.)?(.+)")
 PART = re.compile(r"(.+)\.(?:master|rank\d+)")

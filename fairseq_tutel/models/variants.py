@@ -129,7 +129,7 @@ class FineTunedMixin(MoEModelMixin):
     def build_model(cls, cfg: Any, task: Any) -> Any:
         """Build the stock model with the pretrained model inside, then distribute the inner experts."""
         with open_dict(cfg):
-            cfg.setdefault("autoregressive", False)  # hubert_ctc reads "autoregressive".
+            cfg.setdefault("autoregressive", False)  # hubert_ctc reads the option autoregressive.
         token = _is_within.set(True)
         try:
             model = super().build_model(cfg, task)  # type: ignore[misc]

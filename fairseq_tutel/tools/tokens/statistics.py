@@ -11,7 +11,7 @@ import numpy as np
 from fairseq_tutel.tools.tokens.observe import Sample
 
 TYPICAL = 12
-# Tokens with fewer occurrences than this are not listed as typical tokens.
+# Tokens that occur less often than LEAST_OFTEN are not listed as typical tokens.
 LEAST_OFTEN = 3
 
 
