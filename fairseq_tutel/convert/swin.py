@@ -328,7 +328,7 @@ def _checkpoint(
     """Return a fairseq checkpoint with the given weights, and with options parsed from a command line."""
     task, arch = (with_experts(TASK), with_experts(SWIN)) if expert_options else (TASK, SWIN)
     words = ["--task", task, "--arch", arch, "--image-size", str(image_size), *expert_options]
-    words += ["--criterion", task] if expert_options else []  # This criterion adds the balance loss.
+    words += ["--criterion", task] if expert_options else []  # The MoE criterion adds the balance loss.
     for option in options_in(SwinConfig):
         value = getattr(config, option.name)
         words += [] if isinstance(value, bool) else [option.flag, str(value)]

@@ -50,7 +50,7 @@ class Context:
         gather: gathers all experts on this rank, for generation during training with expert parallelism.
         wait_for_turn: blocks until all ranks call the same layer, for ranks that run at different speeds.
         local_drop: probability with which a layer sends no rows in a training update.
-        seed: seed of these decisions, the same on all ranks.
+        seed: seed of the random numbers for local_drop, the same on all ranks.
     """
 
     def __init__(

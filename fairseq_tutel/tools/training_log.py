@@ -18,7 +18,7 @@ from fairseq_tutel.files import open_ordinary, parse_json
 
 LOG_NAMES = ("*.log", "*.json", "*.txt")  # These files in a folder may be logs.
 
-# Tags of training records (averages since the last record or over an epoch), not of data subsets.
+# Training records have these tags; validation records have the name of a data subset as tag.
 SINCE_LAST, EPOCH = "train_inner", "train"
 LOAD = "moe_load_"  # Keys of expert loads have this prefix.
 

@@ -147,7 +147,7 @@ class MoETaskMixin(InferenceMixin):
         if self.moe_tuner is not None:
             self.moe_tuner.end()  # The measured time includes backward.
         if ignore_grad:
-            # The trainer ignores a dummy batch only if it is the last one, so its log values are set to 0.
+            # The trainer ignores a dummy batch only at the end of an update, so log values are set to 0.
             loss, sample_size, log = result
             result = loss, _zero(sample_size), {key: _zero(value) for key, value in log.items()}
         return result
