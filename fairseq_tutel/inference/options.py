@@ -1,4 +1,4 @@
-"""The options of an expert store, which keeps experts outside of memory during inference."""
+"""The options of an expert store, which keeps experts out of memory during inference."""
 
 from dataclasses import dataclass
 
@@ -68,7 +68,7 @@ def cache_limits(cache: int | str) -> tuple[int | None, int | None]:
 
 
 def _limits_of(text: str) -> tuple[int | None, int | None] | None:
-    if text.strip().isdecimal() and len(text) <= 18:  # Python does not convert very long numbers
+    if text.strip().isdecimal() and len(text) <= 18:  # int() rejects very long numbers.
         return None, int(text)
     size = bytes_of(text)
     return None if size is None else (size, None)

@@ -11,7 +11,7 @@ of_criterion = partial(option, of="criterion", theme="Ensembles")
 
 @dataclass(frozen=True)
 class EnsembleConfig:
-    """The options of an ensemble, without the options of its members."""
+    """The options of an ensemble, without the options of the ensemble's members."""
 
     ensemble_arch: str = of_model("", "architecture of the members; its options are additional flags")
     ensemble_size: int = of_model(5, "number of members", rule=whole(2))

@@ -26,14 +26,14 @@ FRACTION: Rule = (lambda v: 0 <= v <= 1, "give a number from 0 to 1")
 
 
 def older(name: str, value: Any) -> Any:
-    """Define the option of a deprecated flag, which sets a field of MoEConfig to a fixed value."""
+    """Define the option of a deprecated flag, which sets a MoEConfig field to a fixed value."""
     flag = f"--moe-{name.replace('_', '-')}"
     help = f"the same as {flag} {value}"
     return option(False, help, theme="Older names", of="model", same_as=(name, value))
 
 
 def accepted(default: Any, reason: str, **parts: Any) -> Any:
-    """Define an option that has no effect but is accepted, since older command lines may contain it."""
+    """Define an option that has no effect, and that older command lines may contain."""
     help = f"accepted for older command lines: {reason}"
     return option(default, help, theme="Older names", of="model", **parts)
 

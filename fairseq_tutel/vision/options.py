@@ -54,7 +54,7 @@ class ImageConfig:
 
 
 def numbers(text: str) -> list[int]:
-    """Parse whole numbers separated by commas, such as "2,2,18,2"; return [] for any other text."""
+    """Parse integers separated by commas, such as "2,2,18,2"; return [] for any other text."""
     parts = text.split(",")
     return [int(part) for part in parts] if all(part.strip().isdecimal() for part in parts) else []
 
@@ -67,7 +67,7 @@ def _each(least: int, what: str) -> Rule:
 class SwinConfig:
     """Options of Swin V2, with and without experts."""
 
-    prefix: ClassVar[str] = "swin_"  # prefix of the option keys
+    prefix: ClassVar[str] = "swin_"  # The prefix of the keys of Swin options.
     form: str = vision(
         "v2",
         "v2: cosine attention, position bias of at most 16, norms after attention and FFN (Swin V2); moe: "
@@ -115,7 +115,7 @@ class SwinConfig:
 
 @dataclass(frozen=True)
 class SwinExpertsConfig:
-    """Options of experts in Swin V2."""
+    """Options of experts in Swin V2 models."""
 
     prefix: ClassVar[str] = "swin_"
     expert_stages: int = vision(

@@ -1,4 +1,4 @@
-"""The task options that are not in MoEConfig, and the options of signals."""
+"""Defines the task options that are not in MoEConfig, and the options of signals."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -26,17 +26,17 @@ ZERO_STAGE: Rule = (
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """The task options that are not in MoEConfig; every task of the package has them."""
+    """Options of every task of this package, except those in MoEConfig."""
 
     # fmt: off
-    # plugin/training/micro_batches.py checks this value against the number of ranks.
+    # plugin/training/micro_batches.py checks --moe-micro-batches against the number of ranks.
     moe_micro_batches: int = parallelism(
         0, unit="micro-batches", rule=whole(0, unit="micro-batches"),
         help="number N of micro-batches of an update over all ranks, so that an update has the same batch "
         "on any number of ranks W; it sets --update-freq to N / W, rounded up, and missing micro-batches "
         "are empty; 0: W times --update-freq",
     )
-    # parallel/groups.py checks this value against the number of ranks.
+    # parallel/groups.py checks --moe-expert-parallel-size against the number of ranks.
     moe_expert_parallel_size: int = parallelism(
         0, unit="ranks",
         help="size of an expert-parallel (EP) group, whose ranks hold one set of experts and exchange "
@@ -122,7 +122,7 @@ class PreemptionConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the signals; empty for none."""
+        """The names of the signals that end a run; the list may be empty."""
         return _signals_of(self.moe_preemption_signals) or ()
 
 
