@@ -111,10 +111,10 @@ def collectives_table(results: Sequence[Result]) -> str:
             collective, ranks, size = result.content["configurations"][row["configuration"]].values()
             is_base = row["variant"] == "gloo"
             cell = f"{1e6 * row['seconds']:.0f}" if is_base else f"{row['ratio']:.2f}"
-            lines[collective, ranks, "gloo, µs" if is_base else row["variant"]][size] = cell
+            lines[collective, ranks, "gloo, µs" if is_base else f"{row['variant']} / gloo"][size] = cell
     rows = [[*key, *(line.get(size, "") for size in SIZES)] for key, line in sorted(lines.items())]
     sizes = ["64 B", "4 KiB", "256 KiB", "16 MiB"]
-    return page.table(rows, ["collective", "ranks", "by", *sizes])
+    return page.table(rows, ["collective", "ranks", "time", *sizes])
 
 
 def compiled_table(result: Result) -> str:
