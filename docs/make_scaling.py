@@ -83,7 +83,7 @@ def presets_table() -> str:
         ]
         for key, m in PRESETS.items()
     ]
-    header = ["--gpu", "in its node, GB/s", "to other nodes, GB/s", "memory, GB/s", "experts, TFLOP/s",
+    header = ["--gpu", "within a node, GB/s", "to other nodes, GB/s", "memory, GB/s", "experts, TFLOP/s",
               "gate, TFLOP/s", "memory, GB"]  # fmt: skip
     return page.table(rows, header)
 
@@ -145,9 +145,9 @@ def paper_table() -> str:
     rows = [
         ["2DH over linear, 2,048 GPUs", "up to 20.7x", f"up to {largest:.2f}x; 1 MiB: "
          f"{gain_of_2dh(2048, 1):.2f}x, 256 MiB: {gain_of_2dh(2048, 256):.2f}x"],
-        ["2DH ahead of linear", "from about 256 A100s (maintainer)",
+        ["2DH faster than linear", "from about 256 A100s (Tutel's maintainer)",
          "from " + ", ".join(f"{_first_ahead(size):,} at {_size(size)}" for size in SIZES_MIB)],
-        ["adaptive r over static r = 1", "up to 1.74x (static way not in our source)",
+        ["adaptive r over static r = 1", "up to 1.74x (baseline not in our source)",
          f"{up_to(grid, 'over r = 1')}; 2,048 and 16,384 GPUs: {up_to(large, 'over r = 1')}"],
         ["adaptive r over static r = 0", "-",
          f"{up_to(grid, 'over r = 0')}; 2,048 and 16,384 GPUs: {up_to(large, 'over r = 0')}"],
@@ -180,8 +180,8 @@ def schedule_table(content: dict[str, Any]) -> str:
                 f"{row['few']['over']:.3f}",
             ]
         )
-    header = ["network", "N", "1/x = shards / bandwidth", "algbw", "optimal: k; shapes, depth; made in",
-              "fewest within 5 %", "its T"]  # fmt: skip
+    header = ["network", "ranks", "1/x = shards / bandwidth", "algbw", "optimal: k; shapes, depth; CPU time",
+              "smallest k within 5 %", "its T"]  # fmt: skip
     return page.table(rows, header)
 
 
