@@ -61,7 +61,7 @@ class Shape:
         return self.ffn_dim * (self.freq - 1 + self.top_k) // self.freq
 
     def tiny(self) -> "Shape":
-        """Return a small model of the same kind, whose step needs only milliseconds."""
+        """Return the sizes of a small model of the same kind, whose step takes only milliseconds."""
         sizes = {"layers": 2, "model_dim": 16, "ffn_dim": 32, "heads": 2, "experts": 4}
         return replace(self, **sizes, words=64, sentences=2, tokens=8)
 

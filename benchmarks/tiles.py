@@ -3,7 +3,7 @@
 python -m benchmarks.tiles                          the layers A, C and E of benchmarks/layer_cases.py
 python -m benchmarks.tiles C 8192,2048,1408,64,6    C, and a layer of T, D, H, E and K; --swiglu for SwiGLU
 
-The rows are for `TABLE` of kernels/tiles.py. You must add the shape class of each row yourself.
+The rows are for `TABLE` of kernels/tiles.py. The user must add the shape class of each row.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ROUNDS, WARM, QUICK_ROUNDS = 20, 5, 1
 SIZES = ((64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
 # Before each product, the GPU is kept busy for about a millisecond, so that it never waits for the host.
 BUSY_CYCLES = 1_500_000
-CHOOSE = "fairseq_tutel.kernels.triton_launch.choose"  # returns the tile of every product
+CHOOSE = "fairseq_tutel.kernels.triton_launch.choose"  # this function returns the tile of a product
 
 
 def main(words: list[str] | None = None) -> int:
@@ -78,7 +78,7 @@ def _case(text: str, swiglu: bool) -> Case:
 
 
 def _products(t: Tensors) -> Iterator[tuple[str, Call]]:
-    """Yield the products of forward and backward, with arguments."""
+    """Yield the matrix products of forward and backward, with their arguments."""
     for op in ("ffn_up", "grouped_linear", "ffn_down_backward", "ffn_up_backward", "grouped_weight_grad"):
         yield op, CALLS[op](t)
     fc1 = Call(
@@ -134,7 +134,7 @@ def _chosen(op: str, call: Call, device: torch.device) -> tuple[str, str, str, i
 
 
 def _step(op: str, call: Call, device: torch.device, tile: Tile) -> Callable[[], object]:
-    """Return a function that runs a product with a tile."""
+    """Return a function that runs a matrix product with a tile."""
     function = getattr(kernels.ops("triton", device), op)
 
     def step() -> object:

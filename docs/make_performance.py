@@ -1,6 +1,6 @@
 """Writes the tables of docs/performance.md from benchmarks/results.
 
-`python docs/make_performance.py` rewrites them; with --check it only reports whether they are up to date.
+`python docs/make_performance.py` rewrites the tables; --check only reports whether they are up to date.
 """
 
 import json
@@ -17,7 +17,7 @@ RESULTS = DOCS.parent / "benchmarks" / "results"
 BENCHMARKS = ("layer", "step", "generate", "collectives", "compiled")
 SIZES = (64, 4096, 262144, 16777216)  # sizes of collectives in the table, in bytes
 
-# The columns are described in benchmarks/output.py.
+# benchmarks/output.py describes the columns of a row.
 Row = dict[str, Any]
 
 
@@ -41,7 +41,7 @@ class Result(NamedTuple):
 
 
 def filled_in(text: str) -> str:
-    """Return the page's text with each table in its place."""
+    """Return the text of docs/performance.md with new tables."""
     results = read()
 
     def of(benchmark: str) -> list[Result]:
