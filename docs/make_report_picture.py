@@ -1,7 +1,7 @@
 """Draws docs/report.png: summary, loss and loads in the report of the demo's two runs, from docs/report.
 
 `python docs/make_report_picture.py` needs Chromium. With --check, the script reports, without Chromium,
-whether the picture is up to date. `make demo` writes new logs: demo/train-dense.json and demo/train-moe.json.
+whether the picture is up to date. `make demo` writes logs: demo/train-dense.json and demo/train-moe.json.
 """
 
 import argparse
