@@ -127,7 +127,7 @@ def formula(arguments: argparse.Namespace, form: str, mode: str, first: bool) ->
     """
     expert = arguments.expert_mb * 2**20
     everything = arguments.layers * arguments.experts * expert * (1 + arguments.moments)
-    stack = arguments.experts * expert // 2  # the weight of fc1 or of fc2
+    stack = arguments.experts * expert // 2  # the weight of fc1 or fc2
     if form == "full":
         if mode == "load":
             return everything

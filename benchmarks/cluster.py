@@ -42,7 +42,7 @@ COLLECTIVES = ("all_gather", "all_reduce")
 NETWORKS = ("boxes:2x4:10:1", "cluster:2x4:10:1")
 MTU = 9000  # With a fifth of the usual number of packets, the kernel leaves more CPU time to the ranks.
 QUEUE_BYTES, BURST_BYTES = 64_000_000, 20_000
-RESEND = "10s"  # longer than the time that any packet spends in a queue
+RESEND = "10s"  # exceeds the time that a packet spends in a queue
 Form = Callable[[Tensor, Tensor], object]
 
 
@@ -215,7 +215,7 @@ def run_rank() -> None:
             found.append(row)
     if dist.get_rank() == 0:
         path.write_text("".join(json.dumps(row) + "\n" for row in found))
-    dist.barrier()  # no rank exits while another rank still waits for a message
+    dist.barrier()  # no rank ends while another rank waits for a message
     dist.destroy_process_group()
 
 

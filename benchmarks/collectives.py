@@ -37,7 +37,7 @@ BASE = "gloo"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = (8, 64, 512, 4096, 32768, 262144, 2097152, 16777216, 67108864)
 EXECUTORS = {"plan_shm": OneSided, "plan_p2p": TwoSided}
-# Seconds of a turn, estimated with the slowest variant; maximum calls in a turn; minimum number of turns.
+# Seconds of a turn of the slowest variant, maximum number of calls in a turn, and minimum number of turns.
 TURN_SECONDS, MOST_CALLS, LEAST_ROUNDS = 0.01, 50, 5
 
 Call = Callable[[], object]
@@ -142,7 +142,7 @@ def _configuration(
         if is_wrong:
             rows.append({"variant": way, "status": "wrong", "reason": "another result than gloo's"})
             del ways[way]
-    out.zero_()  # zeros, so that sums do not grow from call to call
+    out.zero_()  # with zeros, sums do not grow from call to call
     for way, row in against(_times(ways, options.seconds), BASE).items():
         rate = {"rate": num_bytes / row["seconds"], "rate_unit": "B/s"}
         rows.append({"variant": way, "status": "ok", "note": notes[way], **row, **rate})

@@ -59,7 +59,7 @@ def _measure(options: argparse.Namespace) -> int:
     cases = _chosen("--configs", options.configs, CASES[device.type])
     builders = BUILDERS
     if options.variants is None:
-        same = f"ours/{backend_for('auto', device)[0]}"  # measured as ours/auto
+        same = f"ours/{backend_for('auto', device)[0]}"  # ours/auto has already measured this backend
         builders = {name: build for name, build in builders.items() if name != same}
     chosen = _chosen("--variants", options.variants, builders)
     chosen = {BASE: BUILDERS[BASE], **chosen}

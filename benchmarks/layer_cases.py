@@ -65,7 +65,7 @@ CPU_CASES = {
     "e64_zipf": _cpu(hidden_dim=256, num_experts=64, top_k=8, zipf=1.0),
 }
 
-# Small batches show the cost outside of matrix products. In the last case, most experts have 0 to 2 rows.
+# Small batches show the cost outside of matrix products. In the last entry, most experts have 0 to 2 rows.
 SMALL = {
     f"small_t{tokens}_k{top_k}": replace(CPU_CASES[f"k{top_k}_uniform"], tokens=tokens)
     for tokens in (64, 256, 1024)
@@ -88,8 +88,8 @@ CUDA_CASES = {
     "E": _QWEN3,
     # The layer of SonicMoE's fine-grained 7B model.
     "F": Case(tokens=24576, model_dim=1536, hidden_dim=256, num_experts=128, top_k=8, activation="swiglu"),
-    # Case E, but the busiest expert has ten times the mean load.
+    # Layer E with ten times the mean load on the busiest expert.
     "G": replace(_QWEN3, zipf=0.8),
-    # Case A with fewer tokens, so that the [T, E, C] masks of the einsum formulation fit into memory.
+    # Layer A with fewer tokens, so that the [T, E, C] masks of the einsum formulation fit into memory.
     "S": Case(tokens=4096, model_dim=1024, hidden_dim=4096, num_experts=8, top_k=1),
 }

@@ -37,9 +37,9 @@ from fairseq_tutel.inference.options import STORE_POLICIES
 from fairseq_tutel.plugin.opening.offload import STORES
 
 BASE = "resident"
-GOAL = 0.25  # maximum memory of `pregated` that is the goal, as a fraction of the memory of `resident`
+GOAL = 0.25  # goal: `pregated` needs at most this fraction of the memory of `resident`
 FILE = "checkpoint.pt"
-SECONDS = 8.0  # maximum decoding time; prefetch-all is slow because it reads all experts for every token
+SECONDS = 8.0  # maximum decoding time; prefetch-all is slow, because every token reads all experts
 
 
 def main(words: list[str] | None = None) -> int:

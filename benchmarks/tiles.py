@@ -24,7 +24,7 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels.tiles import Tile, choose, fitted
 
 ROUNDS, WARM, QUICK_ROUNDS = 20, 5, 1
-# Rows and columns of the candidates. The number of stages is that of the current tile, or differs by one.
+# Rows and columns of the timed tiles. Their number of stages differs at most by one from the current tile.
 SIZES = ((64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
 # Before each product, the GPU is kept busy for about a millisecond, so that it never waits for the host.
 BUSY_CYCLES = 1_500_000
@@ -96,7 +96,7 @@ def _rows(op: str, call: Call, device: torch.device, name: str, rounds: int) -> 
         step = _step(op, call, device, tile)
         try:
             step()  # the first call compiles the kernel
-        except Exception as error:  # too little shared memory, too few registers, or a compiler limit
+        except Exception as error:  # for example, too little shared memory for the tile
             yield f"# {kind} {tile}: {type(error).__name__}: {str(error).splitlines()[0]}"
         else:
             steps[tile] = step

@@ -19,7 +19,7 @@ class Variant(nn.Module):
         inputs: inputs of the case, or None.
     """
 
-    # Whether the variant computes the MoE function, and its results are checked.
+    # Whether the variant computes the MoE function. If not, its results are not checked.
     is_layer: bool = True
     # Number of slots per expert if the variant drops assignments; None for a dropless layer.
     capacity: int | None = None
