@@ -105,7 +105,7 @@ class Launch:
 
 @dataclass
 class Trace:
-    """The launches of a function, in order.
+    """The kernel launches of a function, in order.
 
     Attributes:
         names: the name of each launched Triton function or torch operation.

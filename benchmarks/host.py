@@ -29,7 +29,7 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels import gate_product, triton_launch, triton_ops
 from fairseq_tutel.moe.metrics import count_routing
 
-# The layers are fairseq's default layer with metrics, and layer S with the other benchmarks' options.
+# `defaults` has fairseq's default options and metrics; `S` has the options of the other benchmarks.
 PLAIN = {"top_k": 1, "balance_loss": "none", "expert_bias": False}
 CASES: dict[str, dict[str, Any]] = {"defaults": {"top_k": 2}, "S": PLAIN}
 FIELDS = ["forward", "forward_backward", "launches", "launches_forward", "torch_ops", "python_calls"]

@@ -31,7 +31,7 @@ DTYPES = {"cpu": "fp32", "cuda": "bf16"}
 OF_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # A CPU times forward with backward; a GPU also times the training forward alone.
 MODES = {"cpu": ("forward+backward",), "cuda": ("forward", "forward+backward")}
-# Cost of a mode in units of a forward: backward has two products, for the input and for the weights.
+# Cost of a mode in units of a forward. Backward has two products, for the input and for the weights.
 FORWARDS = {"forward": 1, "forward+backward": 3}
 ROUNDS, WARM = {"cpu": 15, "cuda": 20}, {"cpu": 1, "cuda": 10}
 QUICK_ROUNDS = 2

@@ -55,7 +55,7 @@ class Browser:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            close_fds=False,  # keeps file descriptors 3 and 4
+            close_fds=False,  # Chromium needs descriptors 3 and 4
             preexec_fn=connect,
         )
         for end in (theirs, theirs_too, *copies):

@@ -19,7 +19,7 @@ from benchmarks.peers.activation import activate
 from benchmarks.peers.gate import top_k_gate
 from benchmarks.peers.variant import Unsupported, Variant
 
-# Maximum bytes of one mask, by device; a step has about five tensors of this size and reads each often.
+# Maximum bytes of one mask, by device. A step reads about five tensors of this size several times.
 MOST_MASK_BYTES = {"cpu": 2**28, "cuda": 2**30}
 
 

@@ -234,9 +234,9 @@ class MoEConfig:
     )
     expert_type: str | type = experts(  # noqa: RUF009
         "ffn", rule=one_of(EXPERT_TYPES, or_class=True), or_class=True,
-        help="ffn: two linear layers with an activation between them; glu: SwiGLU, silu(x W1) * (x W3), "
-        "then W2; or a custom package.module.Class (in Python also the class), a torch module that is one "
-        "expert",
+        help="ffn, two linear layers with an activation between them; glu, the SwiGLU product of W2 and "
+        "silu(x W1) * (x W3); or a custom package.module.Class (in Python also the class), a torch module "
+        "that is one expert",
     )
     shared_experts: int = experts(
         0, rule=AT_LEAST_0, help="number of shared experts, which process every token",
