@@ -91,11 +91,11 @@ class SidesConfig:
     # fmt: off
     encoder_moe_freq: int = experts(
         -1, unit="layers", rule=SIDE_FREQ,
-        help="--moe-freq of the encoder; 0: no MoE layer in the encoder; -1: the value of --moe-freq",
+        help="value of --moe-freq for the encoder; 0: no MoE layer; -1: the value of --moe-freq",
     )
     decoder_moe_freq: int = experts(
         -1, unit="layers", rule=SIDE_FREQ,
-        help="--moe-freq of the decoder; 0: no MoE layer in the decoder; -1: the value of --moe-freq",
+        help="value of --moe-freq for the decoder; 0: no MoE layer; -1: the value of --moe-freq",
     )
     moe_pregate_sides: str = routing(
         "both", choices=("both", "encoder", "decoder"),

@@ -59,7 +59,7 @@ class TaskConfig:
     )
     moe_collective_plans: str = communication(
         "",
-        help="FILE.json with a collective plan, or a folder of plans (written by `fairseq-tutel plans` or "
+        help="JSON file with a collective plan, or a folder of plans (written by `fairseq-tutel plans` or "
         "`schedule`), for gradients, ZeRO, gathered experts and --moe-a2a-algorithm plan:NAME; empty: all "
         "collectives run in torch",
     )
