@@ -1,7 +1,7 @@
 """The baseline: a dense FFN with as many floating-point operations as the experts of a token.
 
 The layer is nn.Linear D -> K * H -> D with the same activation; for swiglu, the first two matrices are one
-product. The dense layer has no gate and no routing. Its outputs are not those of a MoE layer, so they are
+product. The dense layer has no gate and no routing. Dense outputs differ from those of a MoE layer and are
 not checked.
 """
 

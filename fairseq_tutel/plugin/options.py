@@ -45,7 +45,7 @@ class ModelConfig:
     # fmt: off
     moe_freq: int = experts(
         2, unit="layers", rule=whole(0, unit="layers"),
-        help="every moe_freq-th layer is a MoE layer; 0: no MoE layer",
+        help="layer i (from 0) is a MoE layer if (i + 1) % moe_freq == 0; 0: no MoE layer",
     )
     moe_expert_count: str = experts(
         "8",
