@@ -114,12 +114,12 @@ METRICS = (
     ),
     Metric(
         name="unused_expert{}_count", of_counts=lambda counts: counts.assigned_KE.eq(0).sum(dim=2),
-        help="experts that no token chose as choice J",
+        help="number of experts that no token chose as choice J",
     ),
     Metric(
         name="moe_dead_experts", layers="dead_experts",
         of_counts=lambda counts: counts.load.eq(0).sum(dim=1),
-        help="experts that no token chose",
+        help="number of experts that no token chose",
     ),
     Metric(
         name="moe_dropped", layers="dropped", help="percent of dropped assignments",
@@ -128,8 +128,8 @@ METRICS = (
     Metric(
         name="moe_max_violation", layers="max_violation",
         of_counts=lambda it: _share(it, it.load.shape[1] * it.load.amax(dim=1)),
-        help="load of the busiest expert over the mean load, before dropping; 1 is even, and Wang et al.'s "
-        "MaxVio is this minus 1",
+        help="load of the busiest expert divided by the mean load, before dropping; this metric minus 1 "
+        "is Wang et al.'s MaxVio",
     ),
 )  # fmt: skip
 
