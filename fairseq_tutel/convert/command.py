@@ -254,6 +254,31 @@ whose outputs may change.""",
         ),
     ),
     Conversion(
+        name="vocabulary",
+        call="vocabulary:run",
+        text="""Fit a dense or MoE checkpoint to another dictionary, or add words or languages.
+
+Rows of embeddings and of the output projection are matched by symbol. A new row starts at the mean of the
+old rows, and a new language's token at the mean of the other languages' tokens. --add-words and
+--add-languages write the new dictionaries next to the output. Start a new training run from the file with
+--finetune-from-model.""",
+        example="SAVE/checkpoint_best.pt --output new/model.pt --add-languages nld_Latn --like deu_Latn",
+        source="a dense or MoE checkpoint",
+        options=(
+            option("--add-languages", "languages to append to --langs, in order", "LANG", nargs="+"),
+            option("--like", "copy the token of this language for new languages", "LANG"),
+            option(
+                "--old-data", "folder of INPUT's dictionaries [the training run's]", "FOLDER", type=Path
+            ),
+        ),
+        exclusive=(
+            option(
+                "--data", "folder of the new dictionaries, from fairseq-preprocess", "FOLDER", type=Path
+            ),
+            option("--add-words", "text file with one word a line to append", "FILE", type=Path),
+        ),
+    ),
+    Conversion(
         name="sharded",
         call="sharded:run_sharded",
         text="""Move experts to shard files next to the checkpoint.
