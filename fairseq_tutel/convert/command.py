@@ -256,25 +256,20 @@ whose outputs may change.""",
     Conversion(
         name="vocabulary",
         call="vocabulary:run",
-        text="""Fit a dense or MoE checkpoint to another dictionary, or add words or languages.
+        text="""Change the dictionary of a dense or MoE checkpoint, or add words or languages.
 
-Rows of embeddings and of the output projection are matched by symbol. A new row starts at the mean of the
-old rows, and a new language's token at the mean of the other languages' tokens. --add-words and
---add-languages write the new dictionaries next to the output. Start a new training run from the file with
---finetune-from-model.""",
+Symbols keep their embeddings and output weights. A new row starts at the mean of all rows, and that of a
+language's token at the mean of the other languages'. --add-words and --add-languages write new
+dictionaries next to the output. Train the new checkpoint with --finetune-from-model.""",
         example="SAVE/checkpoint_best.pt --output new/model.pt --add-languages nld_Latn --like deu_Latn",
         source="a dense or MoE checkpoint",
         options=(
             option("--add-languages", "languages to append to --langs, in order", "LANG", nargs="+"),
             option("--like", "copy the token of this language for new languages", "LANG"),
-            option(
-                "--old-data", "folder of INPUT's dictionaries [the training run's]", "FOLDER", type=Path
-            ),
+            option("--old-data", "folder of old dictionaries [the training run's]", "FOLDER", type=Path),
         ),
         exclusive=(
-            option(
-                "--data", "folder of the new dictionaries, from fairseq-preprocess", "FOLDER", type=Path
-            ),
+            option("--data", "folder of the new dictionaries", "FOLDER", type=Path),
             option("--add-words", "text file with one word a line to append", "FILE", type=Path),
         ),
     ),

@@ -1,9 +1,10 @@
 """Fits the embeddings and the output projection of a checkpoint to another dictionary."""
 
 import argparse
+import io
 import re
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
     langs = [*languages, *added]
     changed: dict[str, Any] = {**OWN_DICTIONARIES, "data": str(data.absolute()) if data else ""}
     if added:
-        changed |= {"langs": ",".join(langs) if isinstance(options["langs"], str) else langs}
-        changed |= {"lang_dict": None}
+        is_text = isinstance(options["langs"], str)
+        changed |= {"langs": ",".join(langs) if is_text else langs, "lang_dict": None}
     vocabulary = Vocabulary({})
     with tempfile.TemporaryDirectory() as temporary:
         if not data:
@@ -78,8 +79,8 @@ def _task(saved: SavedModel, folder: Path, changed: Mapping[str, Any]) -> Any:
         return task_of(saved, {**changed, "data": str(folder)})
     except Exception as error:  # fairseq's tasks raise many types, such as AssertionError
         raise ValueError(
-            f"{folder} has no dictionaries for the task {saved.name('task')} of INPUT ({error}); give the "
-            "folder of the old ones as --old-data, and the folder of the new ones as --data."
+            f"{folder} has no dictionaries of INPUT's task {saved.name('task')} ({error}); give another "
+            "folder as --data or --old-data."
         ) from error
 
 
@@ -97,14 +98,17 @@ def _extended(
         raise ValueError(f"--add-words is {words}, which is no file; give a text with one word a line.")
     lines = words.read_text(encoding="utf-8").split("\n") if words else []
     found = dict.fromkeys(word for line in lines if (word := re.split("[ \t\r]", line)[0]))
-    files = {}
-    for path in paths:
-        known, text = Dictionary.load(str(path)), path.read_text(encoding="utf-8")
-        files[path.name] = text + "".join(f"{word} 1\n" for word in found if word not in known)
     names = [f"dict.{language}.txt" for language in ((*languages, *added) if fixed else added)]
-    if names and len({*files.values()}) > 1:
+    first: dict[str, str] = {}  # text of a file -> its name, to which files with the same text are links
+    links = {path.name: first.setdefault(path.read_text(encoding="utf-8"), path.name) for path in paths}
+    if names and len(first) > 1:
         raise ValueError("INPUT's languages have different dictionaries; give --data with --add-languages.")
-    return Vocabulary(files, dict.fromkeys(names, next(iter(files))))
+    links |= dict.fromkeys(names, paths[0].name)
+    files = {}
+    for text, name in first.items():
+        known = Dictionary.load(io.StringIO(text))
+        files[name] = text + "".join(f"{word} 1\n" for word in found if word not in known)
+    return Vocabulary(files, {link: name for link, name in links.items() if link != name})
 
 
 def _tokens(language: str) -> list[str]:
@@ -115,29 +119,39 @@ def _convert(
     saved: SavedModel, old: Any, new: Any, examples: Mapping[str, list[str]], apart: Collection[str]
 ) -> list[str]:
     """Replace the tables of a checkpoint, in place; return a line for each pair of dictionaries."""
-    groups: dict[str, list[str]] = {}
+    tables: dict[str, list[str]] = {}
     for name in saved.weights:
         if match := TABLE.fullmatch(name):
-            groups.setdefault(match["bands"] or name, []).append(name)
-    if not groups:
-        raise ValueError(f"{saved.flag} names {saved.path}, whose model has no dictionary; give another.")
-    weights, lines = dict(saved.weights), {}
-    tied: dict[tuple, list[Tensor]] = {}  # tensors that share memory before share it afterwards
-    before, after = {}, {}
-    for owner, names in groups.items():
+            tables.setdefault(match["bands"] or name, []).append(name)
+    if not tables:
+        raise ValueError(f"INPUT names {saved.path}, whose model has no dictionary; give another file.")
+    weights, lines, before, after = dict(saved.weights), {}, {}, {}
+    tied: dict[tuple, Tensor] = {}  # tensors that share memory before share it afterwards
+    for owner, (*bands, last) in tables.items():
         symbols, made = (symbols_of(_dictionary(task, owner, weights)) for task in (old, new))
         prints = fingerprint(symbols), fingerprint(made)
+        table, start = weights[last], len(symbols) - len(weights[last])
+        # The head of an adaptive softmax may have a further row for each other band.
+        if sum(len(weights[name]) for name in bands) - start not in (0, len(bands)):
+            raise ValueError(
+                f"{owner} of INPUT does not have {len(symbols)} rows, one for each symbol of the training "
+                "run's dictionary; give the folder of its dictionaries as --old-data."
+            )
+        if bands and made[: len(symbols)] != symbols:
+            raise ValueError(
+                f"{owner} has bands of frequent and rare symbols, so new symbols must follow the old ones; "
+                "give --add-words instead, or use fairseq-preprocess --srcdict."
+            )
+        key = (table.data_ptr(), *prints)
+        tied[key] = weights[last] = (
+            tied[key] if key in tied else fitted(table, symbols[start:], made[start:], examples, apart)
+        )
         module, is_input, _ = owner.partition(".embed_tokens")
         if is_input:
             before[module], after[module] = prints
         kept = len({*symbols} & {*made})
         counts = f"{kept} kept, {len(made) - kept} new, {len(symbols) - kept} dropped"
         lines[prints] = f"{len(symbols)} -> {len(made)} symbols: {counts}"
-        tables = [weights[name] for name in names]
-        key = (*(table.data_ptr() for table in tables), *prints)
-        if key not in tied:
-            tied[key] = fitted(tables, symbols, made, examples, apart, owner)
-        weights |= zip(names, tied[key], strict=True)
     dictionaries.refuse_other_dictionaries(before, saved.state, saved.path)
     saved.restart(weights)
     saved.state["extra_state"][dictionaries.KEY] = after
@@ -155,53 +169,21 @@ def _dictionary(task: Any, name: str, weights: Collection[str]) -> Any:
 
 
 def fitted(
-    tables: Sequence[Tensor],
-    old: Sequence[str],
-    new: Sequence[str],
-    examples: Mapping[str, Collection[str]],
-    apart: Collection[str],
-    owner: str,
-) -> list[Tensor]:
-    """Return tables with one row for each new symbol, from tables with one row for each old symbol.
+    table: Tensor, old: list[str], new: list[str], examples: Mapping[str, list[str]], apart: Collection[str]
+) -> Tensor:
+    """Return a table [V', …] with the rows of the new symbols, from a table [V, …] of the old symbols.
 
-    Args:
-        tables: the bands of a dictionary, in order; often one. The first of an adaptive softmax ends with a
-            row for each other band.
-        old: the old symbols, for which the tables have rows.
-        new: the new symbols. Symbols without an old row start at the mean of the old rows of their band.
-        examples: new symbol -> old symbols; its row starts at the mean of their rows.
-        apart: old symbols that are left out of the mean of all rows.
-        owner: name of the tables, for messages.
-
-    Raises:
-        ValueError: the tables have other rows, or a symbol moves to another band.
+    The row of another symbol is the mean of its examples' rows, or else of all rows but those of `apart`.
     """
-    extra = sum(map(len, tables)) - len(old)
-    if extra not in (0, len(tables) - 1):
-        raise ValueError(
-            f"INPUT has {extra + len(old)} rows in {owner}, but its dictionary has {len(old)} symbols; "
-            "give the folder of the training run's dictionaries as --old-data."
-        )
-    found: list[Tensor] = []
-    start = 0
-    for table in tables:
-        rows = len(table) - (0 if found else extra)
-        index = {symbol: i for i, symbol in enumerate(old[start : start + rows])}
-        symbols = new[start : None if table is tables[-1] else start + rows]
-        moved = ({*symbols} & {*old}) - index.keys()
-        if moved or not symbols:
-            raise ValueError(
-                f"{owner} has bands of frequent and rare symbols, but {min(moved, default='the last one')} "
-                "would change its band; keep the old order (--add-words, or fairseq-preprocess --srcdict)."
-            )
-        words = [i for symbol, i in index.items() if symbol not in apart] or list(index.values())
-        made = [table[words].float().mean(0).to(table.dtype)] * len(symbols)
-        for i, symbol in enumerate(symbols):
-            like = [index[other] for other in examples.get(symbol, ()) if other in index]
-            if symbol in index:
-                made[i] = table[index[symbol]]
-            elif like:
-                made[i] = table[like].float().mean(0).to(table.dtype)
-        found.append(torch.cat([torch.stack(made), table[rows:]]))
-        start += rows
-    return found
+    index = {symbol: i for i, symbol in enumerate(old)}
+
+    def mean(symbols: Collection[str]) -> Tensor:
+        rows = table[[index[symbol] for symbol in symbols]]
+        return rows.mean(0, dtype=torch.float64).to(table.dtype)  # exact for a single row
+
+    usual = mean([symbol for symbol in index if symbol not in apart] or index)
+    rows = []
+    for symbol in new:
+        like = [symbol] if symbol in index else [s for s in examples.get(symbol, ()) if s in index]
+        rows.append(mean(like) if like else usual)
+    return torch.stack(rows)

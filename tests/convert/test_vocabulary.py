@@ -71,6 +71,7 @@ def old(tmp_path):
         model = task.build_model(argparse.Namespace(**vars(args)))
         saved = new_checkpoint(words, {"data": str(data)}, model.state_dict(), {})
         saved.state["extra_state"][KEY] = fingerprints_of(model)
+        saved.restart()  # as other converters do
         saved.write(tmp_path / "old.pt")
         return task
 
@@ -119,7 +120,7 @@ def test_a_model_computes_the_same_with_another_dictionary(name, old, tmp_path):
         same_scores(before, scores(tmp_path / "made" / "new.pt", data, read)[0])
     else:
         data = write_dictionaries(tmp_path / "new", other, reversed(NUMBERS))
-        assert "would change its band" in refusal(*convert_to, "--data", data)
+        assert "new symbols must follow the old ones" in refusal(*convert_to, "--data", data)
         (tmp_path / "words").write_text("more\nw3\nother 7\n")
         convert(*convert_to, "--add-words", tmp_path / "words")
         after, _ = scores(tmp_path / "made" / "new.pt", tmp_path / "made", read)
@@ -138,11 +139,10 @@ def test_a_sharded_and_quantized_model_computes_the_same_with_another_dictionary
 
 def test_new_rows_start_at_means():
     table = torch.arange(12.0).view(4, 3)
-    (made,) = fitted([table], ["<pad>", "a", "_x_", "_y_"], ["b", "_z_", "a", "_v_"],
-                     {"_z_": ["_x_", "_y_"], "_v_": ["_y_"]}, {"<pad>", "_x_"}, "table")  # fmt: skip
-    assert torch.equal(
-        made, torch.stack([(table[1] + table[3]) / 2, table[2:].mean(0), table[1], table[3]])
-    )
+    examples = {"_z_": ["_x_", "_y_"], "_v_": ["_y_"]}
+    old, new = ["<pad>", "a", "_x_", "_y_"], ["b", "_z_", "a", "_v_"]
+    expected = [(table[1] + table[3]) / 2, table[2:].mean(0), table[1], table[3]]
+    assert torch.equal(fitted(table, old, new, examples, {"<pad>", "_x_"}), torch.stack(expected))
 
 
 STYLES = {"multilingual": "__{}__", "mbart": "[{}]"}
@@ -177,12 +177,12 @@ BAD = {
     "a task without languages": (MT, ("--add-languages", "fr"), "has the --langs none"),
     "an example that is unknown": (SIMPLE, ("--add-languages", "fr", "--like", "nl"), "--like is nl"),
     "an example without a language": (SIMPLE, ("--data", "new", "--like", "de"), "--like is de"),
-    "a missing folder": (MT, ("--data", "missing"), "has no dictionaries for the task"),
+    "a missing folder": (MT, ("--data", "missing"), "has no dictionaries of INPUT's task"),
     "a missing word list": (MT, ("--add-words", "missing"), "which is no file"),
     "other old dictionaries": (
         MT,
         ("--data", "new", "--old-data", "new"),
-        "its dictionary has 34 symbols",
+        "does not have 34 rows",
     ),
     "old words in another order": (
         MT,
