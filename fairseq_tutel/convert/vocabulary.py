@@ -4,7 +4,7 @@ import argparse
 import io
 import re
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ TABLE = re.compile(
 )
 # Tokens of a language in fairseq's tasks, and the endings of its name for other kinds of data.
 FORMS, ENDINGS = ("__{}__", "[{}]", "<{}>"), ("", "_dae", "_mined")
+Examples = Mapping[str, Sequence[str]]  # new symbol -> old symbols, at the mean of whose rows it starts
 
 
 def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
@@ -58,11 +59,8 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
             vocabulary = _extended(options, folder, arguments.add_words, languages, added)
             vocabulary.write(Path(temporary))
         new = _task(saved, data or Path(temporary), changed)
-    examples = {
-        token: [tokens[i] for tokens in map(_tokens, [like] if like else languages)]
-        for language in added
-        for i, token in enumerate(_tokens(language))
-    }
+    old_tokens = list(zip(*map(_tokens, [like] if like else languages), strict=True))
+    examples = {new: old for code in added for new, old in zip(_tokens(code), old_tokens, strict=True)}
     apart = {*SPECIAL, *(token for language in languages for token in _tokens(language))}
     lines = _convert(saved, old, new, examples, apart)
     for part in map(saved.options_of, PARTS):
@@ -116,7 +114,7 @@ def _tokens(language: str) -> list[str]:
 
 
 def _convert(
-    saved: SavedModel, old: Any, new: Any, examples: Mapping[str, list[str]], apart: Collection[str]
+    saved: SavedModel, old: Any, new: Any, examples: Examples, apart: Collection[str]
 ) -> list[str]:
     """Replace the tables of a checkpoint, in place; return a line for each pair of dictionaries."""
     tables: dict[str, list[str]] = {}
@@ -149,9 +147,7 @@ def _convert(
         module, is_input, _ = owner.partition(".embed_tokens")
         if is_input:
             before[module], after[module] = prints
-        kept = len({*symbols} & {*made})
-        counts = f"{kept} kept, {len(made) - kept} new, {len(symbols) - kept} dropped"
-        lines[prints] = f"{len(symbols)} -> {len(made)} symbols: {counts}"
+        lines[prints] = f"{len(symbols)} -> {len(made)} symbols, {len({*symbols} & {*made})} kept"
     dictionaries.refuse_other_dictionaries(before, saved.state, saved.path)
     saved.restart(weights)
     saved.state["extra_state"][dictionaries.KEY] = after
@@ -169,7 +165,7 @@ def _dictionary(task: Any, name: str, weights: Collection[str]) -> Any:
 
 
 def fitted(
-    table: Tensor, old: list[str], new: list[str], examples: Mapping[str, list[str]], apart: Collection[str]
+    table: Tensor, old: list[str], new: list[str], examples: Examples, apart: Collection[str]
 ) -> Tensor:
     """Return a table [V', …] with the rows of the new symbols, from a table [V, …] of the old symbols.
 
