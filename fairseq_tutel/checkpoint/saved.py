@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fairseq_tutel.checkpoint import atomic_save
+from fairseq_tutel.checkpoint import atomic_save, dictionaries
 from fairseq_tutel.checkpoint.files import read_file, walk
 from fairseq_tutel.checkpoint.foreign import refuse_malformed
 from fairseq_tutel.checkpoint.options import RETIRED
@@ -205,9 +205,11 @@ class SavedModel:
 
         A training run from a restarted checkpoint begins as with --finetune-from-model.
         """
+        before = self.state.get("extra_state") or {}
+        kept = {key: before[key] for key in (dictionaries.KEY,) if key in before}
         self.state.pop("last_optimizer_state", None)
         self.state["optimizer_history"] = self.state.get("optimizer_history") or [NO_HISTORY]
-        self.state["extra_state"] = {"train_iterator": dict(START)}
+        self.state["extra_state"] = {"train_iterator": dict(START), **kept}
         if weights is not None:
             self.state["model"] = dict(weights)
 

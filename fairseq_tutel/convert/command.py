@@ -248,6 +248,26 @@ whose outputs may change.""",
         ),
     ),
     Conversion(
+        name="vocabulary",
+        call="vocabulary:run",
+        text="""Change the dictionary of a dense or MoE checkpoint, or add words or languages.
+
+Symbols keep their embeddings and output weights. A new row starts at the mean of all rows, and that of a
+language's token at the mean of the other languages'. --add-words and --add-languages write new
+dictionaries next to the output. Train the new checkpoint with --finetune-from-model.""",
+        example="SAVE/checkpoint_best.pt --output new/model.pt --add-languages nld_Latn --like deu_Latn",
+        source="a dense or MoE checkpoint",
+        options=(
+            option("--add-languages", "languages to append to --langs, in order", "LANG", nargs="+"),
+            option("--like", "copy the token of this language for new languages", "LANG"),
+            option("--old-data", "folder of old dictionaries [the training run's]", "FOLDER", type=Path),
+        ),
+        exclusive=(
+            option("--data", "folder of the new dictionaries", "FOLDER", type=Path),
+            option("--add-words", "text file with one word a line to append", "FILE", type=Path),
+        ),
+    ),
+    Conversion(
         name="sharded",
         call="sharded:run_sharded",
         text="""Move experts to shard files next to the checkpoint.

@@ -105,11 +105,7 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
     """Run `convert meta`."""
     saved, notes = read(inputs)
     vocabulary = dictionaries(saved, arguments.dictionary)
-    for name in (*vocabulary.files, *vocabulary.links):
-        text, file = vocabulary.files.get(vocabulary.links.get(name, name)), output.parent / name
-        if file.exists() and file.read_text() != text:
-            raise ValueError(f"{file} is another dictionary; give an --output in another folder.")
-    vocabulary.write(output.parent)
+    vocabulary.write_new(output.parent)
     saved.write(output)
     print_notes(notes)
     beside = f" and {', '.join(vocabulary.files)}, with the tags of data sources, next to it"

@@ -70,7 +70,7 @@ def from_checkpoint(
     if not isinstance(state, dict) or not (state.get("cfg") or state.get("args")):
         raise ValueError(f"path names {files[0]}, which contains no model; give a checkpoint.")
     trained = str(SavedModel(state).options_of("task").get("data") or "")
-    folder = _data_folder(data, trained, files[0].parent)
+    folder = data_folder(data, trained, files[0].parent)
     return open_interface(files, folder, place, dtype, options)
 
 
@@ -89,7 +89,7 @@ def files_of(path: str | Path, name: str = "path") -> list[Path]:
     return files
 
 
-def _data_folder(given: str | Path | None, trained: str, beside: Path) -> Path:
+def data_folder(given: str | Path | None, trained: str, beside: Path) -> Path:
     """Return the folder with the dictionaries: the given folder, the training run's folder, or `beside`.
 
     The training run's data folder is used only if it has dictionaries.

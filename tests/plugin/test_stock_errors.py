@@ -67,7 +67,7 @@ EXPLAINED = [
     (open_without_split, r"no split valid \("),
     (lambda folder: TranslationTask.setup_task(TranslationConfig(data=str(folder))), "--source-lang"),
     (lambda _: checkpoint_utils.load_model_ensemble_and_task(["none.pt"]), "--path is none.pt"),
-    (load_into_another_model, r"x\.pt does not fit this model \(.*size mismatch for weight"),
+    (load_into_another_model, r"x\.pt does not fit this model \(.*size mismatch for weight.*vocabulary"),
     (lambda _: torch.empty(2**60), "--max-tokens"),
 ]
 

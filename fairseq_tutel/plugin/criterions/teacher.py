@@ -12,6 +12,7 @@ from omegaconf import OmegaConf, open_dict
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from fairseq_tutel.checkpoint.dictionaries import fingerprints_of, refuse_other_dictionaries
 from fairseq_tutel.plugin.distillation_options import DistillationConfig
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
 from fairseq_tutel.plugin.options import options_of
@@ -57,6 +58,7 @@ class Teacher:
         # Opening the teacher must not change the random numbers of training.
         with torch.random.fork_rng():
             (model,), _ = checkpoint_utils.load_model_ensemble([path], task=task, state=state)
+        refuse_other_dictionaries(fingerprints_of(model), state, f"--distill-teacher {path}")
         model.requires_grad_(False)
         model.to(device=device, dtype=torch.bfloat16 if self.options.distill_teacher_bf16 else None)
         logger.info("teacher: %s", path)

@@ -16,6 +16,7 @@ from fairseq.utils import import_user_module
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from fairseq_tutel.checkpoint.dictionaries import refuse_other_dictionaries
 from fairseq_tutel.checkpoint.files import (
     IS_CORRUPT,
     NOT_A_FILE,
@@ -76,6 +77,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
                     refuse_code(state, path, overrides)  # The converted options are checked, too.
                 _update_task(state, overrides)
             else:
+                refuse_other_dictionaries(RUN.dictionaries, state, path)
                 _begin_average(state)
         except FOREIGN_FILE_ERRORS as error:
             if is_machine_error(error):

@@ -63,7 +63,7 @@ EXPLAINED: tuple[tuple[type[Exception], re.Pattern, str], ...] = (
         Exception,
         re.compile(r"Cannot load model parameters from checkpoint (.*); please ensure"),
         "{0} does not fit this model ({cause}); give the --arch, options and data of the run that saved "
-        "it.",
+        "it, or convert it to another dictionary with `fairseq-tutel convert vocabulary`.",
     ),
     (RuntimeError, MEMORY, "out of memory ({cause}); lower --max-tokens or --batch-size."),
 )

@@ -15,6 +15,7 @@ from fairseq.optim.lr_scheduler import build_lr_scheduler
 from fairseq.trainer import Trainer
 from torch import nn
 
+from fairseq_tutel.checkpoint import dictionaries
 from fairseq_tutel.checkpoint.experts import expert_modules
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.parallel import world
@@ -45,9 +46,16 @@ class MoETrainer(Trainer):
         prepare(cfg, task, model)
         super().__init__(cfg, task, model, *args, **kwargs)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the content of a checkpoint, with fingerprints of the model's dictionaries."""
+        state: dict[str, Any] = super().state_dict()
+        state["extra_state"][dictionaries.KEY] = dictionaries.fingerprints_of(self.get_model())
+        return state
+
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint if there is one, and check its content; end a run that reached --max-update."""
-        extra_state = super().load_checkpoint(*args, **kwargs)
+        with RUN.having(dictionaries=dictionaries.fingerprints_of(self.get_model())):
+            extra_state = super().load_checkpoint(*args, **kwargs)
         if extra_state is not None:
             refuse_loaded(self.cfg, self)
         options = self.cfg.optimization

@@ -1,0 +1,42 @@
+"""Fingerprints of the dictionaries that a model was trained with, in the extra state of checkpoints."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+# Key in the extra state: a dictionary from module names, such as "decoder", to fingerprints.
+KEY = "dictionaries"
+
+
+def symbols_of(dictionary: Any) -> list[str]:
+    """Return the symbols of a fairseq dictionary; a truncated one also holds the symbols it leaves out."""
+    return list(dictionary.symbols[: len(dictionary)])
+
+
+def fingerprint(symbols: list[str]) -> str:
+    """Return the number of symbols and a hash of the symbols and their order, such as "1000:9f86d081…"."""
+    digest = hashlib.sha256("\n".join(symbols).encode()).hexdigest()
+    return f"{len(symbols)}:{digest[:32]}"
+
+
+def fingerprints_of(model: Any) -> dict[str, str]:
+    """Return the fingerprint of the dictionary of each encoder and decoder, by the module's name."""
+    found = {name: getattr(module, "dictionary", None) for name, module in model.named_modules()}
+    return {name: fingerprint(symbols_of(d)) for name, d in found.items() if hasattr(d, "symbols")}
+
+
+def refuse_other_dictionaries(found: Mapping[str, str], state: Mapping[str, Any], path: Any) -> None:
+    """Raise ValueError if a checkpoint was saved with other symbols, or another order, than a model has.
+
+    Dictionaries of different lengths are not compared: the model converts or rejects such weights when it
+    loads them. Checkpoints of older versions and of stock fairseq have no fingerprints.
+    """
+    saved = (state.get("extra_state") or {}).get(KEY) or {}
+    for name, own in found.items():
+        other = str(saved.get(name, own))
+        if other != own and other.partition(":")[0] == own.partition(":")[0]:
+            raise ValueError(
+                f"{path} was saved with another dictionary of its {name}: the {own.partition(':')[0]} "
+                "symbols or their order differ; give the dictionary of that run, or convert the checkpoint "
+                "with `fairseq-tutel convert vocabulary`."
+            )
