@@ -34,6 +34,7 @@ from fairseq_tutel.plugin.training.startup import (
     start_together,
 )
 from fairseq_tutel.plugin.training.task import give_mixin
+from fairseq_tutel.plugin.training.train_only import freeze, refuse_other_parts
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,16 @@ class MoETrainer(Trainer):
 
     def __init__(self, cfg: Any, task: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         prepare(cfg, task, model)
+        freeze(cfg, model)
         super().__init__(cfg, task, model, *args, **kwargs)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(
+        self, filename: str, reset_optimizer: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         """Load a checkpoint if there is one, and check its content; end a run that reached --max-update."""
-        extra_state = super().load_checkpoint(*args, **kwargs)
+        if not reset_optimizer:
+            refuse_other_parts(self.cfg, filename)
+        extra_state = super().load_checkpoint(filename, reset_optimizer, *args, **kwargs)
         if extra_state is not None:
             refuse_loaded(self.cfg, self)
         options = self.cfg.optimization
