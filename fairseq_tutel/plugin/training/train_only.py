@@ -76,8 +76,8 @@ def _parts_of(model: nn.Module) -> dict[str, set[nn.Parameter]]:
     for side in ("encoder", "decoder"):
         named = model.named_parameters(remove_duplicate=False)
         parts[side] = {parameter for name, parameter in named if side in name.split(".")}
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    parts["embeddings"] = {table.weight for table in tables}
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    parts["embeddings"] = {parameter for table in tables for parameter in table.parameters()}
     return parts
 
 
