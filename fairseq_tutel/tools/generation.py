@@ -54,7 +54,7 @@ def add_to(tools: Any) -> None:
             parser.add_argument("--max-len", type=at_least(1), metavar="N", help=text)
         if kind == "translate":
             for side in ("source", "target"):
-                text = f"{side} language, for a multilingual model"
+                text = f"{side} language [for a bilingual model, that of the data folder]"
                 parser.add_argument(f"--{side}-lang", metavar="LANGUAGE", help=text)
         if kind == "sample":
             text = "draw each token from the N most probable ones instead of a beam search"
@@ -103,17 +103,18 @@ def _opened(kind: str, arguments: argparse.Namespace) -> Any:
     from fairseq_tutel.plugin.hub import from_checkpoint
     from fairseq_tutel.plugin.hub_interfaces import Generation, Translation
 
-    options: dict[str, Any] = {"moe_expert_store": arguments.expert_store}
-    if arguments.user_dir is not None:
-        options["user_dir"] = arguments.user_dir
+    languages = {key: getattr(arguments, key, None) for key in ("source_lang", "target_lang")}
+    options = {"moe_expert_store": arguments.expert_store, "user_dir": arguments.user_dir, **languages}
+    options = {key: value for key, value in options.items() if value is not None}
+    logging.getLogger("fairseq").setLevel(logging.WARNING)  # its messages would follow every batch
     device = "cpu" if arguments.cpu else None
     model = from_checkpoint(arguments.model, arguments.dictionaries, device=device, **options)
     other = "translate" if isinstance(model, Translation) else "sample or score"
     if not isinstance(model, Generation) or isinstance(model, Translation) != (kind == "translate"):
         fix = f"use {other}" if isinstance(model, Generation) else "give another model"
         raise ValueError(f"MODEL is {arguments.model}, whose model {kind} cannot use; {fix}.")
-    if isinstance(model, Translation):
-        model.set_languages({"source_lang": arguments.source_lang, "target_lang": arguments.target_lang})
+    if hasattr(model.task, "langs"):
+        model.set_languages(languages)
     model.cfg.dataset.batch_size = arguments.batch_size
     return model
 

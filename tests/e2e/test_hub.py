@@ -136,7 +136,6 @@ def test_the_tools_print_the_results_of_every_line(mt, lm, mt_data, tmp_path, ca
     [
         ("sample", (), "whose model sample cannot use; use translate"),
         ("translate", ("--nbest", 9), "--nbest is 9"),
-        ("translate", ("--target-lang", "xx"), "target_lang is 'xx'"),
     ],
 )
 def test_the_tools_refuse_other_models_and_values(kind, more, sentence, mt):
