@@ -1,8 +1,8 @@
-"""Measure the host memory for saving and loading many experts, and compare it with a formula.
+"""Measure the host memory that saving and loading experts takes, and compare it with a formula.
 
 The checkpoints are full or sharded. The ranks use gloo and hold L layers of E experts; each weight has
 --moments optimizer tensors. Each save and each load runs in new processes. The result is the largest growth
-of a rank's memory, sampled every millisecond. Pages mapped from files do not count.
+of a rank's memory, sampled every millisecond. Pages of memory-mapped files do not count.
 
     python -m benchmarks.checkpoint --ranks 4 --layers 12 --experts 64 --expert-mb 4 --json out.json
 """
@@ -42,12 +42,12 @@ from fairseq_tutel.parallel.world import Work
 MODEL_DIM = 512
 BYTES = 4  # float32
 States = dict[str, list[Tensor]]
-# A background save writes the same files as a sharded save. Only the seconds without training are counted.
+# A background save counts only the seconds in which training waits.
 FORMS = {"full": ("save", "load"), "sharded": ("save", "load"), "background": ("save",)}
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the requested measurements."""
+    """Measure saves and loads of the requested kinds."""
     parser = command.parser_of("checkpoint", "Measure memory and time of saving and loading experts.")
     for flag, default, text in (
         ("--ranks", 4, "processes, which share the experts"),
@@ -118,7 +118,7 @@ def _measure(arguments: argparse.Namespace, form: str, mode: str, folder: Path) 
 
 
 def formula(arguments: argparse.Namespace, form: str, mode: str, first: bool) -> int:
-    """Return the bytes that a rank needs in addition to its own experts and moments.
+    """Return the predicted bytes that a rank needs in addition to its experts and moments.
 
     full: rank 0 keeps all experts and moments until they are written; gloo keeps a copy of the stack that
     arrives; every rank reads the whole file.
@@ -127,7 +127,7 @@ def formula(arguments: argparse.Namespace, form: str, mode: str, first: bool) ->
     """
     expert = arguments.expert_mb * 2**20
     everything = arguments.layers * arguments.experts * expert * (1 + arguments.moments)
-    stack = arguments.experts * expert // 2  # the weight of fc1 or of fc2
+    stack = arguments.experts * expert // 2  # the weight of fc1 or fc2
     if form == "full":
         if mode == "load":
             return everything
@@ -177,7 +177,7 @@ def _save_sharded(model: nn.Module, moments: States, place: Topology, folder: Pa
 
 
 def _save_in_background(model: nn.Module, moments: States, place: Topology, folder: Path) -> float:
-    """Save with a thread; return the seconds in which training would have to wait."""
+    """Save in the background; return the seconds in which training would wait."""
     begin = time.perf_counter()
     shards = begin_folder(folder)
     copies = CopiedExperts(model, place, _states_of(model, moments))
@@ -216,7 +216,7 @@ def _save_records(
 
 def _load(model: nn.Module, moments: States, place: Topology, folder: Path) -> None:
     path = folder / "checkpoint.pt"
-    with path.open("rb") as file:  # fairseq loads checkpoints in this way too
+    with path.open("rb") as file:  # fairseq also passes an open file to torch.load
         state = torch.load(file, weights_only=True)
     bind(state, path)
     model.load_state_dict(state.pop("model"))

@@ -40,14 +40,14 @@ ROOT = Path(__file__).resolve().parents[1]
 BASE, SLICES, INTERFACE, MOST_VERTICES = "gloo", 4, "eth0", 200
 COLLECTIVES = ("all_gather", "all_reduce")
 NETWORKS = ("boxes:2x4:10:1", "cluster:2x4:10:1")
-MTU = 9000  # A fifth of the usual number of packets, so the kernel leaves more CPU time to the ranks.
+MTU = 9000  # With a fifth of the usual number of packets, the kernel leaves more CPU time to the ranks.
 QUEUE_BYTES, BURST_BYTES = 64_000_000, 20_000
-RESEND = "10s"  # longer than the time that any packet spends in a queue
+RESEND = "10s"  # exceeds the time that a packet spends in a queue
 Form = Callable[[Tensor, Tensor], object]
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure on each network; return 0 even if this machine cannot emulate networks."""
+    """Measure collectives on each network; return 0 even if this machine cannot emulate networks."""
     parser = command.parser_of("cluster", "Measure collectives on an emulated cluster.")
     add = parser.add_argument
     add("--networks", nargs="+", default=list(NETWORKS), help="names of the tool schedule, or FILE.json")
@@ -146,7 +146,7 @@ def _end(vertex: int, other: int) -> list[str]:
 
 
 def _run_ranks(network: Network, options: argparse.Namespace) -> list[Row]:
-    """Run a process for every rank in its namespace; return their rows."""
+    """Run a process for every rank in its network namespace; return the measured rows."""
     settings = {"network": to_json(network), **command.shown(options)}
     with TemporaryDirectory(prefix="cluster-") as folder:
         rows, log = Path(folder, "rows.jsonl"), Path(folder, "log")
@@ -188,7 +188,7 @@ def _run_ranks(network: Network, options: argparse.Namespace) -> list[Row]:
 
 
 def run_rank() -> None:
-    """Measure as one rank, given by torchrun's environment variables; rank 0 writes the rows to a file."""
+    """Measure collectives as one rank of a torchrun job; rank 0 writes the rows to a file."""
     settings, path = json.loads(sys.argv[1]), Path(sys.argv[2])
     network, shard = from_json(settings["network"]), 256 * settings["shard_kib"]
     dist.init_process_group("gloo", timeout=timedelta(seconds=settings["limit_s"]))
@@ -215,7 +215,7 @@ def run_rank() -> None:
             found.append(row)
     if dist.get_rank() == 0:
         path.write_text("".join(json.dumps(row) + "\n" for row in found))
-    dist.barrier()  # no rank exits while another rank still waits for a message
+    dist.barrier()  # no rank ends while another rank waits for a message
     dist.destroy_process_group()
 
 
@@ -246,7 +246,7 @@ def _predicted(
 
 
 def _times(collective: str, shard: int, forms: dict[str, Form], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each way to run the collective, on the slowest rank, after one warm-up call.
+    """Return the slowest rank's seconds for each implementation of a collective, after one warm-up.
 
     Raises:
         RuntimeError: the collective has a wrong result.

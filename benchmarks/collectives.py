@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.collectives --json out.json
 
-Ranks are processes of this machine. All variants of a configuration run alternately in the same processes:
-after a barrier, a variant is called a few times. Its time is the slowest rank's time per call. Before the
-timing, every variant's result is compared with gloo's. Bytes are the larger of a rank's input and output,
-with at least one number per rank.
+Ranks are processes of this machine. All variants of a configuration run alternately in the same processes.
+After a barrier, a variant is called a few times. The time of a variant is the slowest rank's time per call.
+Before the timing, every variant's result is compared with gloo's. The message size is the larger of a
+rank's input and output, with at least one number per rank.
 """
 
 import argparse
@@ -37,17 +37,17 @@ BASE = "gloo"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = (8, 64, 512, 4096, 32768, 262144, 2097152, 16777216, 67108864)
 EXECUTORS = {"plan_shm": OneSided, "plan_p2p": TwoSided}
-# Seconds of a turn, estimated with the slowest variant; maximum calls in a turn; minimum number of turns.
+# Seconds of a turn of the slowest variant, maximum number of calls in a turn, and minimum number of turns.
 TURN_SECONDS, MOST_CALLS, LEAST_ROUNDS = 0.01, 50, 5
 
 Call = Callable[[], object]
-# torch 2.13 renamed them.
+# torch 2.13 renamed these functions.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the requested measurements; return the exit status."""
+    """Time the requested collectives; return the exit status."""
     parser = parser_of("collectives", __doc__.splitlines()[0])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="how many")
     parser.add_argument(
@@ -78,7 +78,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _of_ranks(ranks: int, options: argparse.Namespace) -> Iterator[tuple[str, Row, list[Row]]]:
-    """Start a process for each rank; yield the name, the properties and the rows of each configuration."""
+    """Start a process for each rank; yield each configuration's name, properties and rows."""
     context = multiprocessing.get_context("fork")
     with TemporaryDirectory(prefix="collectives-") as folder:
         here, there = context.Pipe(duplex=False)
@@ -124,7 +124,7 @@ def _rank(rank: int, ranks: int, store: str, results: Connection, options: argpa
 def _configuration(
     collective: str, ranks: int, size: int, options: argparse.Namespace, programs: dict[Any, Any]
 ) -> list[Row]:
-    """Return a row for each variant; on rank 0, the rows have the results of all ranks."""
+    """Return a row for each variant; rank 0's rows have the results of all ranks."""
     made, notes = {}, {BASE: ""}
     for executor, plan in _plans(collective, ranks, size, options.all_plans):
         note = plan.name.split()[0]
@@ -142,7 +142,7 @@ def _configuration(
         if is_wrong:
             rows.append({"variant": way, "status": "wrong", "reason": "another result than gloo's"})
             del ways[way]
-    out.zero_()  # zeros, so that sums do not grow from call to call
+    out.zero_()  # with zeros, sums do not grow from call to call
     for way, row in against(_times(ways, options.seconds), BASE).items():
         rate = {"rate": num_bytes / row["seconds"], "rate_unit": "B/s"}
         rows.append({"variant": way, "status": "ok", "note": notes[way], **row, **rate})
@@ -152,12 +152,12 @@ def _configuration(
 def _ways(
     collective: str, ranks: int, size: int, programs: dict[str, Any]
 ) -> tuple[dict[str, Call], Tensor, Tensor, int]:
-    """Return the variants of a collective of equal shards, their output, gloo's output, and the bytes."""
+    """Return a collective's variants, their output, gloo's output, and the message bytes."""
     shard = max(1, size // 4 // (1 if collective == "all_reduce" else ranks))
     large = shard if collective == "all_reduce" else shard * ranks
     before = shard if collective == "all_gather" else large
     after = shard if collective == "reduce_scatter" else large
-    # Integers: their sums are equal in any order.
+    # Sums of integers are equal in any order.
     own = (torch.arange(before) % 251 + dist.get_rank()).float()
     out = torch.empty(after)
     wanted = own.clone() if collective == "all_reduce" else torch.empty(after)

@@ -1,4 +1,4 @@
-"""Options that all benchmarks have, and the handling of invalid values."""
+"""Parses the options that all benchmarks have, and reports invalid values."""
 
 import argparse
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """`python -m benchmarks.compiled`: print registers, spills and shared memory of Triton kernels.
 
-This needs no GPU. One layer runs forward and backward on meta tensors. The launches that a GPU of each
-target would receive are recorded and compiled. Matrix products are compiled with every tile of the table.
-A second part counts launches, host reads and bytes of one layer.
+The benchmark needs no GPU. One layer runs forward and backward on meta tensors. The launches that a GPU of
+each target would receive are recorded and compiled. Matrix products are compiled with every tile of the
+table. The benchmark also counts launches, host reads and bytes of one layer.
 """
 
 import argparse
@@ -45,8 +45,8 @@ TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.int64: "i64", torch.int32: "i32", torch.bool: "i1",
 }  # fmt: skip
-ACTIVATIONS = ("relu", "swiglu")  # the epilogues of other activations are similar
-MOST_TILES = 4  # all tiles of the table for one kind of product, one hardware and one precision
+ACTIVATIONS = ("relu", "swiglu")  # kernels of other activations have similar epilogues
+MOST_TILES = 4  # maximum number of tiles for one kind of product, hardware and precision
 # Operations that allocate a tensor or change only its shape. Views are recognized by their schema.
 FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "detach",
         "lift_fresh", "_reshape_alias")  # fmt: skip
@@ -54,7 +54,7 @@ READS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "bincount"
 
 
 def main(words: list[str] | None = None) -> int:
-    """Compile and print; return 1 if a kernel does not compile."""
+    """Compile the kernels and print their resources; return 1 if a kernel does not compile."""
     parser = command.parser_of("compiled", "Compile every kernel for GPUs that are not here.")
     add = parser.add_argument
     add("--targets", default="sm_80,sm_90,gfx942", help=f"of {', '.join(TARGETS)}")
@@ -105,7 +105,7 @@ class Launch:
 
 @dataclass
 class Trace:
-    """The launches of a function, in order.
+    """The kernel launches of a function, in order.
 
     Attributes:
         names: the name of each launched Triton function or torch operation.
@@ -120,7 +120,7 @@ class Trace:
     kernels: list[Launch] = field(default_factory=list)
 
     def add(self, name: str, values: Any) -> None:
-        """Record a launch with these arguments and results."""
+        """Record a launch with its arguments and results."""
         values = [getattr(value, "base", value) for value in tree_leaves(values)]  # descriptor -> tensor
         self.names.append(name)
         self.bytes += sum(
@@ -203,7 +203,7 @@ def launches_of(target: str, precision: str) -> list[Launch]:
 
 
 def _specialized(label: str, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
-    """Return a launch as Triton specializes it: arguments that are None, constant or 1 become constants."""
+    """Return Triton's specialization of a launch: arguments that are None, constexpr or 1 are constants."""
     given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     signature, constants, divisible = {}, {}, []
     for parameter in kernel.params:
@@ -246,7 +246,7 @@ def _exchanged(target: str, precision: str) -> Trace:
 
 
 def row_of(launch: Launch, target: str) -> Row:
-    """Compile one kernel and return its resources."""
+    """Compile one kernel and return its registers, spills and shared memory."""
     try:
         found = figures(launch.build(target))
     except RuntimeError as error:  # The compiler of an older Triton may not support the target.
@@ -257,7 +257,7 @@ def row_of(launch: Launch, target: str) -> Row:
 
 
 def figures(compiled: Any) -> dict[str, int]:
-    """Return the resources of a compiled kernel, read from its code.
+    """Return registers, spills and shared memory of a compiled kernel, read from its code.
 
     Returns:
         registers: number of vector registers per thread.

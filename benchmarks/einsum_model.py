@@ -10,7 +10,7 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 
 class EinsumFeedForward(nn.Module):
-    """A MoE layer with einsums, called in place of fc1. It has no balance loss, metrics or padding mask.
+    """A MoE layer with einsums, called in place of fc1, without balance loss, metrics and padding mask.
 
     Args:
         ours: the MoE layer to replace; its experts must be FFNs with biases.

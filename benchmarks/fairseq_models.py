@@ -19,7 +19,7 @@ from torch import nn
 from fairseq_tutel.plugin.training.own_layers import MoETrainer as Trainer
 
 USER_DIR = Path(__file__).resolve().parents[1] / "user_dir"
-# Special symbols of a dictionary: begin, padding, end, unknown.
+# Number of special symbols of a dictionary: begin, padding, end and unknown.
 SPECIAL = 4
 
 
@@ -61,7 +61,7 @@ class Shape:
         return self.ffn_dim * (self.freq - 1 + self.top_k) // self.freq
 
     def tiny(self) -> "Shape":
-        """Return a small model of the same kind, whose step needs only milliseconds."""
+        """Return the sizes of a small model of the same kind, whose step takes only milliseconds."""
         sizes = {"layers": 2, "model_dim": 16, "ffn_dim": 32, "heads": 2, "experts": 4}
         return replace(self, **sizes, words=64, sentences=2, tokens=8)
 
@@ -170,7 +170,7 @@ def samples_of(shape: Shape) -> list[dict[str, Any]]:
 
 def _sample(shape: Shape, seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
-    # One more token than the model reads, because targets are the inputs shifted by one position.
+    # Targets are the inputs shifted by one position, so a sentence needs one more token.
     size = (shape.sentences, shape.tokens + 1)
     source, target = (torch.randint(SPECIAL, shape.words, size, generator=generator) for _ in range(2))
     lengths = torch.full((shape.sentences,), shape.tokens)

@@ -1,7 +1,7 @@
 """`python -m benchmarks.generate`: time incremental decoding with MoE and dense models.
 
-Decoding is greedy, with cached keys and values, and one token of each sentence per step. The first token of
-each sentence is given. Each measured time is that of all steps.
+Decoding is greedy, with cached keys and values, and one token of each sentence per step. The
+benchmark sets the first token of each sentence. Each measured time is the sum over all steps.
 """
 
 import argparse
@@ -23,7 +23,7 @@ BATCHES, TOKENS, QUICK_TOKENS = (1, 8, 32), 64, 6
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure; return 1 if stepwise decoding differs from one forward over the complete text, else 0."""
+    """Time decoding; return 1 if stepwise decoding differs from one forward over the text, else 0."""
     parser = command.parser_of("generate", "Time incremental decoding of a model with experts.")
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where, in float32")
@@ -59,7 +59,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def measured(models: dict[str, nn.Module], first_B: Tensor, tokens: int, rounds: int) -> list[Row]:
-    """Check and time all models.
+    """Check the logits of all models, and time their decoding.
 
     Args:
         models: dictionary from names to language models in evaluation mode.

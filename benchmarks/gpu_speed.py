@@ -2,7 +2,7 @@
 
 --what kernels: the sum of the kernels' times, from torch's profiler. --what host: the time until all
 kernels of a step are enqueued, without waiting for the GPU. --table FILE prints a table from the JSON lines
-in a file. `benchmarks/gpu.sh` runs all of these.
+in a file. `benchmarks/gpu.sh` runs all these commands.
 """
 
 import argparse
@@ -29,7 +29,7 @@ COLUMNS = ("kernels_ms", "tflops", "launches", "forward_us", "step_us", "wps", "
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, and print a line for each case and variant; return 1 if a variant of this project failed."""
+    """Print a line of times for each case and variant; return 1 if a variant of this project failed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_speed", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -63,12 +63,12 @@ def _measured(what: str, name: str, case: Case, inputs: Inputs) -> dict[str, Any
         return MEASURES[what](variant, case, inputs)
     except (ImportError, Unsupported) as error:
         return {"skipped": str(error)}
-    except Exception as error:  # the other variants are measured nevertheless
+    except Exception as error:  # an error of one variant does not stop the benchmark
         return {"failed": f"{type(error).__name__}: {error}"[:300]}
 
 
 def _kernels(variant: Variant, case: Case, inputs: Inputs) -> dict[str, Any]:
-    """Return the kernels' milliseconds in a step, TFLOP/s, launches, and the largest kernels."""
+    """Return a step's kernel milliseconds, TFLOP/s, launches, and slowest kernels."""
     on_gpu = inputs.x_TD.device.type == "cuda"
     for _ in range(WARM):
         _step(variant, inputs)
@@ -96,7 +96,7 @@ def _kernels(variant: Variant, case: Case, inputs: Inputs) -> dict[str, Any]:
 
 
 def _host(variant: Variant, case: Case, inputs: Inputs) -> dict[str, Any]:
-    """Return the host's microseconds of a forward, and of a forward and backward."""
+    """Return the host's microseconds for a forward, and for a forward with backward."""
     # Backward runs in this thread, because waking another thread costs time.
     with torch.autograd.set_multithreading_enabled(False):
         for _ in range(WARM):
@@ -119,7 +119,7 @@ def _step(variant: Variant, inputs: Inputs) -> None:
 
 
 def _enqueued(run: Callable[[], object], inputs: Inputs) -> float:
-    """Return the median time in seconds of a call of `run`, which starts on an idle GPU."""
+    """Return the median seconds of a call of `run` on an idle GPU."""
     seconds = []
     for _ in range(HOST_ROUNDS):
         _wait(inputs)

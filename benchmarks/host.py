@@ -1,6 +1,6 @@
 """`python -m benchmarks.host`: measure the host's time for one MoE layer on a GPU; print JSON lines.
 
-A time is divided by that of two nn.Linear and a ReLU in the same process; the fastest rounds count. Without
+The fastest time is divided by the fastest time of two nn.Linear and a ReLU in the same process. Without
 a GPU, Triton compiles for sm_90, a fake driver launches nothing, and small CPU tensors have meaningless
 values: packing of arguments and descriptors, launches and the GPU allocator are excluded.
 """
@@ -29,7 +29,7 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels import gate_product, triton_launch, triton_ops
 from fairseq_tutel.moe.metrics import count_routing
 
-# First fairseq's default options with metrics, then case S with the options of the other benchmarks.
+# `defaults` has fairseq's default options and metrics; `S` has the options of the other benchmarks.
 PLAIN = {"top_k": 1, "balance_loss": "none", "expert_bias": False}
 CASES: dict[str, dict[str, Any]] = {"defaults": {"top_k": 2}, "S": PLAIN}
 FIELDS = ["forward", "forward_backward", "launches", "launches_forward", "torch_ops", "python_calls"]
@@ -37,7 +37,7 @@ WARM, ROUNDS = 30, 300
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, and print a line for each case."""
+    """Measure the host's time, and print a line for each case."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host")
     parser.add_argument("--quick", action="store_true", help="two rounds, as a smoke test")
     rounds = 2 if parser.parse_args(words).quick else ROUNDS
@@ -110,7 +110,7 @@ def _ratio(ours: Any, base: Any, with_backward: bool, rounds: int, on_gpu: bool)
 
 
 def _counted(step: Callable[[], None]) -> tuple[int, int]:
-    """Return how many torch operations and Python function calls a step has."""
+    """Return the numbers of torch operations and Python function calls of a step."""
     found = {"operations": 0, "call": 0}
 
     class Operations(TorchDispatchMode):
@@ -127,7 +127,7 @@ def _counted(step: Callable[[], None]) -> tuple[int, int]:
 
 
 def _without_gpu(stack: ExitStack) -> None:
-    """Treat CPU tensors as tensors on a Hopper GPU; launches do nothing."""
+    """Treat CPU tensors as tensors on a Hopper GPU, with launches that do nothing."""
     utils = {
         "load_binary": lambda *_: (1, 1, 32, 0, 1024),
         "get_device_properties": lambda _: {"max_shared_mem": 232448},
@@ -137,7 +137,7 @@ def _without_gpu(stack: ExitStack) -> None:
         utils=SimpleNamespace(**utils),
         launcher_cls=lambda *_: lambda *_: None,
         get_current_target=lambda: compiled.TARGETS["sm_90"],
-        get_current_device=lambda: None,  # torch.device("cpu") has this index
+        get_current_device=lambda: None,  # torch.device("cpu") has the index None
         get_current_stream=lambda _: 0,
     )
     driver.set_active(fake)
@@ -145,7 +145,7 @@ def _without_gpu(stack: ExitStack) -> None:
         (triton_launch, "hardware_of", lambda _: "sm_90"),
         (triton_launch, "is_direct", lambda _: True),
         (gate_product, "is_supported", lambda *_: True),
-        # On a CPU, torch cannot multiply into fp32, so this replacement uses one more operation.
+        # On a CPU, torch cannot multiply bf16 into fp32, so this function needs one more operation.
         (gate_product, "_in_fp32", lambda a, b: torch.mm(a, b).float()),
         (kernels, "ops", lambda *_: triton_ops.BY_PRODUCTS),
     ):

@@ -29,16 +29,16 @@ BASE = "dense"
 CASES = {"cpu": CPU_CASES, "cuda": CUDA_CASES}
 DTYPES = {"cpu": "fp32", "cuda": "bf16"}
 OF_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Forward with backward; on a GPU also the training forward without backward.
+# A CPU times forward with backward; a GPU also times the training forward alone.
 MODES = {"cpu": ("forward+backward",), "cuda": ("forward", "forward+backward")}
-# Cost of a mode in units of a forward: backward has two products, for the input and for the weights.
+# Cost of a mode in units of a forward. Backward has two products, for the input and for the weights.
 FORWARDS = {"forward": 1, "forward+backward": 3}
 ROUNDS, WARM = {"cpu": 15, "cuda": 20}, {"cpu": 1, "cuda": 10}
 QUICK_ROUNDS = 2
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure; return 1 if a variant of this project is wrong or failed, else 0.
+    """Check and time all variants; return 1 if a variant of this project is wrong or failed, else 0.
 
     Args:
         words: the command-line arguments; None means sys.argv.
@@ -59,12 +59,12 @@ def _measure(options: argparse.Namespace) -> int:
     cases = _chosen("--configs", options.configs, CASES[device.type])
     builders = BUILDERS
     if options.variants is None:
-        same = f"ours/{backend_for('auto', device)[0]}"  # measured as ours/auto
+        same = f"ours/{backend_for('auto', device)[0]}"  # ours/auto has already measured this backend
         builders = {name: build for name, build in builders.items() if name != same}
     chosen = _chosen("--variants", options.variants, builders)
     chosen = {BASE: BUILDERS[BASE], **chosen}
     dtype = OF_NAMES[options.dtype or DTYPES[device.type]]
-    # The plugin sets this in CPU training too; it also makes dense layers faster.
+    # The plugin also keeps freed memory in CPU training; dense layers become faster, too.
     keeps = device.type == "cpu" and keep_freed_memory()
     report = Report(
         "layer",
@@ -99,7 +99,7 @@ def _rows_of(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Iterator[tuple[dict[str, Any], list[Row]]]:
-    """Yield the properties of the configuration and the rows, for every number of threads."""
+    """Yield a configuration's properties and rows, for every number of threads."""
     inputs = make_inputs(case, device, dtype)
     about = {
         **asdict(case),
@@ -154,7 +154,7 @@ def checked(
                 variants[name] = variant
         except (ImportError, Unsupported) as error:
             row |= {"status": "skipped", "reason": str(error)}
-        except Exception as error:  # Any exception: the other variants are measured nevertheless.
+        except Exception as error:  # An error of one variant does not stop the benchmark.
             row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
         rows[name] = row
     return variants, rows

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One layer on one micro-batch, without biases, dropless.
+    """A dropless MoE layer without biases, and the number of tokens of its micro-batch.
 
     Attributes:
         tokens: T.
@@ -31,7 +31,7 @@ class Case:
 
     @property
     def is_glu(self) -> bool:
-        """Whether an expert has three weight matrices."""
+        """Whether an expert has three weight matrices, as in SwiGLU."""
         return self.activation == "swiglu"
 
     @property
@@ -41,7 +41,7 @@ class Case:
         return 2 * maps * self.tokens * self.top_k * self.model_dim * self.hidden_dim
 
     def tiny(self) -> "Case":
-        """Return a small case of the same kind, which runs in milliseconds."""
+        """Return a small layer of the same kind, which runs in milliseconds."""
         return replace(
             self,
             tokens=min(self.tokens, 64),
@@ -65,7 +65,7 @@ CPU_CASES = {
     "e64_zipf": _cpu(hidden_dim=256, num_experts=64, top_k=8, zipf=1.0),
 }
 
-# Small batches show the cost outside of the products. In the last case, most experts have 0 to 2 rows.
+# Small batches show the cost outside of matrix products. In the last entry, most experts have 0 to 2 rows.
 SMALL = {
     f"small_t{tokens}_k{top_k}": replace(CPU_CASES[f"k{top_k}_uniform"], tokens=tokens)
     for tokens in (64, 256, 1024)
@@ -88,8 +88,8 @@ CUDA_CASES = {
     "E": _QWEN3,
     # The layer of SonicMoE's fine-grained 7B model.
     "F": Case(tokens=24576, model_dim=1536, hidden_dim=256, num_experts=128, top_k=8, activation="swiglu"),
-    # Case E, but the busiest expert has ten times the mean load.
+    # Layer E with ten times the mean load on the busiest expert.
     "G": replace(_QWEN3, zipf=0.8),
-    # Case A with fewer tokens, so that the [T, E, C] masks of the einsum formulation fit into memory.
+    # Layer A with fewer tokens, so that the [T, E, C] masks of the einsum formulation fit into memory.
     "S": Case(tokens=4096, model_dim=1024, hidden_dim=4096, num_experts=8, top_k=1),
 }

@@ -1,7 +1,7 @@
 """Compare the output and all gradients of a variant with those of a loop over experts.
 
-The loop gets the same rounded inputs and every token's experts. It runs in fp64 on a CPU and in fp32 on a
-GPU, and shares no code with the variants.
+The loop gets the rounded inputs of the variant and every token's experts. The loop runs in fp64 on a CPU,
+in fp32 on a GPU, and shares no code with the variants.
 """
 
 import math
@@ -14,7 +14,7 @@ from benchmarks.layer_cases import Case
 from benchmarks.layer_inputs import Inputs
 
 REFERENCE_DTYPES = {"cpu": torch.float64, "cuda": torch.float32}
-# Maximum relative error (of the norm), by dtype. A wrong result has an error of 0.1 or more.
+# Maximum error by dtype, relative to the expected norm. A wrong result has an error of 0.1 or more.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # Maximum error of gradients with relu: a hidden value near 0 may have another sign in another precision,
 # which changes one row of a gradient completely.
@@ -62,7 +62,7 @@ def in_order(ids_TK: Tensor, probs_TE: Tensor) -> Tensor:
 
 
 def _kept(ids_TK: Tensor, capacity: int | None) -> Tensor:
-    """Return [T, K] bool: which assignments get a slot."""
+    """Return a mask [T, K] of the assignments that get a slot."""
     if capacity is None:
         return torch.ones_like(ids_TK, dtype=torch.bool)
     ids_N = ids_TK.t().flatten()

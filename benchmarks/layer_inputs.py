@@ -1,6 +1,6 @@
-"""Creates the tokens and weights of a case; they are equal for all variants and lead to the case's loads.
+"""Creates the tokens and weights of a benchmarked layer, which are equal for all variants.
 
-Only the tokens determine the loads. Every variant runs its normal gate; all gates choose the same experts.
+Only the tokens determine the loads. Every variant runs its normal gate. All gates choose the same experts.
 """
 
 import math
@@ -19,7 +19,7 @@ OTHERS, CHOSEN = -1.0, 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Inputs and weights of a variant.
+    """Tokens, output gradients and weights of a variant.
 
     Attributes:
         x_TD: tokens, which require a gradient.
@@ -86,7 +86,7 @@ def _steered(case: Case, ids_TK: Tensor, generator: torch.Generator) -> tuple[Te
     shape_DE = (case.model_dim, case.num_experts)
     directions_DE = torch.randn(shape_DE, generator=generator, device=device)
     gate_ED = torch.linalg.qr(directions_DE).Q.t().contiguous()
-    # The gate's dimensions get the values that lead to the wanted logits; all other dimensions get noise.
+    # The gate's dimensions of x get values for the wanted logits; all other dimensions get noise.
     shape_TD = (case.tokens, case.model_dim)
     noise_TD = torch.randn(shape_TD, generator=generator, device=device)
     x_TD = noise_TD + (logits_TE - F.linear(noise_TD, gate_ED)) @ gate_ED

@@ -29,7 +29,7 @@ def kept_bytes(forward: Callable[[], Tensor], excluded: Iterable[Tensor]) -> int
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
         y = forward()
-    # Unused tensors are freed by now, so addresses are unique.
+    # All tensors in `alive` still exist, so different storages have different addresses.
     storages = [kept.tensor.untyped_storage() for kept in alive]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     for tensor in excluded:
@@ -39,7 +39,7 @@ def kept_bytes(forward: Callable[[], Tensor], excluded: Iterable[Tensor]) -> int
 
 
 def bytes_of_step(forward: Callable[[], Tensor], dy: Tensor, clear: Callable[[], object]) -> dict[str, int]:
-    """Run a step on a GPU; return the bytes that it allocates.
+    """Run forward and backward on a GPU; return the allocated bytes.
 
     Args:
         forward: function that returns the output, with its autograd graph.

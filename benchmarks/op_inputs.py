@@ -1,4 +1,4 @@
-"""Arguments for every op of `fairseq_tutel.kernels`, and how many bytes or operations the op needs.
+"""Creates arguments for every op of `fairseq_tutel.kernels`, with the op's bytes or operations.
 
 T tokens, D model_dim, H hidden_dim, E experts, K top_k, R = T * K rows.
 """
@@ -44,7 +44,7 @@ class Call:
     keywords: dict[str, Any] = field(default_factory=dict)
 
 
-# Configurations of `benchmarks.layer`, on a GPU its A, B and D.
+# Sizes of the layers of `benchmarks.layer` (on a GPU, of its layers A, B and D).
 SIZES = {
     "cpu": {
         "k1": Sizes(tokens=4096, model_dim=512, hidden_dim=2048, num_experts=8, top_k=1),
@@ -66,7 +66,7 @@ QUICK = {
 
 @dataclass(frozen=True, kw_only=True)
 class Tensors:
-    """Inputs of the ops of one layer, on the device.
+    """The tensors of one layer that ops get as arguments.
 
     Attributes:
         x_TD, y_TD: token values in the benchmark's dtype, which is also that of all weights and rows.
@@ -113,7 +113,7 @@ class Tensors:
 
 
 def make_tensors(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Tensors:
-    """Return random tensors of these sizes."""
+    """Return random tensors for a layer of these sizes."""
     generator = torch.Generator(device).manual_seed(1)
 
     def uniform(*shape: int) -> Tensor:
@@ -219,7 +219,7 @@ def _ffn_down_backward(t: Tensors) -> Call:
 
 
 def _ffn_up_backward(t: Tensors) -> Call:
-    # The hidden rows are used as gradients, because any values are suitable.
+    # Hidden rows serve as gradients, because any values are suitable.
     return _product((t.a_RH, t.fc1, t.g_RH, t.fc3, t.groups), t.maps_in * t.product_flops)
 
 

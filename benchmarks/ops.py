@@ -1,7 +1,7 @@
 """`python -m benchmarks.ops`: time every kernel op in every backend, and in the plain torch reference.
 
-A configuration is an op with the sizes of a layer. Before the timing, outputs are compared with those of
-the reference in higher precision.
+A configuration is one op with the dimensions of one layer. Before the timing, outputs are compared with
+those of the reference in higher precision.
 """
 
 import argparse
@@ -29,7 +29,7 @@ QUICK_ROUNDS = 2
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure; return 1 if an op is wrong or failed, else 0."""
+    """Check and time all ops; return 1 if an op is wrong or failed, else 0."""
     parser = command.parser_of("ops", "Time every op of the kernels in every backend.")
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu in float32, cuda in bfloat16")
@@ -66,7 +66,7 @@ def available(device: torch.device) -> tuple[dict[str, ModuleType], list[Row]]:
 def measured(
     name: str, call: Call, backends: Mapping[str, ModuleType], rounds: int, device: torch.device
 ) -> list[Row]:
-    """Check and time one op in all backends.
+    """Compare one op with the reference, and time the op in all backends.
 
     Args:
         name: name of the op, which is a function in the modules of the backends.
@@ -90,7 +90,7 @@ def measured(
                 wide = _widened(call, device)
                 wanted = _outputs(getattr(reference, name)(*wide.arguments, **wide.keywords))
             row |= _compared(_outputs(op(*call.arguments, **call.keywords)), wanted, call)
-        except Exception as error:  # the other backends are measured nevertheless
+        except Exception as error:  # an error of one backend does not stop the benchmark
             row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
         if row["status"] == "ok":
             steps[backend] = lambda op=op: op(*call.arguments, **call.keywords)
@@ -125,7 +125,7 @@ def _outputs(result: Any) -> dict[str, Tensor]:
 
 
 def _widened(call: Call, device: torch.device) -> Call:
-    """Return the call with all floating-point tensors in the reference's precision."""
+    """Return the op's arguments with all floating-point tensors in the reference's precision."""
     dtype = REFERENCE_DTYPES[device.type]
 
     def wide(value: Any) -> Any:

@@ -36,7 +36,7 @@ class BadOption(ValueError):  # noqa: N818 - it is the user's, and ends the comm
 
 @dataclass
 class Report:
-    """All results of one run of a benchmark.
+    """The results of one run of a benchmark.
 
     Attributes:
         benchmark: name of the benchmark.
@@ -57,7 +57,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
 
     def add(self, configuration: str, facts: dict[str, Any], rows: Iterable[Row]) -> None:
-        """Add the results of one configuration, rewrite the file and print the rows."""
+        """Add the rows of one configuration, rewrite the --json file and print the rows."""
         self.configurations[configuration] = facts
         new = [{"configuration": configuration, **row} for row in rows]
         known = {_why_not(row) for row in self.rows}
@@ -71,7 +71,7 @@ class Report:
         sys.stdout.flush()
 
     def finish(self) -> None:
-        """Mark the file as complete."""
+        """Mark the --json file as complete."""
         self._write(complete=True)
 
     def _write(self, complete: bool) -> None:

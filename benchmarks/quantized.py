@@ -35,7 +35,7 @@ DISTRIBUTIONS: dict[str, Callable[[int, int], Tensor]] = {
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure; return 1 if a product is wrong, else 0."""
+    """Check and time products; return 1 if a product is wrong, else 0."""
     parser = command.parser_of("quantized", "Time products with int8 and int4 matrices.")
     add = parser.add_argument
     add("--rows", type=command.positive, nargs="+", default=[1, 4, 16, 64], help="numbers of rows")
@@ -70,7 +70,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _products(x: Tensor, weight: Tensor, threads: int, rounds: int) -> list[Row]:
-    """Return a row for every variant."""
+    """Return a row of times and errors for every variant."""
     steps: dict[str, Callable[[], Tensor]] = {BASE: lambda: x @ weight.t()}
     exact = {BASE: steps[BASE]()}
     for name in FORMATS:

@@ -1,6 +1,6 @@
 """Compute the fastest all-gather of networks, and measure the time to generate its trees.
 
-All results except the seconds are exact and equal on every machine. Seconds are medians on one thread.
+All results except the seconds are exact. The seconds are medians on one thread.
 
     python -m benchmarks.schedule --json benchmarks/results/schedule.json
 """
@@ -24,7 +24,7 @@ NETWORKS = (
 
 
 def main(words: list[str] | None = None) -> int:
-    """Generate the trees of every network."""
+    """Generate the trees of every network, and write the table's rows."""
     parser = command.parser_of("schedule", "Time the trees of networks.")
     parser.add_argument("--networks", nargs="+", default=NETWORKS, help="by name or FILE.json")
     parser.add_argument("--rounds", type=int, default=5, help="of which seconds are the median")
@@ -43,7 +43,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def row_of(name: str, rounds: int) -> dict[str, Any]:
-    """Return the row of a network."""
+    """Return the table row of a network."""
     network = find(name)
     best = optimum(network)
     few, few_s = _made(name, None, rounds)

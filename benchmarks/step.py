@@ -27,7 +27,7 @@ ROUNDS, QUICK_ROUNDS = 7, 2
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure; return 1 if the outputs of the two models with experts differ, else 0."""
+    """Time all variants; return 1 if the outputs of `moe` and `moe_einsum` differ, else 0."""
     parser = command.parser_of("step", "Time a training step of a model with experts.")
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where, in float32")
@@ -56,7 +56,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def measured(shape: Shape, options: argparse.Namespace, device: torch.device, report: Report) -> None:
-    """Check and time all variants of a shape."""
+    """Compare the MoE variants, and time a training step of all variants."""
     samples = samples_of(shape)
     rows: dict[str, Row] = {name: {"variant": name, "status": "ok"} for name in VARIANTS}
     built = {name: _built(name, shape, device) for name in VARIANTS}
@@ -97,7 +97,7 @@ def step_of(built: Built, samples: list[dict[str, Any]]) -> timing.Step:
 
 @torch.no_grad()
 def _compared(ours: nn.Module, einsum: nn.Module, shape: Shape) -> Row:
-    """Compare the outputs of both models with experts for a few tokens, without dropping."""
+    """Compare the outputs of `moe` and `moe_einsum` for a few tokens, without dropping."""
     few = replace(shape, sentences=2, tokens=8)
     (sample, *_) = samples_of(few)
     layers = [layer for layer in einsum.modules() if isinstance(layer, EinsumFeedForward)]

@@ -3,7 +3,7 @@
 A pre-gated language model is written to files on disk. For every policy, a new process opens the model as
 fairseq's commands do, and decodes one sentence token by token. The results are tokens/s, and the process's
 peak memory (RssAnon) including the opening of the model. Pages of files in the system's page cache do not
-count. Each row has the fraction of the files in this cache; for `cold` rows, it is 0 at the start.
+count. Each row has the fraction of the files in the page cache, which is 0 for `cold` rows at the start.
 """
 
 import argparse
@@ -37,13 +37,13 @@ from fairseq_tutel.inference.options import STORE_POLICIES
 from fairseq_tutel.plugin.opening.offload import STORES
 
 BASE = "resident"
-GOAL = 0.25  # goal: the memory of pregated, as a fraction of resident's
+GOAL = 0.25  # goal: `pregated` needs at most this fraction of the memory of `resident`
 FILE = "checkpoint.pt"
-SECONDS = 8.0  # maximum decoding time; prefetch-all is slow because it reads all experts for every token
+SECONDS = 8.0  # maximum decoding time; prefetch-all is slow, because every token reads all experts
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure; return 1 if a policy's logits differ from those of resident, else 0."""
+    """Measure all policies; return 1 if a policy's logits differ from those of resident, else 0."""
     parser = command.parser_of("store", "Measure the policies of --moe-expert-store.")
     add = parser.add_argument
     add("--folder", type=Path, help="where the model is, or is to be written; else a temporary one")
@@ -173,7 +173,7 @@ def _cached(file: Path) -> int:
 
 
 def _decode(folder: Path, policy: str, cache: str, tokens: int, threads: int) -> Row:
-    """Open the model and decode, in this process; return time, memory and the last logits."""
+    """Open the model and decode a sentence; return time, memory and the last logits."""
     with own_peak() as peak:
         torch.set_num_threads(threads)
         utils.import_user_module(argparse.Namespace(user_dir=str(USER_DIR)))
@@ -181,7 +181,7 @@ def _decode(folder: Path, policy: str, cache: str, tokens: int, threads: int) ->
         model, counters = _opened(folder, policy, cache)
         opening = time.perf_counter() - begin
         logits, took = _texted(model, tokens)
-    steps = took[1:] or took  # the first step starts with an empty expert cache, so it is slower
+    steps = took[1:] or took  # the first step starts with an empty expert cache and is slower
     return {
         "peak_bytes": peak[0],
         "seconds_opening": opening,

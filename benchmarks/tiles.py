@@ -3,7 +3,7 @@
 python -m benchmarks.tiles                          the layers A, C and E of benchmarks/layer_cases.py
 python -m benchmarks.tiles C 8192,2048,1408,64,6    C, and a layer of T, D, H, E and K; --swiglu for SwiGLU
 
-The rows are for `TABLE` of kernels/tiles.py. You must add the shape class of each row yourself.
+The rows are for `TABLE` of kernels/tiles.py. The user must add the shape class of each row.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels.tiles import Tile, choose, fitted
 
 ROUNDS, WARM, QUICK_ROUNDS = 20, 5, 1
-# Rows and columns of the candidates. The number of stages is that of the current tile, or differs by one.
+# Rows and columns of the timed tiles. Their number of stages differs at most by one from the current tile.
 SIZES = ((64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
 # Before each product, the GPU is kept busy for about a millisecond, so that it never waits for the host.
 BUSY_CYCLES = 1_500_000
-CHOOSE = "fairseq_tutel.kernels.triton_launch.choose"  # returns the tile of every product
+CHOOSE = "fairseq_tutel.kernels.triton_launch.choose"  # this function returns the tile of a product
 
 
 def main(words: list[str] | None = None) -> int:
@@ -78,7 +78,7 @@ def _case(text: str, swiglu: bool) -> Case:
 
 
 def _products(t: Tensors) -> Iterator[tuple[str, Call]]:
-    """Yield the products of forward and backward, with arguments."""
+    """Yield the matrix products of forward and backward, with their arguments."""
     for op in ("ffn_up", "grouped_linear", "ffn_down_backward", "ffn_up_backward", "grouped_weight_grad"):
         yield op, CALLS[op](t)
     fc1 = Call(
@@ -96,7 +96,7 @@ def _rows(op: str, call: Call, device: torch.device, name: str, rounds: int) -> 
         step = _step(op, call, device, tile)
         try:
             step()  # the first call compiles the kernel
-        except Exception as error:  # too little shared memory, too few registers, or a compiler limit
+        except Exception as error:  # for example, too little shared memory for the tile
             yield f"# {kind} {tile}: {type(error).__name__}: {str(error).splitlines()[0]}"
         else:
             steps[tile] = step
@@ -134,7 +134,7 @@ def _chosen(op: str, call: Call, device: torch.device) -> tuple[str, str, str, i
 
 
 def _step(op: str, call: Call, device: torch.device, tile: Tile) -> Callable[[], object]:
-    """Return a function that runs a product with a tile."""
+    """Return a function that runs a matrix product with a tile."""
     function = getattr(kernels.ops("triton", device), op)
 
     def step() -> object:

@@ -1,6 +1,6 @@
 """Measures the times of several steps, which run alternately in one process, with the device's clock.
 
-Each step's time is divided by the baseline's time in the same round, in which the machine is equally slow.
+Each step's time is divided by the baseline's time in the same round.
 """
 
 import time
@@ -10,7 +10,7 @@ from statistics import median, quantiles
 import torch
 
 Step = Callable[[], object]
-# Ends the timing of a step; returns a function that returns its seconds after all rounds.
+# Stops a step's timer, and returns a function that gives the step's seconds after all rounds.
 Clock = Callable[[Step], Callable[[], float]]
 
 
@@ -56,7 +56,7 @@ def _by_wall_clock(step: Step) -> Callable[[], float]:
 
 
 def _by_cuda_events(step: Step) -> Callable[[], float]:
-    # The host does not synchronize with the device here, so it launches kernels in advance as in training.
+    # Without synchronization, the host launches kernels in advance, as in training.
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     step()

@@ -16,8 +16,8 @@ import time
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-SECONDS = 60  # maximum time to wait for an answer or for a page
-TALLEST = 16_000  # pixels; Chromium cannot take larger pictures
+SECONDS = 60  # maximum seconds to wait for an answer of Chromium or for a page
+TALLEST = 16_000  # maximum height in pixels of a picture by Chromium
 
 
 def chromium() -> str | None:
@@ -26,7 +26,7 @@ def chromium() -> str | None:
 
 
 class Browser:
-    """A running Chromium with an empty profile; a context manager that ends it.
+    """A context manager that runs Chromium with an empty profile.
 
     Args:
         program: path of Chromium.
@@ -39,7 +39,7 @@ class Browser:
         self._number = 0
         theirs, self._commands = os.pipe()
         self._answers, theirs_too = os.pipe()
-        # Chromium reads file descriptor 3 and writes to 4. So the copies must have larger numbers.
+        # Chromium reads from file descriptor 3 and writes to 4, so the copies need larger numbers.
         copies = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (theirs, theirs_too)]
 
         def connect() -> None:
@@ -48,14 +48,14 @@ class Browser:
 
         flags = ["--headless", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu"]
         flags += ["--hide-scrollbars", "--disable-dev-shm-usage", f"--user-data-dir={self._profile.name}"]
-        if os.geteuid() == 0:  # the sandbox does not work for root
+        if os.geteuid() == 0:  # Chromium's sandbox does not work for root
             flags.append("--no-sandbox")
         self._process = subprocess.Popen(
             [program, *flags, "about:blank"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            close_fds=False,  # keeps descriptors 3 and 4; exec closes Python's others
+            close_fds=False,  # Chromium needs descriptors 3 and 4
             preexec_fn=connect,
         )
         for end in (theirs, theirs_too, *copies):
@@ -81,7 +81,7 @@ class Browser:
         return Page(self, session, width, height, dark)
 
     def call(self, method: str, session: str = "", **params: Any) -> dict[str, Any]:
-        """Call a method of the protocol, and return its result."""
+        """Call a method of the DevTools protocol, and return its result."""
         self._number += 1
         command = {"id": self._number, "method": method, "params": params}
         text = json.dumps(command | ({"sessionId": session} if session else {})).encode() + b"\0"
@@ -94,11 +94,11 @@ class Browser:
         return answer["result"]
 
     def events(self, session: str) -> list[dict[str, Any]]:
-        """Return all events of a page that have arrived until now."""
+        """Return all events of a page that Chromium has sent."""
         return [event for event in self._events if event.get("sessionId") == session]
 
     def _next(self, deadline: float) -> dict[str, Any]:
-        """Return the next answer or event."""
+        """Return Chromium's next answer or event."""
         while b"\0" not in self._unread:
             ready, _, _ = select.select([self._answers], [], [], max(0, deadline - time.monotonic()))
             if not ready:
@@ -111,7 +111,7 @@ class Browser:
 
 
 class Page:
-    """A page in a browser; `Browser.page` makes it."""
+    """A page of Chromium, which `Browser.page` opens."""
 
     def __init__(self, browser: Browser, session: str, width: int, height: int, dark: bool) -> None:
         self.browser, self.session, self.width = browser, session, width
@@ -155,8 +155,8 @@ class Page:
         return base64.b64decode(answer["data"])
 
     def errors(self) -> list[str]:
-        """Return the errors that the page has logged in the console until now."""
-        self.value("0")  # this call also receives the events that Chromium has already sent
+        """Return the errors that the page has logged in the console."""
+        self.value("0")  # this call also receives the events that Chromium has sent
         found = []
         for event in self.browser.events(self.session):
             params = event["params"]

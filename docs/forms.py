@@ -1,4 +1,4 @@
-"""Makes the table of docs/scaling.md about forms of parallelism: flags, and predicted bytes per rank."""
+"""Makes the table of docs/scaling.md that lists forms of parallelism with predicted bytes per rank."""
 
 import page
 from fairseq_tutel.parallel.cost import held_bytes
@@ -6,7 +6,7 @@ from fairseq_tutel.parallel.cost import held_bytes
 # Parameter counts of configs/hydra/zcode_64_experts.yaml, which tests/e2e/test_recipes.py builds.
 DENSE, EXPERTS = 550_574_080, 9_669_574_656
 GPUS = 64
-# The columns: form, recipe, flags, P, ZeRO stage, offload.
+# Each row has the form, recipe, flags, EP size P, ZeRO stage and offload.
 FORMS = [
     ("data parallel alone", "", "--moe-expert-parallel-size 1", 1, 0, False),
     ("E", "parallel_e", "--moe-expert-parallel-size 64", 64, 0, False),
@@ -34,7 +34,7 @@ FORMS = [
 
 
 def forms_table() -> str:
-    """Return the table: for every form, the bytes that a rank holds."""
+    """Return the table of the bytes that a rank holds, for every form of parallelism."""
     rows = []
     for form, recipe, flags, parallel, stage, offload in FORMS:
         held = held_bytes([DENSE], [EXPERTS // parallel], GPUS, parallel, stage, offload)

@@ -1,6 +1,6 @@
 """Writes the tables of docs/performance.md from benchmarks/results.
 
-`python docs/make_performance.py` rewrites them; with --check it only reports whether they are up to date.
+`python docs/make_performance.py` rewrites the tables; --check only reports whether they are up to date.
 """
 
 import json
@@ -17,7 +17,7 @@ RESULTS = DOCS.parent / "benchmarks" / "results"
 BENCHMARKS = ("layer", "step", "generate", "collectives", "compiled")
 SIZES = (64, 4096, 262144, 16777216)  # sizes of collectives in the table, in bytes
 
-# The columns are described in benchmarks/output.py.
+# benchmarks/output.py describes the columns of a row.
 Row = dict[str, Any]
 
 
@@ -41,7 +41,7 @@ class Result(NamedTuple):
 
 
 def filled_in(text: str) -> str:
-    """Return the page's text with each table in its place."""
+    """Return the text of docs/performance.md with new tables."""
     results = read()
 
     def of(benchmark: str) -> list[Result]:
@@ -111,10 +111,10 @@ def collectives_table(results: Sequence[Result]) -> str:
             collective, ranks, size = result.content["configurations"][row["configuration"]].values()
             is_base = row["variant"] == "gloo"
             cell = f"{1e6 * row['seconds']:.0f}" if is_base else f"{row['ratio']:.2f}"
-            lines[collective, ranks, "gloo, µs" if is_base else row["variant"]][size] = cell
+            lines[collective, ranks, "gloo, µs" if is_base else f"{row['variant']} / gloo"][size] = cell
     rows = [[*key, *(line.get(size, "") for size in SIZES)] for key, line in sorted(lines.items())]
     sizes = ["64 B", "4 KiB", "256 KiB", "16 MiB"]
-    return page.table(rows, ["collective", "ranks", "by", *sizes])
+    return page.table(rows, ["collective", "ranks", "time", *sizes])
 
 
 def compiled_table(result: Result) -> str:

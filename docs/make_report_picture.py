@@ -1,7 +1,7 @@
 """Draws docs/report.png: summary, loss and loads in the report of the demo's two runs, from docs/report.
 
-`python docs/make_report_picture.py` needs Chromium. With --check it only reports, without Chromium, whether
-the picture is up to date. `make demo` writes new logs: demo/train-dense.json and demo/train-moe.json.
+`python docs/make_report_picture.py` needs Chromium. With --check, the script reports, without Chromium,
+whether the picture is up to date. `make demo` writes logs: demo/train-dense.json and demo/train-moe.json.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PICTURE = ROOT / "docs" / "report.png"
 RUNS = {name: Path("docs", "report", f"{name}.json") for name in ("dense", "moe")}
 WIDTH = 960  # pixels
 KEY = "report"  # key of the fingerprint in the picture's metadata
-# The rest of the report is not in the picture.
+# The parts of the report that are not in the picture.
 LEFT_OUT = r'<header>.*?</header>|<footer>.*?</footer>|<section id="(?!loss"|load").*?</section>'
 STYLE = """
   :root { font-size: 13px; } body { padding: .75rem; }

@@ -1,6 +1,6 @@
 """Writes the tables and pictures of docs/scaling.md, from the cost model and benchmarks/results.
 
-`python docs/make_scaling.py` rewrites them; with --check it only reports whether the tables are up to date.
+`python docs/make_scaling.py` rewrites the page; --check only reports whether the tables are up to date.
 """
 
 import json
@@ -33,7 +33,7 @@ A100 = PRESETS["a100"]
 LOCAL = 8
 GPUS = [8 * 2**n for n in range(12)]  # cluster sizes: 8 to 16,384 GPUs
 SIZES_MIB = (1 / 16, 1, 8, 32, 256)
-# A layer with exchanges of 32 MiB per rank. It has fewer experts than GPUs on 128 GPUs or more.
+# A layer with exchanges of 32 MiB per rank. The layer has fewer experts than GPUs on 128 GPUs or more.
 LAYER = Work(tokens=4096, model_dim=2048, hidden_dim=8192, experts=64)
 # A layer with large experts, for which gathering weights and sending tokens cost about the same.
 LARGE_LAYER = Work(tokens=4096, model_dim=4096, hidden_dim=32768, experts=64)
@@ -49,7 +49,7 @@ PAPER_GRID = (
 
 
 def main() -> None:
-    """Rewrite or check the page."""
+    """Rewrite or check docs/scaling.md."""
     if page.run(PAGE, filled_in, __doc__):
         draw_algorithms(DOCS / "scaling_2dh.png")
         draw_sizes(DOCS / "scaling_sizes.png")
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def filled_in(text: str) -> str:
-    """Return the page's text with each table in its place."""
+    """Return the text of docs/scaling.md with new tables."""
     tables = {
         "forms": forms.forms_table(),
         "presets": presets_table(),
@@ -70,7 +70,7 @@ def filled_in(text: str) -> str:
 
 
 def presets_table() -> str:
-    """Return the table of each GPU preset's numbers in the cost model."""
+    """Return the table of the bandwidths, memory and FLOP/s of each GPU preset."""
     rows = [
         [
             f"`{key}`",
@@ -83,7 +83,7 @@ def presets_table() -> str:
         ]
         for key, m in PRESETS.items()
     ]
-    header = ["--gpu", "in its node, GB/s", "to other nodes, GB/s", "memory, GB/s", "experts, TFLOP/s",
+    header = ["--gpu", "within a node, GB/s", "to other nodes, GB/s", "memory, GB/s", "experts, TFLOP/s",
               "gate, TFLOP/s", "memory, GB"]  # fmt: skip
     return page.table(rows, header)
 
@@ -127,7 +127,7 @@ def gains(work: Work, gpus: int) -> dict[str, float]:
 
 
 def paper_table() -> str:
-    """Return the table with the paper's and the cost model's numbers."""
+    """Return the table that compares speedups of the paper with those of the cost model."""
     grid = [
         gains(Work(tokens=t, model_dim=d, hidden_dim=h, experts=round(e * w)), w)
         for e, d, h, t, w in product(*PAPER_GRID)
@@ -145,9 +145,9 @@ def paper_table() -> str:
     rows = [
         ["2DH over linear, 2,048 GPUs", "up to 20.7x", f"up to {largest:.2f}x; 1 MiB: "
          f"{gain_of_2dh(2048, 1):.2f}x, 256 MiB: {gain_of_2dh(2048, 256):.2f}x"],
-        ["2DH ahead of linear", "from about 256 A100s (maintainer)",
+        ["2DH faster than linear", "from about 256 A100s (Tutel's maintainer)",
          "from " + ", ".join(f"{_first_ahead(size):,} at {_size(size)}" for size in SIZES_MIB)],
-        ["adaptive r over static r = 1", "up to 1.74x (static way not in our source)",
+        ["adaptive r over static r = 1", "up to 1.74x (baseline not in our source)",
          f"{up_to(grid, 'over r = 1')}; 2,048 and 16,384 GPUs: {up_to(large, 'over r = 1')}"],
         ["adaptive r over static r = 0", "-",
          f"{up_to(grid, 'over r = 0')}; 2,048 and 16,384 GPUs: {up_to(large, 'over r = 0')}"],
@@ -180,8 +180,8 @@ def schedule_table(content: dict[str, Any]) -> str:
                 f"{row['few']['over']:.3f}",
             ]
         )
-    header = ["network", "N", "1/x = shards / bandwidth", "algbw", "optimal: k; shapes, depth; made in",
-              "fewest within 5 %", "its T"]  # fmt: skip
+    header = ["network", "ranks", "1/x = shards / bandwidth", "algbw", "optimal: k; shapes, depth; time",
+              "smallest k within 5 %", "its T"]  # fmt: skip
     return page.table(rows, header)
 
 

@@ -1,6 +1,6 @@
 """Writes all flags, names and metrics into docs/flags.md.
 
-`python docs/make_tables.py` rewrites the page; with --check it only reports whether it is up to date.
+`python docs/make_tables.py` rewrites the page; --check only reports whether the page is up to date.
 """
 
 import re
@@ -21,7 +21,7 @@ from fairseq_tutel.tools.flags import THEMES, all_options
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "docs" / "flags.md"
 WIDTH = 160
-# Rules of options -> short forms for the page.
+# Maps phrases in the rules of options to shorter phrases for docs/flags.md.
 SHORT = {
     "a whole number of MoE layers, at least ": "≥ ",
     "a whole number, at least ": "≥ ",
@@ -99,7 +99,7 @@ def _wrapped(text: str) -> str:
 
 
 def filled_in(text: str) -> str:
-    """Return the text of the page with the generated texts."""
+    """Return the text of docs/flags.md with new lists."""
     plugin.register()
     return page.filled(
         text, FLAGS.name, {"flags": flags_by_theme(), "names": names(), "metrics": metrics()}

@@ -1,4 +1,4 @@
-"""Functions for the scripts that write tables into a page: they find the tables' places and handle --check.
+"""Writes tables into the Markdown pages of docs/, or checks with --check that the tables are up to date.
 
 The table "x" is between the line `<!-- x -->` and the next line `<!-- end -->`.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def filled(text: str, page: str, tables: Mapping[str, str]) -> str:
-    """Return a page's text with new tables.
+    """Return a page's text with new tables in place of the old tables.
 
     Args:
         text: text of the page.

@@ -1,6 +1,6 @@
 """Takes pictures of HTML pages with headless Chromium, wide and narrow, light and dark, and checks them.
 
-`make screenshots` does it for the site and for the pages of the tools. For other pages:
+`make screenshots` takes pictures of the site and of the tools' pages. For other pages:
 
     python docs/screenshots.py PAGE.html … --output build/screenshots
 
@@ -32,7 +32,7 @@ MISSING = "[...document.images].filter(i => !i.naturalWidth).map(i => i.alt || i
 
 
 def taken(browser: Browser, file: Path, folder: Path, name: str) -> Iterator[tuple[Path, list[str]]]:
-    """Take the four pictures of a page; yield each picture's file and problems.
+    """Take four pictures of an HTML page; yield each picture's file and problems.
 
     Args:
         browser: the running browser.
@@ -72,7 +72,7 @@ def _mode(dark: bool) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Take the pictures, and print their files and problems."""
+    """Take pictures of HTML pages, and print their files and problems."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE.html", help="an HTML file")
     parser.add_argument("--output", type=Path, default=Path("build/screenshots"), metavar="FOLDER")

@@ -1,4 +1,4 @@
-"""Train a sentencepiece BPE, or split plain text into its pieces for fairseq-preprocess."""
+"""Train a sentencepiece BPE on text, or split text into BPE pieces for fairseq-preprocess."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ import sentencepiece
 
 
 def main() -> None:
-    """Run the step that the command line names."""
+    """Run the step (train or split) that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     steps = parser.add_subparsers(dest="step", required=True)
     learn = steps.add_parser("learn", help="learn MODEL.model from text files")
@@ -24,7 +24,7 @@ def main() -> None:
             model_type="bpe",
             vocab_size=arguments.vocab_size,
             character_coverage=1.0,
-            # WikiText writes <unk> for rare words, and fairseq's dictionary uses the same name.
+            # WikiText has <unk> for rare words, which is also a symbol of fairseq's dictionaries.
             unk_piece="<unknown>",
             user_defined_symbols=["<unk>"],
             minloglevel=1,

@@ -1,7 +1,7 @@
 """Print the table of examples/distillation.sh: python examples/distillation_table.py OUT.
 
-The table has perplexities on the report half: means over seeds with standard deviations. "Against" is the
-difference to the student without a teacher with the same seed. Seconds are the training time.
+The table has mean perplexities on the report half, with standard deviations over seeds. "Against" is the
+difference to the student without a teacher with the same seed. The column "seconds" has the training time.
 """
 
 import re
@@ -19,13 +19,13 @@ def seconds(run: Path) -> float:
 
 
 def shown(values: list[float], sign: str = "") -> str:
-    """Return the mean of the values and, if there are several, the standard deviation."""
+    """Return the mean of some numbers and, if there are several, the standard deviation."""
     spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):{sign}.2f}{spread}"
 
 
 def rows(out: Path) -> list[list[str]]:
-    """Return a row for the teacher and for each way to train the student."""
+    """Return a table row for the teacher, and for each way to train the student."""
     found = [["teacher, 4 layers", shown([perplexity(out / "moe-1" / "eval.txt")]), "", "", ""]]
     without: dict[str, float] = {}
     for name in ("without", "staged", "full"):

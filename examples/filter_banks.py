@@ -1,11 +1,11 @@
 """Compute log-mel filter banks and manifests for --task speech_to_text, with torch alone.
 
-fairseq's scripts need torchaudio or PyKaldi; this script does not. It writes SPLIT.tsv, config.yaml and one
-banks/NAME.npy per sound to OUT.
+fairseq's own scripts for filter banks need torchaudio or PyKaldi. This script writes SPLIT.tsv, config.yaml
+and one file banks/NAME.npy per sound to OUT.
 
     python examples/filter_banks.py OUT --split train --text train.txt SOUND.wav …
 
-B mel bins, F frequencies, N frames.
+Shape suffixes are B (mel bins), F (frequencies) and N (frames).
 """
 
 import argparse
@@ -21,12 +21,12 @@ WINDOW_S, STEP_S = 0.025, 0.010
 
 
 def filter_banks(samples: Tensor, rate: int, bins: int) -> Tensor:
-    """Return the log energy in `bins` mel bands, for every 10 ms.
+    """Return the log energy of a sound in `bins` mel bands, for every 10 ms.
 
     Args:
         samples: one-dimensional tensor of samples from -1 to 1.
         rate: number of samples per second.
-        bins: B, the number of mel bands.
+        bins: the number B of mel bands.
 
     Returns:
         [N, B] float32, with mean 0 and standard deviation 1 in every band.
@@ -42,7 +42,7 @@ def filter_banks(samples: Tensor, rate: int, bins: int) -> Tensor:
 
 
 def _mel_filters(frequencies: int, rate: int, bins: int) -> Tensor:
-    """Return triangular filters [B, F] with equal distances on the mel scale (O'Shaughnessy, 1987)."""
+    """Return triangular filters [B, F] at equal distances on the mel scale (O'Shaughnessy, 1987)."""
     edges = torch.linspace(0, 2595 * math.log10(1 + rate / 2 / 700), bins + 2)
     edges = 700 * (10 ** (edges / 2595) - 1)
     hertz = torch.linspace(0, rate / 2, frequencies)
@@ -52,14 +52,14 @@ def _mel_filters(frequencies: int, rate: int, bins: int) -> Tensor:
 
 
 def read(path: Path) -> tuple[Tensor, int]:
-    """Return the samples of a .wav file with 16 bits and one channel, and its sampling rate."""
+    """Return the samples of a .wav file with 16 bits and one channel, and the file's sampling rate."""
     with wave.open(str(path)) as file:
         samples = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
         return torch.from_numpy(samples.astype(np.float32) / 32768), file.getframerate()
 
 
 def main() -> None:
-    """Write the filter banks and the manifest of one split."""
+    """Write the filter banks and the manifest file of one split."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("sounds", type=Path, nargs="+", help=".wav files of 16 bits, one channel")
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--bins", type=int, default=80, help="mel bins (default: 80)")
     arguments = parser.parse_args()
     out, lines = arguments.out, arguments.text.read_text().splitlines()
-    # fairseq treats every file of OUT that begins with the split's name as a manifest.
+    # fairseq treats every file in OUT whose name begins with the split's name as a manifest.
     banks = out / "banks"
     banks.mkdir(parents=True, exist_ok=True)
     rows = ["id\taudio\tn_frames\ttgt_text\tspeaker"]

@@ -1,7 +1,7 @@
-"""Split parallel text files into train, valid and test, and words into pieces, for fairseq-preprocess.
+"""Split parallel text into train, valid and test files, and words into pieces, for fairseq-preprocess.
 
-Writes OUT/plain/{train,valid,test}.{de,en}, OUT/pieces/ with the same names, and OUT/bpe.model, which is
-trained unless --sentencepiece-model is given.
+The script writes OUT/plain/{train,valid,test}.{de,en}, OUT/pieces/ with the same file names, and
+OUT/bpe.model, which is trained unless --sentencepiece-model is given.
 """
 
 import argparse
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import sentencepiece
 
-# Valid and test each have this part of all sentences, but at most this number.
+# The splits valid and test each have this fraction of all sentences, but at most this number of sentences.
 HELD_OUT, MOST = 0.03, 500
 
 
 def main() -> None:
-    """Read the command line and write the files."""
+    """Read the command line, and write the text files."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("source", "target", "out"):
         parser.add_argument(name, type=Path)
@@ -61,14 +61,14 @@ def main() -> None:
 
 
 def trained(folder: Path, pairs: list[tuple[str, str]], size: int) -> Path:
-    """Train a sentencepiece model on pairs of sentences; return its file."""
+    """Train a sentencepiece model on pairs of sentences, and return the model file."""
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=itertools.chain.from_iterable(pairs),
             model_prefix=str(folder / "bpe"),
             model_type="unigram",
             vocab_size=size,
-            hard_vocab_limit=False,  # a small text may have fewer pieces than the wanted number
+            hard_vocab_limit=False,  # A small text may have fewer pieces.
             character_coverage=1.0,
             minloglevel=2,
         )
@@ -82,8 +82,8 @@ def trained(folder: Path, pairs: list[tuple[str, str]], size: int) -> Path:
 
 
 def lines(path: Path) -> list[str]:
-    """Return the lines of a text file, without spaces at the ends."""
-    # This does not use read_text, which also splits lines at carriage returns.
+    """Return the lines of a text file, without spaces at their ends."""
+    # The function read_text is not used, because read_text also splits lines at carriage returns.
     return [line.strip() for line in path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")]
 
 

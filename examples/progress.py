@@ -8,7 +8,7 @@ RECORD = re.compile(r"\| (train_inner|valid) \| (\{.*\})")
 
 
 def main() -> None:
-    """Read to the end; the argument is the number of updates."""
+    """Read standard input to the end; the script's argument is the number of updates."""
     for line in sys.stdin:
         found = RECORD.search(line)
         if found is None:

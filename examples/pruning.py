@@ -1,15 +1,15 @@
-"""Compare pruning by importance with pruning by load, without training afterwards.
+"""Compare pruning of experts by importance with pruning by load, without training after pruning.
 
     python examples/pruning.py DATA_BIN [OUT]
 
 DATA_BIN is binarized parallel text, such as OUT/bin of translation.sh. For each seed, the model of
-translation_model.py is trained: the sizes of quickstart.sh, but 16 experts per layer, and 300 updates.
-Loads and importances are collected on the first 2,000 sentences of train, and perplexity is measured on
-valid. A share of each layer's experts is kept; with "global", a share of the whole model's experts.
-"random" keeps the same random experts in all layers. BLEU is measured on test for the experts with the
-highest load or importance. Models and results that OUT already has are skipped. A table is printed at the
-end.
-Environment: SEEDS ("1 2 3"), SHARES ("0.75 0.5 0.25"), OMP_NUM_THREADS (all cores).
+translation_model.py is trained for 300 updates, with the dimensions of quickstart.sh but 16 experts per
+layer. Loads and importances of experts are collected on the first 2,000 sentences of train, and perplexity
+is measured on valid. A fraction of each layer's experts is kept; with "global", a fraction of the whole
+model's experts. The selection "random" keeps the same random experts in all layers. BLEU is measured on
+test for models that keep the experts with the highest load or importance. Models and results that already
+exist in OUT are skipped. At the end, a table is printed. Environment: SEEDS ("1 2 3"), SHARES ("0.75 0.5
+0.25"), OMP_NUM_THREADS (all cores).
 """
 
 import json
@@ -28,13 +28,13 @@ WAYS = {
     "load, global": ("load", "--globally"),
     "importance, global": ("importance", "--globally"),
 }
-TRANSLATED = ("load", "importance")  # selections for which BLEU is measured
+TRANSLATED = ("load", "importance")  # BLEU is measured for these selections of experts
 
 
 def results(data: Path, folder: Path, seed: int, shares: list[float]) -> dict[str, float]:
-    """Return the scores of the models of a seed by name, such as "0.5 load"; "1" is the whole model.
+    """Return the scores of a seed's models by name, such as "0.5 load"; "1" is the model with all experts.
 
-    A name with ", BLEU" at the end has a BLEU score, any other name a perplexity.
+    If a name ends with ", BLEU", the score is BLEU, else perplexity.
     """
     path, file, use = train(data, folder, seed), folder / "results.json", folder / "use.json"
     if not use.exists():
@@ -66,7 +66,7 @@ def results(data: Path, folder: Path, seed: int, shares: list[float]) -> dict[st
 
 
 def main() -> None:
-    """Train, prune and print the table."""
+    """Train and prune the models, and print the table."""
     if len(sys.argv) not in (2, 3):
         sys.exit("usage: python examples/pruning.py DATA_BIN [OUT]")
     data, out = Path(sys.argv[1]), Path(sys.argv[2] if len(sys.argv) > 2 else "outputs/pruning")
@@ -74,7 +74,7 @@ def main() -> None:
     shares = [float(share) for share in os.environ.get("SHARES", "0.75 0.5 0.25").split()]
     found = [results(data, out / f"seed-{seed}", seed, shares) for seed in seeds]
     ways = (*WAYS, "random", *(f"{way}, BLEU" for way in TRANSLATED))
-    whole = {"load": "1", "load, BLEU": "1, BLEU"}  # one column has the scores of the whole model
+    whole = {"load": "1", "load, BLEU": "1, BLEU"}  # The model "1" has all experts.
 
     def row(share: str, names: list[str]) -> list[str]:
         return [share, *(mean_of([each[name] for each in found], 2) if name else "" for name in names)]

@@ -1,13 +1,13 @@
-"""Measure the quality of a translation model by the formats of its experts and of its other weights.
+"""Measure how a translation model's quality depends on the formats of its experts and other weights.
 
     python examples/quantized_quality.py DATA_BIN [OUT]
 
 DATA_BIN is binarized parallel text, such as OUT/bin of translation.sh. For each seed, the model of
-translation_model.py is trained: the sizes of quickstart.sh, but 16 experts per layer, and 300 updates.
-`convert sharded` stores its experts in each format. Perplexity on valid and BLEU on test are measured with
-an expert store (on-demand). Models and results that OUT already has are skipped. OUT may be the folder of
-pruning.py, which trains the same models. A table is printed at the end.
-Environment: SEEDS ("1 2 3"), OMP_NUM_THREADS (all cores).
+translation_model.py is trained for 300 updates, with the dimensions of quickstart.sh but 16 experts per
+layer. The command `convert sharded` stores the model's experts in each format. Perplexity on valid and BLEU
+on test are measured with experts in an expert store (on-demand). Models and results that already exist in
+OUT are skipped. OUT may be the folder of pruning.py, which trains the same models. At the end, a table is
+printed. Environment: SEEDS ("1 2 3"), OMP_NUM_THREADS (all cores).
 """
 
 import json
@@ -22,15 +22,15 @@ from routing_table import mean_of
 from tabulate import tabulate
 from translation_model import bleu, perplexity, run, train
 
-BITS = {"fp32": "32", "bf16": "16", "int8": "8.2", "int4": "4.25"}  # bits per expert weight, with scales
-# Formats of the other weights -> --moe-inference-dtype.
+BITS = {"fp32": "32", "bf16": "16", "int8": "8.2", "int4": "4.25"}  # The number of bits per expert weight.
+# The `dtype` of `from_checkpoint` for each format of the other weights.
 OTHERS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-# Formats of the experts and of the other weights.
+# Each pair has the format of the experts and the format of the other weights.
 CASES = (
     *((name, "fp32") for name in BITS),
     *((name, other) for other in ("bf16", "int8") for name in ("int8", "int4")),
 )
-# Score -> function that compares it with the score of the same seed in fp32.
+# For each score, a function that compares a model with the fp32 model of the same seed.
 CHANGES = {
     "perplexity": lambda value, base: 100 * (value / base - 1),
     "BLEU": lambda value, base: value - base,
@@ -38,7 +38,7 @@ CHANGES = {
 
 
 def converted(path: Path, name: str) -> tuple[Path, list[float]]:
-    """Write a model with experts in a format; return its path and the relative error of each matrix."""
+    """Write a model with experts in a format, and return its path and the relative error of each matrix."""
     target = path.with_name(f"{name}.pt")
     words = () if name == "fp32" else ("--expert-dtype", name)
     output = run("convert", "sharded", path, "--output", target, "--overwrite", *words)
@@ -46,7 +46,7 @@ def converted(path: Path, name: str) -> tuple[Path, list[float]]:
 
 
 def results(data: Path, folder: Path, seed: int) -> dict[str, Any]:
-    """Return the scores of the models of a seed by name, such as "int8, bf16, BLEU", and their errors."""
+    """Return the scores of a seed's models by name, such as "int8, bf16, BLEU", and the relative errors."""
     path, file = train(data, folder, seed), folder / "quantized.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     for experts, others in CASES:
@@ -67,9 +67,9 @@ def results(data: Path, folder: Path, seed: int) -> dict[str, Any]:
 
 
 def table(seeds: list[dict[str, Any]]) -> str:
-    """Return the table: the range of errors, and the scores' means and standard deviations over seeds.
+    """Return the table with the range of errors, and the scores' means and standard deviations over seeds.
 
-    A change is the difference to fp32 of the same seed.
+    A change in the table is the difference to the fp32 model of the same seed.
     """
     rows = []
     for experts, others in CASES:
@@ -89,7 +89,7 @@ def table(seeds: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Train, quantize and print the table."""
+    """Train and quantize the models, and print the table."""
     if len(sys.argv) not in (2, 3):
         sys.exit("usage: python examples/quantized_quality.py DATA_BIN [OUT]")
     data, out = Path(sys.argv[1]), Path(sys.argv[2] if len(sys.argv) > 2 else "outputs/quantized_quality")

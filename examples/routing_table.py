@@ -1,10 +1,10 @@
 """Print the table of examples/routing_study.sh: python examples/routing_table.py OUT.
 
-Columns: perplexity on the report half, with the training capacity and without dropping; the share of
-dropped assignments; and the busiest expert's load relative to an even share, over 20 updates and averaged
-over layers. The last two columns are from the last 100 updates. Values are means over seeds with standard
-deviations. "against" is the difference in perplexity with the same seed to position at the same capacity,
-or in dropless training to gshard.
+The columns are: perplexity on the report half, with the training capacity and without dropping; the share
+of dropped assignments; and the busiest expert's load relative to an even share, over 20 updates and
+averaged over layers. The shares and loads are from the last 100 updates. The table shows means over seeds
+with standard deviations. The column "against" is the difference in perplexity to the drop policy position
+with the same seed and capacity, or in dropless training to the balance loss gshard.
 """
 
 import re
@@ -25,7 +25,7 @@ def perplexity(path: Path) -> float:
 
 
 def numbers(run: Path) -> list[float]:
-    """Return the four numbers of one run."""
+    """Return the four numbers of the table for one run."""
     records = join(read_log((run / "train.log").read_text().splitlines())).training[-LAST_RECORDS:]
     dropped = [(r.values["overflow_expert1"] + r.values["overflow_expert2"]) / 2 for r in records]
     busiest = [max(load) for r in records for key, load in r.lists.items() if key.startswith(LOAD)]
@@ -38,12 +38,12 @@ def numbers(run: Path) -> list[float]:
 
 
 def seeds_of(case: Path) -> list[list[float]]:
-    """Return the numbers of every finished seed."""
+    """Return the table's four numbers for every finished seed."""
     return [numbers(run) for run in sorted(case.glob("moe-*")) if (run / "dropless.txt").exists()]
 
 
 def row(case: Path) -> list[str]:
-    """Return the case's name, and each number's mean and deviation over the seeds."""
+    """Return the name of the case, and each number's mean and standard deviation over the seeds."""
     seeds = seeds_of(case)
     capacity = case.name.partition("-")[0]
     base = seeds_of(case.parent / f"{capacity}-{'gshard' if capacity == 'dropless' else 'position'}")
@@ -53,7 +53,7 @@ def row(case: Path) -> list[str]:
 
 
 def mean_of(values: list[float], places: int) -> str:
-    """Return the mean and, of several values, the standard deviation."""
+    """Return the mean and, for several numbers, the standard deviation."""
     spread = f" ± {statistics.stdev(values):.{places}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{places}f}{spread}"
 

@@ -1,9 +1,9 @@
 """Print a table of the scores in OUT: python examples/score_table.py OUT MODEL[:BASE] [MODEL …].
 
-A model has one folder OUT/MODEL-SEED per seed, with a score.txt: perplexity, and BLEU for translation. The
-row of a model has its parameters (in millions, if the training log exists), and the mean and standard
-deviation of each score over seeds. "against" is the difference to the model BASE with the same seed. Models
-without a score are omitted.
+A model has one folder OUT/MODEL-SEED per seed, with a file score.txt that has the perplexity, and BLEU for
+translation. The row of a model has its parameters (in millions, if the training log exists), and the mean
+and standard deviation of each score over seeds. The column "against" is the difference to the model BASE
+with the same seed. Models without a score are omitted.
 """
 
 import re
@@ -17,7 +17,7 @@ SCORES = ("perplexity", "BLEU")
 
 
 def scores(out: Path, model: str) -> dict[str, list[float]]:
-    """Return the scores of every finished seed."""
+    """Return the scores of a model for every finished seed."""
     return {
         path.parent.name.rpartition("-")[2]: [
             float(number) for number in re.findall(r"[\d.]*\d", path.read_text())
@@ -27,7 +27,7 @@ def scores(out: Path, model: str) -> dict[str, list[float]]:
 
 
 def millions(out: Path, model: str) -> str:
-    """Return the number of parameters, including experts, in millions."""
+    """Return the number of a model's parameters, including experts, in millions."""
     for log in out.glob(f"{model}-*/train.log"):
         found = re.findall(r"num\. \w+ model params: ([\d,]+)", log.read_text())[:2]
         return f"{sum(int(number.replace(',', '')) for number in found) / 1e6:.2f}"
@@ -35,7 +35,7 @@ def millions(out: Path, model: str) -> str:
 
 
 def cells(out: Path, model: str, base: str) -> list[str]:
-    """Return the row of a model."""
+    """Return the table row of a model."""
     mine = scores(out, model)
     others = scores(out, base) if base not in ("", model) else {}
     row = [model.removesuffix("/moe"), millions(out, model)]

@@ -1,6 +1,6 @@
 """Write a small German-English corpus from a toy grammar: FOLDER/train.de and FOLDER/train.en.
 
-The corpus is an example of a user's two text files. Each German form has one English translation.
+The corpus takes the place of a user's two text files. Each German word form has one English translation.
 """
 
 import itertools
@@ -8,7 +8,7 @@ import random
 import sys
 from pathlib import Path
 
-# Noun: German word, article, English word.
+# Noun: German word, article and English word of each noun.
 NOUNS = (
     *(("Hund", "m", "dog"), ("Mann", "m", "man"), ("Vogel", "m", "bird"), ("Lehrer", "m", "teacher")),
     *(("Frau", "f", "woman"), ("Katze", "f", "cat"), ("Maus", "f", "mouse"), ("Ärztin", "f", "doctor")),
@@ -26,7 +26,7 @@ PLACES = (
     *(("im Garten", "in the garden"), ("am Fluss", "at the river"), ("auf der Straße", "on the street")),
     *(("hinter dem Haus", "behind the house"), ("im Wald", "in the forest"), ("", "")),
 )
-# Article and adjective ending, by case and gender.
+# German article and adjective ending, by case and gender.
 SUBJECT = {"m": ("der", "e"), "f": ("die", "e"), "n": ("das", "e")}
 OBJECT = {"m": ("den", "en"), "f": ("die", "e"), "n": ("das", "e")}
 SENTENCES = 6000
@@ -57,7 +57,7 @@ def sentences() -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    """Write the two files into the folder that the command line names."""
+    """Write two text files to the folder that the command line names."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     for suffix, lines in zip(("de", "en"), zip(*sentences(), strict=True), strict=True):

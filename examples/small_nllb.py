@@ -1,6 +1,6 @@
 """Write a folder with a small random model in the format of the released NLLB-200.
 
-The folder replaces a released model of several gigabytes in tests. The tokenizer is trained on text files.
+In tests, the folder replaces a released model of several gigabytes.
 """
 
 import argparse
@@ -38,7 +38,7 @@ CONFIG = {
 
 
 def main() -> None:
-    """Read the command line and write the folder."""
+    """Read the command line, and write the model folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("texts", nargs="+", type=Path, help="text files on which the tokenizer is trained")
@@ -50,7 +50,7 @@ def main() -> None:
     pieces = tokenizer(folder, arguments.texts, arguments.vocab_size)
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     special |= {"sep_token": "</s>", "cls_token": "<s>", "mask_token": "<mask>"}
-    # fairseq's four special tokens replace sentencepiece's three. Languages and <mask> are at the end.
+    # The four special tokens of fairseq replace the three of sentencepiece. Language codes are last.
     first = dict(enumerate(("<s>", "<pad>", "</s>", "<unk>")))
     added = first | dict(enumerate([*languages, "<mask>"], pieces + 1))
     settings = {
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def tokenizer(folder: Path, texts: list[Path], size: int) -> int:
-    """Train a sentencepiece model and write it into the folder; return the number of its pieces."""
+    """Train a sentencepiece model and write it to a folder; return the number of its pieces."""
     model = folder / "sentencepiece.bpe.model"
     with model.open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
@@ -86,7 +86,7 @@ def tokenizer(folder: Path, texts: list[Path], size: int) -> int:
 
 
 def weights(config: dict) -> list[tuple[str, torch.Tensor]]:
-    """Return all tensors of the model with random values, by name."""
+    """Return all tensors of the small model by name, with random values."""
     dim = config["d_model"]
     table = torch.randn(config["vocab_size"], dim) / math.sqrt(dim)
     table[config["pad_token_id"]] = 0
@@ -107,13 +107,13 @@ def weights(config: dict) -> list[tuple[str, torch.Tensor]]:
 
 
 def linear(name: str, inputs: int, outputs: int) -> list[tuple[str, torch.Tensor]]:
-    """Return weight and bias of a linear layer."""
+    """Return the weight and the bias of a linear layer."""
     weight = torch.randn(outputs, inputs) * math.sqrt(2 / (inputs + outputs))
     return [(f"{name}.weight", weight), (f"{name}.bias", torch.zeros(outputs))]
 
 
 def norm(name: str, dim: int) -> list[tuple[str, torch.Tensor]]:
-    """Return weight and bias of a layer norm."""
+    """Return the weight and the bias of a layer norm."""
     return [(f"{name}.weight", torch.ones(dim)), (f"{name}.bias", torch.zeros(dim))]
 
 

@@ -1,4 +1,4 @@
-"""Translate the first test sentences with a trained model, and print each output with its reference."""
+"""Translate the first sentences of a test set, and print each translation with its reference."""
 
 import itertools
 import sys
@@ -12,7 +12,7 @@ SHOWN = 3
 def main() -> None:
     """The arguments are a --save-dir, a source file and its translation.
 
-    With --multilingual, the suffixes of the files are the codes of the languages.
+    With --multilingual, the file suffixes are language codes.
     """
     folder, *files = (word for word in sys.argv[1:] if word != "--multilingual")
     options = {}

@@ -17,7 +17,7 @@ from fairseq_tutel.__main__ import main as tool
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERTS = 16
-# The flags of quickstart.sh, with another number of experts.
+# The flags of quickstart.sh, but with another number of experts.
 FLAGS = f"""
     --task moe_translation --arch moe_transformer_iwslt_de_en --criterion moe_label_smoothed_cross_entropy
     --moe-freq 1 --moe-expert-count {EXPERTS} --moe-top-k 2 --moe-expert-ffn-dim 256
@@ -33,7 +33,7 @@ FLAGS = f"""
 
 
 def run(*words: object) -> str:
-    """Run a tool of the package in this process and return its output."""
+    """Run a command-line tool of this package in this process, and return the tool's output."""
     argv = ["fairseq-tutel", *map(str, words)]
     with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(io.StringIO()) as output:
         tool()
@@ -41,12 +41,12 @@ def run(*words: object) -> str:
 
 
 def command(name: str, *words: object) -> list[str]:
-    """Return the command line of a command of fairseq."""
+    """Return a fairseq command line as a list of words."""
     return [str(Path(sys.executable).with_name(f"fairseq-{name}")), *map(str, words)]
 
 
 def train(data: Path, folder: Path, seed: int) -> Path:
-    """Train the model with this seed, unless the folder already has it; return its checkpoint."""
+    """Train the model with a seed, unless the folder already has it, and return its checkpoint."""
     path = folder / "checkpoint_last.pt"
     folder.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -66,7 +66,7 @@ def train(data: Path, folder: Path, seed: int) -> Path:
 
 
 def perplexity(path: Path, data: Path, **options: Any) -> float:
-    """Return a model's perplexity per token of the set valid; `options` are those of `from_checkpoint`."""
+    """Return a model's perplexity per token on the split valid; from_checkpoint gets `options`."""
     opened = ft.from_checkpoint(path, data, device="cpu", **options)
     opened.task.load_dataset("valid")
     dataset, (model,) = opened.task.dataset("valid"), opened.models
@@ -84,7 +84,7 @@ def perplexity(path: Path, data: Path, **options: Any) -> float:
 
 
 def bleu(path: Path, data: Path, *flags: object) -> float:
-    """Return the BLEU of a model on the set test, as fairseq-generate with these flags prints it."""
+    """Return a model's BLEU on the split test, as fairseq-generate with these flags prints it."""
     words = [data, "--user-dir", ROOT / "user_dir", "--path", path, "--beam", 5, "--batch-size", 64]
     words += [
         "--required-batch-size-multiple",

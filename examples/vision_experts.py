@@ -1,11 +1,12 @@
-"""Draw which patches of pictures go to which expert.
+"""Draw which patches of pictures go to which expert of a MoE image model.
 
     python examples/vision_experts.py CHECKPOINT DATA PICTURE
 
-CHECKPOINT is a MoE model of the task image_classification. DATA is its data folder, of which the test split
-is used. The upper part shows one picture of every class, with one row per MoE layer in which each patch has
-the color of its first expert. The lower part shows, for each layer and expert, the share of patches at each
-position that the expert gets. B pictures, L patches per picture, C classes, E experts.
+CHECKPOINT is a MoE model of the task image_classification. DATA is the model's data folder, whose test
+split is used. The upper half of the output shows one picture per class, with one row per MoE layer, where
+each patch has the color of its first expert. The lower half shows, for each layer and expert, the fraction
+of the patches at each position that the expert gets. Shape suffixes are B (pictures), L (patches per
+picture), C (classes) and E (experts).
 """
 
 import argparse
@@ -27,11 +28,11 @@ from fairseq_tutel.plugin.feed_forward import moe_layers
 
 USER_DIR = Path(__file__).resolve().parents[1] / "user_dir"
 BATCH = 100
-CLASSES = 10  # maximum number of classes to draw
+CLASSES = 10  # At most this many classes are drawn.
 
 
 class Watch:
-    """Records the first expert of every patch as ids_BL for each layer, without changing the routing."""
+    """Records the first expert of every patch as ids_BL for each layer, and leaves the routing as it is."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: dict[str, list[Tensor]] = {}
@@ -40,7 +41,7 @@ class Watch:
             layer.router = self
 
     def routing_of(self, layer: MoELayer, x_TD: Tensor, call: Call) -> Routing:
-        """Return the layer's routing, and record it."""
+        """Return the routing of a MoE layer, and record its first experts."""
         routing = layer.route(x_TD, call)
         ids_T = routing.expert_ids_TK[:, 0]
         pictures, patches = call.sentences or (1, len(ids_T))
@@ -51,7 +52,7 @@ class Watch:
 
 @torch.no_grad()
 def watched(checkpoint: str, data: str) -> tuple[Tensor, Tensor, dict[str, Tensor], int]:
-    """Return images [B, channels, H, W], labels [B], ids_BL by layer, and E."""
+    """Return the images [B, channels, H, W], labels [B], ids_BL of each layer, and number of experts."""
     utils.import_user_module(argparse.Namespace(user_dir=str(USER_DIR)))
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([checkpoint], {"data": data})
     task.load_dataset("test")
@@ -68,7 +69,7 @@ def watched(checkpoint: str, data: str) -> tuple[Tensor, Tensor, dict[str, Tenso
 
 
 def draw(images: Tensor, labels: Tensor, ids: dict[str, Tensor], experts: int, path: Path) -> None:
-    """Draw the result of `watched`, and write the picture."""
+    """Draw the results of `watched`, and write the output file."""
     classes = labels.unique()[:CLASSES]
     examples = [int((labels == each).nonzero()[0]) for each in classes]
     colours = colormaps["tab10" if experts <= 10 else "tab20"]
@@ -103,13 +104,13 @@ def draw(images: Tensor, labels: Tensor, ids: dict[str, Tensor], experts: int, p
 
 
 def _square(of_patches_L: Tensor) -> Tensor:
-    """Reshape the values of L patches of a square picture to [side, side]."""
+    """Reshape numbers for the L patches of a square picture to [side, side]."""
     side = math.isqrt(len(of_patches_L))
     return of_patches_L.view(side, side)
 
 
 def main(checkpoint: str, data: str, picture: str) -> None:
-    """Draw the picture, and print how evenly the patches are spread over the experts."""
+    """Draw the output file, and print how evenly the patches are spread over the experts."""
     logging.disable(logging.INFO)
     *found, ids, experts = watched(checkpoint, data)
     draw(*found, ids, experts, Path(picture))

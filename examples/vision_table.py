@@ -1,8 +1,8 @@
 """Print the tables of examples/vision.sh: python examples/vision_table.py DATA OUT.
 
-The tables have the accuracy on the test split in percent: means over seeds with standard deviations. The
-first table has every model without dropping, the second MoE models with limited capacity by drop policy.
-"against" is the difference to the dense model with the same seed.
+The tables have the mean accuracy on the test split in percent, with standard deviations over seeds. The
+first table has every model without dropping. The second table has MoE models with limited capacity, by drop
+policy. The column "against" is the difference to the dense model with the same seed.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from routing_table import mean_of
 from tabulate import tabulate
 
 USER_DIR = Path(__file__).resolve().parents[1] / "user_dir"
-# Cases and their labels.
+# The trained models, and their labels in the tables.
 CASES = {
     "dense": "dense",
     "moe": "MoE, linear gate",
@@ -26,13 +26,13 @@ CASES = {
 }
 FACTORS = (0.25, 0.5, 1.0, 1.25)
 POLICIES = {"bpr": "BPR", "position": "none"}
-# Slots are assigned within a batch.
+# Slots of experts are assigned within a batch of this many images.
 BATCH = 100
 
 
 @torch.no_grad()
 def accuracy(run: Path, data: str, **overrides: Any) -> float:
-    """Return the percentage of the test split that a model gets right, with some options changed."""
+    """Return a model's accuracy on the test split in percent, with some options changed."""
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
         [str(run / "checkpoint_last.pt")], {"data": data, **overrides}
     )

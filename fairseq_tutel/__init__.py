@@ -1,8 +1,7 @@
-"""Mixture-of-Experts layers for torch, and a plugin for fairseq's `--user-dir`.
+"""This package has Mixture-of-Experts layers for torch, and a plugin for fairseq's `--user-dir`.
 
-The layers need only torch and numpy, which are imported when a public name is first used. To understand a
-layer, read these files of moe/ in this order: gates, choice, capacity, routing, balance, dispatch, experts,
-layer.
+The layers need only torch and numpy. A first use of a public name imports torch and numpy. To understand a
+layer, read gates, choice, slots, routing, balance, dispatch, experts and layer in moe/, in this order.
 """
 
 from importlib import import_module
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public name -> its module.
+# This table maps each public name of the package to the name of its module.
 _MODULES = {
     "ExpertStore": "inference.expert_store",
     "MoEConfig": "moe.config",

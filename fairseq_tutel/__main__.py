@@ -1,6 +1,6 @@
 """fairseq-tutel: tools for training runs and checkpoints of Mixture-of-Experts models.
 
-`fairseq-tutel TOOL --help` explains a tool. `python -m fairseq_tutel` is the same command.
+`fairseq-tutel TOOL --help` explains a tool. `python -m fairseq_tutel` also runs the tools.
 """
 
 import argparse
@@ -12,9 +12,10 @@ from fairseq_tutel import __version__
 from fairseq_tutel.files import error_line
 from fairseq_tutel.tools.parser import ToolParser
 
-# Group -> tool -> its module and one line of help. Only the chosen tool's module is imported. A module's
-# `add_to(tools)` adds a subparser. The subparser's default `run` gets the parsed arguments, and raises a
-# ValueError of one sentence on failure. A module must not import torch or numpy, so that --help is fast.
+# This table maps each tool to its module and one line of help. Only the module of the chosen tool is
+# imported. The function `add_to(tools)` of a tool's module adds a subparser, whose default `run` gets the
+# parsed arguments. On failure, `run` raises ValueError with one sentence. A tool's module must not import
+# torch or numpy at its top, so that --help is fast.
 GROUPS = {
     "see a training run": {
         "report": ("tools.report.page", "draw one HTML page of training runs, from fairseq's logs"),
@@ -58,7 +59,7 @@ def main() -> None:
     try:
         arguments.run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
+    except BrokenPipeError:  # The reader of a pipe, such as `head`, has closed the pipe.
         # Otherwise Python would write the remaining output into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ImportError, OSError, ValueError) as error:
@@ -66,7 +67,7 @@ def main() -> None:
 
 
 def parser_of(chosen: str) -> ToolParser:
-    """Return the parser of the command line, with the arguments of the chosen tool; "" chooses none."""
+    """Return the command line's parser, with the arguments of only one tool (`chosen`) or of none ("")."""
     parser = ToolParser(
         prog="fairseq-tutel",
         usage="fairseq-tutel TOOL [arguments]",
@@ -84,7 +85,7 @@ def parser_of(chosen: str) -> ToolParser:
 
 
 def _listed() -> str:
-    """Return a help text that lists the tools by group, one per line."""
+    """Return a help text that lists the tools by group, with one tool per line."""
     lines = []
     for title, tools in GROUPS.items():
         lines += [f"{title}:", *(f"  {name:12}{text}" for name, (_, text) in tools.items()), ""]

@@ -1,7 +1,7 @@
 """Reads small untrusted files, and replaces files atomically.
 
-Reading never blocks, and limits the size of a file and the nesting of JSON. After a crash, either the old
-file or the complete new file exists.
+Reading a file never blocks. The size of a file and the nesting of JSON are limited. After a crash during a
+write, the file has either the old or the complete new content.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-# The largest files that are read with these functions are collective plans for many ranks.
+# The largest files that these functions read are collective plans for many ranks.
 LARGEST_BYTES = 2**28
 # Maximum number of characters of a value in an error message.
 SHOWN = 60
@@ -22,7 +22,7 @@ TEMPORARY = ".tmp"
 
 
 def content_of(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> bytes:
-    """Return a file's bytes. Raise OSError if the file is too large, unreadable or not a regular file."""
+    """Return a file's bytes. Raise OSError for a file that is too large, unreadable or not regular."""
     with open(path, "rb", opener=open_ordinary) as file:
         content = file.read(largest + 1)
     if len(content) > largest:
@@ -31,7 +31,7 @@ def content_of(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> bytes:
 
 
 def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file without blocking; return its descriptor. Use this as the `opener` of `open`.
+    """Open a regular file without blocking and return its descriptor, as an `opener` of Python's `open`.
 
     Raises OSError for a pipe, folder or device.
     """
@@ -47,12 +47,12 @@ def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
 
 
 def json_of(path: str | os.PathLike) -> Any:
-    """Load a small JSON file that may be untrusted. `content_of` and `parse_json` list the errors."""
+    """Load a small JSON file that may be untrusted; see `content_of` and `parse_json` for errors."""
     return parse_json(content_of(path))
 
 
 def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
-    """Parse a JSON text like `json.loads`; raise ValueError also if the text nests too deeply."""
+    """Parse a JSON text like `json.loads`, but also raise ValueError if the text nests too deeply."""
     try:
         return json.loads(text if isinstance(text, str) else text.decode("utf-8"), **options)
     except RecursionError as error:
@@ -60,7 +60,7 @@ def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Escape the control characters of a text, so that it cannot control the terminal."""
+    """Escape the control characters of a text, so that printing the text cannot control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
@@ -81,13 +81,13 @@ def temporary_of(path: str | os.PathLike) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a file name looks like that of a temporary file from `temporary_of`."""
+    """Return whether `temporary_of` could have made this file name."""
     return re.fullmatch(r".+\.[0-9a-f]{8}" + re.escape(TEMPORARY), name) is not None
 
 
 @contextlib.contextmanager
 def renamed_when_whole(path: str | os.PathLike) -> Iterator[str]:
-    """Yield a temporary path to write to; rename that file to `path` if the block succeeds."""
+    """Yield a temporary path to write to. If the block succeeds, rename the temporary file to `path`."""
     temporary = temporary_of(path)
     try:
         yield temporary

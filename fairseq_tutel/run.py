@@ -1,8 +1,8 @@
 """Runs fairseq-generate, fairseq-interactive, fairseq-eval-lm or fairseq-validate on several ranks.
 
 Usage: `torchrun --nproc_per_node N -m fairseq_tutel.run COMMAND <arguments of fairseq-COMMAND>`. The module
-loads the plugin and reads the ranks from torchrun's environment. Sentences are distributed over the ranks.
-With --moe-expert-parallel-size, experts are distributed, too.
+loads the plugin and reads the ranks from torchrun's environment. The sentences to process are distributed
+over the ranks. With --moe-expert-parallel-size, experts are distributed over ranks, too.
 """
 
 import io
@@ -23,7 +23,7 @@ def main() -> None:
     if command not in COMMANDS:
         sys.exit(f"error: the command is {command!r}; give one of {', '.join(COMMANDS)}.")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # write complete lines, because ranks may share a pipe
+        sys.stdout.reconfigure(line_buffering=True)  # Write complete lines to a shared pipe.
     if command == "generate":
         run_command(command, _generate)
     else:

@@ -1,6 +1,6 @@
-"""Kernels of the MoE layer. Every op has a plain torch version (`reference`) and a Triton version.
+"""Kernels of the MoE layer. Every op has a version in plain torch (`reference`) and a version in Triton.
 
-`OPS` lists the ops. Both backends implement the ops with the same signatures. `backend_for` selects a
+`OPS` lists the ops. Both versions (backends) of an op have the same signature. `backend_for` selects a
 backend.
 """
 
@@ -29,7 +29,7 @@ OPS = (
 
 
 def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
-    """Return the backend that a choice of --moe-backend selects on this device, and the reason.
+    """Return the backend for a choice of --moe-backend on this device, and the reason.
 
     Raises:
         ValueError: "triton" was requested but cannot run on this device.
@@ -64,7 +64,7 @@ def ops(
     Args:
         requested: a choice of --moe-backend.
         device: the device of the tensors.
-        dtype: the dtype of the experts' products; torch computes fp64 products.
+        dtype: the dtype of the experts' products. With fp64, torch computes the products.
         fp32_products: a choice of --moe-fp32-products.
     """
     backend, _ = backend_for(requested, device)
@@ -77,19 +77,19 @@ def ops(
 
 @functools.cache
 def _lacks_triton() -> str:
-    """Return the reason why Triton cannot be used, or an empty string if it can."""
+    """Return the reason why Triton cannot be used, or "" if Triton can be used."""
     try:
         import triton
     except ImportError:
         return "Triton is not installed"
-    # `triton.knobs` exists since Triton 3.4.
+    # The attribute `triton.knobs` exists since Triton 3.4.
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):
         return f"Triton {triton.__version__} is older than 3.4"
     return ""
 
 
 def interpreted() -> bool:
-    """Return whether Triton runs its kernels in the interpreter, which works on any device."""
+    """Return whether Triton runs kernels in its interpreter, which works on any device."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)

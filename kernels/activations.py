@@ -1,7 +1,7 @@
-"""Activation functions of the experts and their derivatives in plain torch, with fairseq's names.
+"""The experts' activation functions and derivatives in plain torch, with fairseq's names.
 
-h is the input of an activation and a is its output. If the derivative can be computed from a alone, only a
-is saved for backward. fairseq's gelu_fast equals its gelu_accurate, the tanh approximation.
+The input of an activation is h, and its output is a. If the derivative can be computed from a alone, only a
+is saved for backward. fairseq's gelu_fast and gelu_accurate both are the tanh approximation.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Activation:
-    """One activation function with its derivative.
+    """An activation function with its derivative.
 
     Attributes:
-        forward: h -> a; in place where autograd allows it.
-        backward: (da, saved tensor) -> dh; may overwrite da.
+        forward: computes h -> a, in place where autograd allows it.
+        backward: computes (da, saved tensor) -> dh, and may overwrite da.
         keeps_output: whether a is saved for backward; otherwise h is saved.
     """
 
@@ -30,7 +30,7 @@ class Activation:
 
 
 def _relu_backward(da: Tensor, a: Tensor) -> Tensor:
-    # On a CPU, masked_fill_ would be 20 times slower.
+    # On a CPU, masked_fill_ is 20 times slower than threshold_backward.
     return aten.threshold_backward.grad_input(da, a, 0, grad_input=da)
 
 

@@ -1,7 +1,7 @@
-"""The FFN of one expert on a CPU for few rows, without gradients. Reading the weights limits it.
+"""Runs the FFN of one expert on a few rows on a CPU, without gradients.
 
-The results equal the results of `ffn_by_expert.ffn_forward`. n rows, D model_dim, H hidden_dim, I and O the
-input and output dimensions of a linear map.
+The results equal those of `ffn_by_expert.ffn_forward`. Shapes use n for rows, D for model_dim, H for
+hidden_dim, and I and O for the input and output dimensions of a linear map.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from torch import Tensor
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.quantized import QuantizedMatrix
 
-# Up to this number of elements in the rows, weight @ rows.T is faster than rows @ weight.T. A single row is
-# duplicated. Measured with MKL 2024.2 on one core of an AMD EPYC with AVX-512, in ms: weights [2048, 512]:
-# 0.26 vs. 0.44 for 1 row, 0.24 vs. 1.06 for 2 rows, 0.58 vs. 0.66 for 8 rows; weights [512, 2048]: 0.31 vs.
-# 0.45 for 2 rows.
+# If the rows have at most this number of elements, weight @ rows.T is faster than rows @ weight.T. A single
+# row is duplicated for this product. The times were measured with MKL 2024.2 on one core of an AMD EPYC
+# with AVX-512. Weights [2048, 512] took 0.26 vs. 0.44 ms for 1 row, 0.24 vs. 1.06 ms for 2 rows and 0.58
+# vs. 0.66 ms for 8 rows. Weights [512, 2048] took 0.31 vs. 0.45 ms for 2 rows.
 FEW_ELEMENTS = 4096
 FEW_ELEMENTS_OF_ONE = 1024
 
@@ -24,7 +24,7 @@ FEW_ELEMENTS_OF_ONE = 1024
 def ffn_of_few(x_nD: Tensor, tensors: Mapping[str, Any], activation: str) -> Tensor:
     """Run the FFN of one expert on a few rows [n, D].
 
-    `tensors` has the fields of `FFNWeights` by name; matrices may be quantized.
+    `tensors` has the fields of `FFNWeights` by name. The weight matrices may be quantized.
     """
 
     def linear(name: str, rows: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def ffn_of_few(x_nD: Tensor, tensors: Mapping[str, Any], activation: str) -> Ten
 
 
 def linear_of_few(x_nI: Tensor, weight_OI: Tensor | QuantizedMatrix, bias_O: Tensor | None) -> Tensor:
-    """Compute x @ weight.T + bias for few rows, with the fastest operand order; return it contiguous."""
+    """Compute x @ weight.T + bias for few rows as a contiguous tensor, in the fastest operand order."""
     if isinstance(weight_OI, QuantizedMatrix):
         return weight_OI.linear(x_nI, bias_O)
     is_one = x_nI.shape[0] == 1
@@ -56,6 +56,6 @@ def linear_of_few(x_nI: Tensor, weight_OI: Tensor | QuantizedMatrix, bias_O: Ten
 
 
 def are_few(x_nI: Tensor) -> bool:
-    """Return whether rows are so few that weight @ rows.T is faster than rows @ weight.T."""
+    """Return whether the rows are so few that weight @ rows.T is faster than rows @ weight.T."""
     most = FEW_ELEMENTS_OF_ONE if x_nI.shape[0] == 1 else FEW_ELEMENTS
     return 0 < x_nI.numel() <= most and x_nI.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Makes custom backward functions raise an error on double backward, instead of wrong results."""
+"""Makes a double backward through a custom backward raise an error instead of giving wrong results."""
 
 import functools
 from collections.abc import Callable
@@ -11,15 +11,15 @@ Gradients = Tensor | None | tuple[Tensor | None, ...]
 
 
 def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """Decorate the backward of an autograd function so that a double backward raises an error.
+    """Decorate the backward of an autograd function, so that a double backward raises an error.
 
-    torch's `once_differentiable` raises only if an incoming gradient requires a gradient. The saved tensors
-    also depend on the inputs. The second derivative through these tensors would be wrong without an error.
+    torch's `once_differentiable` raises only if an incoming gradient requires a gradient. But the tensors
+    saved for backward also depend on the inputs. A second derivative through saved tensors would be wrong.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *incoming: Tensor | None) -> Gradients:
-        if not torch.is_grad_enabled():  # no graph is built of this backward pass
+        if not torch.is_grad_enabled():  # Autograd builds no graph of this backward pass.
             return backward(ctx, *incoming)
         read = _Read(ctx)
         with torch.no_grad():
@@ -35,7 +35,7 @@ def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
 
 
 class _Read:
-    """A wrapper of an autograd context that reads its saved tensors once, as checkpointing requires."""
+    """A wrapper of an autograd context that reads the saved tensors once, as checkpointing requires."""
 
     def __init__(self, ctx: Any) -> None:
         self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -45,9 +45,9 @@ class _Read:
 
 
 class _Refused(torch.autograd.Function):
-    """An identity function whose backward raises an error, to prevent double backward.
+    """An identity function whose backward raises an error, to prevent a double backward.
 
-    It returns the first `number` of the given tensors. The returned tensors depend on the other tensors.
+    The function returns the first `number` tensors, which depend on all tensors in the graph.
     """
 
     @staticmethod

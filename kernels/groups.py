@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class Groups:
-    """The sizes of the experts' groups of consecutive rows. Rows after the last group have no expert.
+    """The numbers of consecutive rows that belong to each expert. Rows after the last group have no expert.
 
-    Each of `host` and `counts` is computed from the other at its first access. On a GPU, `host`
-    synchronizes with the device. Kernels therefore read `counts` or `tiles`.
+    `host` and `counts` hold the same numbers, and each is computed from the other at its first access. On a
+    GPU, an access to `host` may synchronize with the device. Kernels therefore read `counts` or `tiles`.
     """
 
     def __init__(self, counts_E: Tensor | None, host: Sequence[int] | None) -> None:
@@ -22,7 +22,7 @@ class Groups:
     def of_tensor(cls, counts_E: Tensor, tiles: Tensor | None = None, num_rows: int = 0) -> "Groups":
         """Create groups of rows from a tensor of row counts, [e] int64 on the device of the rows.
 
-        `tiles` are the tables for `num_rows` rows, if they exist.
+        `tiles` are the tables of row tiles for `num_rows` rows, if they exist.
         """
         groups = cls(counts_E, None)
         groups._tiles = None if tiles is None else (num_rows, tiles)
@@ -53,13 +53,13 @@ class Groups:
     def tiles(self, num_rows: int) -> Tensor:
         """The tables of row tiles for R rows that Triton kernels read; see `triton_tiles.row_tiles`.
 
-        They are computed at the first call, for all products of forward and backward.
+        The tables are computed at the first call, for all products of forward and backward.
         """
         if self._tiles is not None and self._tiles[0] == num_rows:
             return self._tiles[1]
         from fairseq_tutel.kernels.triton_tiles import row_tiles
 
         tiles = row_tiles(self.counts, num_rows)
-        if not torch.compiler.is_compiling():  # a compiled autograd node must not change other objects
+        if not torch.compiler.is_compiling():  # A compiled autograd node must not change other objects.
             self._tiles = num_rows, tiles
         return tiles

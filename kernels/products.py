@@ -1,9 +1,9 @@
-"""Matrix products of an expert on a CPU, each in the form that is fastest for the number of rows.
+"""Matrix products of an expert on a CPU, in the form that is fastest for the number of rows.
 
-With few rows, memory bandwidth limits the speed, because the weight is read or its gradient is written. The
-form of the product determines how much of the bandwidth is used. All timings were measured with MKL 2024.2
-on one core of an AMD EPYC (AVX-512, 1 MiB L2 cache) for fp32 weights [2048, 512]. n rows, I and O the input
-and output dimensions of a linear map.
+With few rows, reading the weight or writing its gradient limits the speed. The form of the product
+determines how much of the memory bandwidth is used. All times here are for MKL 2024.2 on one core of an AMD
+EPYC (AVX-512, 1 MiB L2 cache) and fp32 weights [2048, 512]. Shapes use n for rows, and I and O for the
+input and output dimensions of a linear map.
 """
 
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor
 from fairseq_tutel.kernels.few_rows import are_few, linear_of_few
 from fairseq_tutel.kernels.quantized import QuantizedMatrix
 
-# Smaller weights fit into the core's own cache. For these, the plain product is fastest.
+# If a weight has fewer bytes, it fits into the core's cache, and the plain product is fastest.
 LEAST_BYTES = 2**20
-# Clearing a weight gradient and then adding to it is faster than writing it:
-# - up to 32 rows in parts that fit into the cache: 0.47 vs. 0.85 ms for 8 rows, 0.94 vs. 1.13 ms for 32;
-# - up to 128 rows as a whole: 1.65 vs. 1.87 ms for 64 rows, 2.99 vs. 3.16 ms for 128.
+# Up to 128 rows, clearing a weight gradient and then adding to it is faster than writing the gradient (1.65
+# vs. 1.87 ms for 64 rows). Up to 32 rows, clearing is even faster in parts that fit into the cache (0.47
+# vs. 0.85 ms for 8 rows, 0.94 vs. 1.13 ms for 32).
 MOST_IN_PARTS, PART_BYTES, MOST_CLEARED = 32, 2**20, 128
 
 
@@ -26,11 +26,11 @@ def linear(
     bias_O: Tensor | None,
     out_nO: Tensor | None = None,
 ) -> Tensor:
-    """Compute a linear map, rows @ weight.T + bias; write it into `out_nO` if given, and return it."""
+    """Compute a linear map rows @ weight.T + bias, into `out_nO` if given, and return the result."""
     if isinstance(weight_OI, QuantizedMatrix):
         y_nO = weight_OI.linear(rows_nI, bias_O)
         return y_nO if out_nO is None else out_nO.copy_(y_nO)
-    if out_nO is None:  # allocated first, so that both cases give equal bits
+    if out_nO is None:  # The result has equal bits with and without out_nO.
         out_nO = rows_nI.new_empty(len(rows_nI), len(weight_OI))
     if are_few(rows_nI) and weight_OI.numel() * weight_OI.itemsize >= LEAST_BYTES:
         return out_nO.copy_(linear_of_few(rows_nI, weight_OI, bias_O))
@@ -43,14 +43,14 @@ def weight_grad(dout_nO: Tensor, rows_nI: Tensor, dweight_OI: Tensor, dbias_O: T
     """Write a linear map's gradients to dweight (dout.T @ rows) and, if given, to dbias (sum of dout)."""
     is_float = dout_nO.dtype == torch.float32
     if is_float and 1 < len(rows_nI) <= MOST_CLEARED:
-        # With more than two rows, the result is bit-identical to the result of a single product.
+        # With more than two rows, the gradient is bit-identical to that of a single product.
         _cleared_and_added(dout_nO, rows_nI, dweight_OI)
     else:
         torch.mm(dout_nO.t(), rows_nI, out=dweight_OI)
     if dbias_O is None:
         return
     if is_float or dout_nO.dtype == torch.float64:
-        # A product with ones is three times faster than a sum over dimension 0.
+        # A matrix product with ones is three times faster than a sum over dimension 0.
         torch.mv(dout_nO.t(), dout_nO.new_ones(len(dout_nO)), out=dbias_O)
     else:
         torch.sum(dout_nO, dim=0, out=dbias_O)
@@ -58,11 +58,11 @@ def weight_grad(dout_nO: Tensor, rows_nI: Tensor, dweight_OI: Tensor, dbias_O: T
 
 def _cleared_and_added(dout_nO: Tensor, rows_nI: Tensor, dweight_OI: Tensor) -> None:
     out_dim, in_dim = dweight_OI.shape
-    if len(rows_nI) == 2:  # 0.21 vs. 0.28 ms for [1024, 512], 0.22 vs. 0.47 ms for [512, 1024]
+    if len(rows_nI) == 2:  # Two outer products take 0.21 instead of 0.28 ms for [1024, 512].
         torch.mul(dout_nO[0].unsqueeze(1), rows_nI[0], out=dweight_OI).addr_(dout_nO[1], rows_nI[1])
         return
     step = out_dim
-    # With several threads, every part would need two barriers.
+    # With several threads, every part of the gradient would need two barriers.
     if len(rows_nI) <= MOST_IN_PARTS and torch.get_num_threads() == 1:
         step = max(1, PART_BYTES // (in_dim * dweight_OI.itemsize))
     if step >= out_dim:

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-# Elements of a row chunk. On a CPU a chunk fits into the L2 cache. On a GPU it uses all multiprocessors.
+# This is the number of elements of a row chunk on each type of device. On a CPU, a row chunk fits into the
+# L2 cache. On a GPU, a row chunk uses all multiprocessors.
 ELEMENTS = {"cpu": 2**18}
 ELEMENTS_ELSEWHERE = 2**26
 
 
 def row_chunks(table_NV: Tensor) -> Iterator[slice]:
-    """Yield the range of rows of each chunk of a table; every chunk has at least one row."""
+    """Yield the range of rows of each chunk of a table. Every chunk has at least one row."""
     num_rows, words = table_NV.shape
     size = ELEMENTS.get(table_NV.device.type, ELEMENTS_ELSEWHERE)
     step = max(1, size // max(words, 1))

@@ -1,9 +1,9 @@
-"""Runs experts in parallel on a CPU: each expert on one thread of torch's OpenMP thread pool.
+"""Runs experts in parallel on a CPU, each expert on one thread of torch's OpenMP thread pool.
 
-The operations of an expert are many and short. If each operation ran on all threads, it would begin and end
-with a barrier. A barrier takes a time slice instead of a microsecond when another process occupies a core.
-Therefore each thread computes one expert at a time. Within the region, torch and MKL operations are
-sequential, and the only barrier is at the end of the region.
+An expert runs many short operations. If each operation ran on all threads, every operation would begin and
+end with a barrier. If another process occupies a core, a barrier takes a time slice instead of a
+microsecond. Therefore each thread computes one expert at a time. Within the parallel region, torch and MKL
+operations are sequential. The only barrier is at the end of the parallel region.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import torch
 LEAST_WORK = 2**21
 # Reading an expert's weights takes as long as multiplying this many rows with the weights.
 ROWS_OF_READING = 8
-# Limit of a thread's rows relative to the mean. Above it, all threads compute each expert together.
+# If a thread gets more rows than this factor times the mean, all threads compute each expert together.
 UNEVEN = 1.25
 
 Worker = Callable[[int], None]
@@ -27,14 +27,14 @@ def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work:
     """Call a worker function once for every expert, in any order and on any thread.
 
     Args:
-        make_worker: returns a function that is called with an expert's number. Each thread creates one such
-            function, with separate buffers, and calls it without gradients. Create views beforehand: every
-            torch operation releases the GIL and has to acquire it again.
+        make_worker: a function that returns a worker function, which is called with an expert's number.
+            Each thread creates one worker with separate buffers, and calls it without gradients. Create
+            views beforehand, because every torch operation releases the GIL and has to acquire it again.
         counts: the number of rows of each expert.
-        row_work: the multiplications of one row with one weight.
+        row_work: the number of multiplications of one row with one weight.
 
     Raises:
-        BaseException: the first error of a worker; other experts may not have been computed.
+        BaseException: the first error of a worker. Other experts may not have been computed.
     """
     together, apart = _shares(counts, row_work)
     if together:
@@ -46,7 +46,7 @@ def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work:
 
 
 def _shares(counts: Sequence[int], row_work: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the experts that all threads compute together, and the experts that single threads compute."""
+    """Return the experts that all threads compute together, and the experts for single threads."""
     threads, all_experts = torch.get_num_threads(), range(len(counts))
     busy = sum(count > 0 for count in counts)
     work = (sum(counts) + ROWS_OF_READING * busy) * row_work
@@ -54,7 +54,7 @@ def _shares(counts: Sequence[int], row_work: int) -> tuple[Sequence[int], Sequen
         return all_experts, ()
     experts = sorted(all_experts, key=lambda expert: -counts[expert])
     rest, first = sum(counts), 0
-    # The other threads would have to wait for an expert with more than an even share of the rows.
+    # Other threads would have to wait for an expert with more than an even part of the rows.
     while first < len(experts) and counts[experts[first]] * threads > rest:
         rest, first = rest - counts[experts[first]], first + 1
     loads = [0] * threads
@@ -71,12 +71,12 @@ def _spread(make_worker: Callable[[], Worker], experts: Iterator[int]) -> None:
 
     def member(_: Any) -> None:
         try:
-            # These modes are thread-local.
+            # Inference mode and gradient mode are thread-local.
             with torch.inference_mode(inference), torch.no_grad():
                 worker = make_worker()
-                for expert in experts:  # the threads share one list iterator, which is atomic
+                for expert in experts:  # The threads share this iterator, which is atomic.
                     worker(expert)
-        except BaseException as error:  # must not propagate through C
+        except BaseException as error:  # An error must not propagate through C.
             raised.append(error)
 
     found = _region()
@@ -89,12 +89,12 @@ def _spread(make_worker: Callable[[], Worker], experts: Iterator[int]) -> None:
 
 @functools.cache
 def _region() -> tuple[Any, Any] | None:
-    """Find OpenMP's function for parallel regions; return it and its callback type, or None."""
+    """Return OpenMP's function for parallel regions and its callback type, or None without OpenMP."""
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     try:
         region = ctypes.CDLL(
             torch._C.__file__
-        ).GOMP_parallel  # LLVM's and Intel's OpenMP also have this function
+        ).GOMP_parallel  # LLVM's and Intel's OpenMP also have this function.
     except (OSError, AttributeError):
         return None
     region.argtypes = [kind, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

@@ -1,17 +1,17 @@
 """The activation functions of `activations.py` with the same names, for use inside Triton kernels.
 
-All functions and derivatives propagate NaN, so that a loss scaler detects it.
+All functions and derivatives propagate NaN, so that a loss scaler detects the NaN.
 """
 
 import triton
 import triton.language as tl
 
-# Constants are right operands, because the interpreter dispatches on the type of the left operand.
+# Constants are the right operands, because Triton's interpreter dispatches on the type of the left operand.
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
-_PDF_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
-_TANH_GELU = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
+_PDF_0 = tl.constexpr(0.3989422804014327)  # The normal density at 0, 1 / sqrt(2 pi).
+_TANH_GELU = tl.constexpr(0.7978845608028654)  # The factor sqrt(2 / pi) in the tanh approximation of GELU.
 _CUBIC = tl.constexpr(0.044715)
-# Coefficients of the Taylor series of tanh: -1 / 3, 2 / 15, -17 / 315.
+# The Taylor series of tanh has the coefficients 1, -1 / 3, 2 / 15 and -17 / 315.
 _TANH_3 = tl.constexpr(-0.3333333333333333)
 _TANH_5 = tl.constexpr(0.13333333333333333)
 _TANH_7 = tl.constexpr(-0.05396825396825397)
@@ -19,16 +19,16 @@ _TANH_7 = tl.constexpr(-0.05396825396825397)
 
 @triton.jit
 def tanh(x):
-    """Return the hyperbolic tangent of x; libdevice's tanh is not available in the interpreter."""
+    """Return the hyperbolic tangent of x. Triton's interpreter does not have libdevice's tanh."""
     square = x * x
     near_0 = x * (1 + square * (square * (square * _TANH_7 + _TANH_5) + _TANH_3))
-    # Far from 0, the subtraction does not lose precision.
+    # If x is far from 0, the subtraction does not lose precision.
     return tl.where(tl.abs(x) < 0.1, near_0, 2 * tl.sigmoid(2 * x) - 1)
 
 
 @triton.jit
 def activate(h, ACTIVATION: tl.constexpr):
-    """Apply an activation function to h, in a Triton kernel; h and the result are fp32 or fp64."""
+    """Apply an activation function to h in a Triton kernel. Both h and the result are fp32 or fp64."""
     if ACTIVATION == "relu":
         a = tl.where(h < 0, 0.0, h)
     elif ACTIVATION == "relu_squared":
@@ -50,7 +50,7 @@ def activate(h, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_backward(da, kept, ACTIVATION: tl.constexpr):
-    """Return the activation's input gradient, from its output gradient and saved output or input."""
+    """Return an activation's input gradient, from its output gradient and saved output or input."""
     if ACTIVATION == "relu":
         dh = tl.where(kept <= 0, 0.0, da)
     elif ACTIVATION == "relu_squared":

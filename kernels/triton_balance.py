@@ -1,4 +1,4 @@
-"""The last step of the GShard balance losses in Triton, forward and gradient in one launch. E experts."""
+"""The last step of the GShard balance losses and their gradient, in one Triton launch. E experts."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ def _fake_load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple
 
 @opaque(_fake_load_loss)
 def load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a GShard balance loss, and its gradient for the sums of probabilities."""
+    """Return a GShard balance loss and its gradient with respect to the sums of probabilities."""
     mass_E, load_E = mass_E.contiguous(), load_E.contiguous()
     loss, gradient_E = _fake_load_loss(mass_E, load_E, num_tokens)
     launch(

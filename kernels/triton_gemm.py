@@ -1,8 +1,7 @@
-"""Grouped matrix product in Triton: multiplies each row by its expert's weight, and can add two products.
+"""Multiplies each row by its expert's weight (grouped matrix product) in Triton, and can add two products.
 
-The signatures are the signatures of `reference`. Sums are computed in fp32. For fp64 tensors, which only
-the interpreter supports, they are computed in fp64. One program writes each output element, so results are
-deterministic.
+The functions have the same signatures as in `reference`. Sums are computed in fp32. For fp64 tensors, which
+only Triton's interpreter supports, sums are in fp64. Results are deterministic.
 """
 
 from typing import Any
@@ -64,7 +63,7 @@ def triton_linear(
     weights = alike([w for w in (weight_EOI, more_weight_EOI) if w is not None])
     bias_EO = None if bias_EO is None else bias_EO.contiguous()
 
-    # Forward and backward have the same sizes, but backward reads weights along their other dimension.
+    # Forward and backward use equal tile sizes, but backward reads weights along their other dimension.
     kind = "glu_dx" if more_RI is not None else "linear" if weights[0].stride(2) == 1 else "dx"
     tile = chosen(kind, rows_RI, (num_rows, num_experts, out_dim, in_dim), tf32x3)
     tiles_m = num_tiles(num_rows, num_experts, tile.block_m)

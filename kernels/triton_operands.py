@@ -1,8 +1,8 @@
-"""Loads the two operands of a matrix product of one row tile: the rows and the expert's weight.
+"""Loads the two operands of a matrix product of one row tile, the rows and the expert's weight.
 
-Rows may be gathered. An operand is loaded with its tensor descriptor (TMA), or through pointers if there is
-no descriptor. A weight's descriptor has three dimensions, so that no tile overlaps the next expert.
-Addresses are int64.
+The rows of a tile may be gathered. An operand is loaded with its tensor descriptor (TMA), or through
+pointers if there is no descriptor. A weight's descriptor has three dimensions, so that no tile reads from
+the next expert. Addresses are int64.
 """
 
 import triton
@@ -11,14 +11,14 @@ import triton.language as tl
 
 @triton.jit
 def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the source that `load_rows` loads from: a tensor descriptor, or pointers to the rows."""
+    """Return the source from which `load_rows` loads, a tensor descriptor or pointers to the rows."""
     if DESCRIPTOR:
         operand = rows
     else:
         r = first + tl.arange(0, BLOCK_M)
-        r = tl.where(r < end, r, first)  # repeats the first row after the end: no mask in the loop
+        r = tl.where(r < end, r, first)  # The first row is repeated to avoid a mask.
         if index is not None:
-            # In the tail, only the index is read. It may be -1.
+            # After the last group of rows, only the index is read, which may be -1.
             r = tl.load(index + r).to(tl.int64)
         operand = rows + (r * K)[:, None]
     return operand
@@ -51,7 +51,7 @@ def load_weight(
 ):
     """Load the tile [BLOCK_K, BLOCK_N] of weight[expert].T at (k, n), with zeros outside the weight.
 
-    `strides` are the strides of (expert, n, k). A descriptor has the dimensions (expert, N, K) if K_INNER
+    `strides` are the strides of (expert, n, k). The descriptor has the dimensions (expert, N, K) if K_INNER
     is set, otherwise (expert, K, N).
     """
     if DESCRIPTOR and K_INNER:
@@ -69,8 +69,8 @@ def load_weight(
 
 @triton.jit
 def multiply(a, b, total, PRECISION: tl.constexpr):
-    """Add a product of two tiles to a sum: return total + a @ b, computed in the given precision."""
-    if PRECISION == "interpreted":  # NumPy has no bf16
+    """Add the product of two tiles to a sum, total + a @ b, computed in the given precision."""
+    if PRECISION == "interpreted":  # NumPy does not have bf16.
         a, b = a.to(total.dtype), b.to(total.dtype)
         total = tl.dot(a, b, total, input_precision="ieee", out_dtype=total.dtype)
     else:
@@ -93,9 +93,9 @@ def add_product(
     K_INNER: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Add the product rows @ weight[expert].T to a tile's sum `total`; expert -1 adds nothing.
+    """Add the product rows @ weight[expert].T to a tile's sum `total`. Expert -1 adds nothing.
 
-    `tile` is (expert, first row, end of the expert's rows, first column n); `sizes` is (N, K).
+    `tile` is (expert, first row, end of the expert's rows, first column n), and `sizes` is (N, K).
     """
     expert, first, end, n = tile
     N, K = sizes
@@ -124,7 +124,7 @@ def tile_offsets(N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def tile_mask(first, end, n, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the mask of a tile's elements that are inside the matrix: before row `end` and column N."""
+    """Return the mask of a tile's elements inside the matrix, which are before row `end` and column N."""
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     return (rows < end - first)[:, None] & (columns < N - n)[None, :]
 
@@ -138,7 +138,7 @@ def load_tile(x, first, end, n, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr)
 
 @triton.jit
 def store_tile(x, values, first, end, n, N):
-    """Write a tile to x [R, N] at (first, n), without elements from row `end` or column N on."""
+    """Write a tile to x [R, N] at (first, n), except elements from row `end` or column N on."""
     inside = tile_mask(first, end, n, N, values.shape[0], values.shape[1])
     offsets = tile_offsets(N, values.shape[0], values.shape[1])
     tl.store(x + first * N + n + offsets, values, mask=inside)

@@ -1,8 +1,8 @@
 """Assigns row tiles to programs on the device, so that the host does not read the row counts.
 
-The grid of a product has R // BLOCK_M + E + 1 row tiles, which is an upper bound. Rows after the last group
-form an additional group with expert -1. A row of the table is (expert, first row, end of the group's rows).
-In an unused tile, the first row is not below the end.
+The grid of a matrix product has R // BLOCK_M + E + 1 row tiles, which is an upper bound. Rows after the
+last group form an additional group with expert -1. A row of the tile table is (expert, first row, end of
+the group's rows). In an unused tile, the first row is not below the end.
 """
 
 import functools
@@ -15,7 +15,7 @@ from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_launch import launch
 
-# Rows of a tile in the table of `tiles`.
+# The tables of row tiles exist for these numbers of rows per tile.
 BLOCKS_M = (16, 32, 64, 128, 256)
 BLOCK_TILES = 32
 # The compile-time constants of a kernel that calls `write_tiles`.
@@ -48,8 +48,8 @@ def row_tiles(counts_E: Tensor, num_rows: int) -> Tensor:
         num_rows: R, at least the sum of the counts.
 
     Returns:
-        [E + 1 + 3 * tiles] int64: the first row of each expert and the end of the last one, then a table
-        [3, tiles] for each size in BLOCKS_M.
+        [E + 1 + 3 * tiles] int64: the first row of each expert, the end of the last expert, and a table [3,
+        tiles] for each number in BLOCKS_M.
     """
     tiles, num_experts = _fake_row_tiles(counts_E, num_rows), counts_E.shape[0]
     launch(
@@ -66,7 +66,7 @@ def row_tiles(counts_E: Tensor, num_rows: int) -> Tensor:
 
 
 def tile_programs(num_rows: int, num_experts: int) -> int:
-    """Return the number of programs of `write_tiles`."""
+    """Return the number of Triton programs that `write_tiles` needs."""
     return cdiv(num_tiles(num_rows, num_experts, BLOCKS_M[0]), BLOCK_TILES) * len(BLOCKS_M)
 
 
@@ -83,8 +83,8 @@ def write_tiles(
     program, counts, tiles, num_rows, num_experts, SIZES: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Write one program's part of the tables of `row_tiles`."""
-    # BLOCKS_M doubles from each size to the next. 32 bits need fewer registers.
+    """Write the part of the tables of `row_tiles` that one Triton program writes."""
+    # Each number in BLOCKS_M is twice the previous number. 32 bits need fewer registers.
     block_m = tl.full([], SMALLEST, tl.int32)
     num_rows = tl.cast(num_rows, tl.int32)
     table = tiles + num_experts + 1
@@ -101,7 +101,7 @@ def write_tiles(
     rows_before = tl.full([], 0, tl.int32)
     tiles_before = tl.full([], 0, tl.int32)
     is_first = program == 0
-    written = tl.where(is_first, num_experts, 0)  # the first program writes the experts' first rows
+    written = tl.where(is_first, num_experts, 0)  # The first program writes the experts' first rows.
     for first_expert in range(0, num_experts, BLOCK_E):
         e = first_expert + tl.arange(0, BLOCK_E)
         count = tl.load(counts + e, mask=e < num_experts, other=0).to(tl.int32)
@@ -109,7 +109,7 @@ def write_tiles(
         row_end = rows_before + tl.cumsum(count, 0)
         tile_end = tiles_before + tl.cumsum(tiles_of, 0)
         offset = tile[:, None] - (tile_end - tiles_of)[None, :]
-        own = (offset >= 0) & (offset < tiles_of[None, :])  # at most one expert per tile
+        own = (offset >= 0) & (offset < tiles_of[None, :])  # A tile has at most one expert.
         expert += tl.sum(tl.where(own, e[None, :] + 1, 0), 1)
         first += tl.sum(tl.where(own, (row_end - count)[None, :] + offset * block_m, 0), 1)
         end += tl.sum(tl.where(own, row_end[None, :], 0), 1)
@@ -128,7 +128,7 @@ def write_tiles(
 
 @triton.jit
 def place(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Return the tile (m, n) of program `pid`; GROUP row tiles are processed together to reuse weights."""
+    """Return the tile (m, n) of program `pid`. GROUP row tiles are processed together to reuse weights."""
     group = pid // (GROUP * tiles_n)
     in_group = pid % (GROUP * tiles_n)
     height = tl.minimum(tiles_m - group * GROUP, GROUP)
@@ -137,7 +137,7 @@ def place(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def read_tile(tiles, start, tiles_m, m):
-    """Read row tile m of the table at `start`: return its expert, first row, and the end of the rows."""
+    """Read row tile m of the table at `start`, as the tile's expert, first row and end of rows."""
     table = tiles + start
     expert = tl.load(table + m)
     first = tl.load(table + tiles_m + m)

@@ -1,4 +1,4 @@
-"""For every test: one thread, the same examples in every run, memory that shows, GPU tests that say so."""
+"""Settings for all tests: one thread, reproducible examples, and NaN in uninitialized tensors."""
 
 import contextlib
 import gc
@@ -9,13 +9,13 @@ from poison import poison_empty
 from rank_pool import Ranks
 
 torch.set_num_threads(1)
-gc.set_threshold(100_000, 50, 100)  # looking for garbage took a tenth of the time, of collection a quarter
+gc.set_threshold(100_000, 50, 100)  # garbage collection took a tenth of the test time
 try:
     from hypothesis import settings
-except ImportError:  # as on a machine for the kernels' tests alone
+except ImportError:  # tests of kernels can run without hypothesis
     pass
 else:
-    # New examples in every run would let a change fail for what it did not touch.
+    # hypothesis must draw the same examples in every test run.
     settings.register_profile("same", derandomize=True)
     settings.load_profile("same")
 with contextlib.suppress(ImportError):
@@ -25,7 +25,7 @@ poison_empty()
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Return a function from a world size to its Ranks, which live as long as the test run."""
+    """Return a function that starts the processes of a world size once, for all tests."""
     started: dict[tuple[int, bool], Ranks] = {}
 
     def of(world_size: int, on_gpus: bool = False) -> Ranks:
@@ -38,12 +38,12 @@ def ranks():
 
 
 def pytest_collection_finish():
-    """Leave what was imported and collected out of every later look for garbage."""
+    """Exclude all imported modules and collected tests from garbage collection."""
     gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what needs a GPU where there is none."""
+    """Skip tests with the mark `gpu` on a machine without a GPU."""
     if torch.cuda.is_available():
         return
     for item in items:

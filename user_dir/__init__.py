@@ -1,4 +1,4 @@
-"""The directory to give fairseq as `--user-dir`."""
+"""Importing this folder, which is the --user-dir for fairseq, registers the plugin."""
 
 from fairseq_tutel.plugin import register
 

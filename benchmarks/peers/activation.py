@@ -1,4 +1,4 @@
-"""The activation of an expert, between its matrix products."""
+"""Computes the activation between the matrix products of an expert."""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,8 @@
-"""The baseline of all variants: a dense feed-forward layer with as many floating-point operations.
+"""The baseline: a dense FFN with as many floating-point operations as the experts of a token.
 
 The layer is nn.Linear D -> K * H -> D with the same activation; for swiglu, the first two matrices are one
-product. It has no gate and no routing. It computes another function, so its outputs are not checked.
+product. The dense layer has no gate and no routing. Dense outputs differ from those of a MoE layer and are
+not checked.
 """
 
 from torch import Tensor, nn

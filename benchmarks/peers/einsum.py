@@ -1,7 +1,7 @@
 """The GShard formulation (Lepikhin et al. 2020, algorithm 2) as implemented in Meta's fairseq branch.
 
-Dispatch and combine are products with one-hot [T, E, C] masks. Each needs T * E * C * D operations, which
-grow with T squared, since E * C is at least K * T. Experts are batched products over [E, C, D].
+Dispatch and combine are products with one-hot [T, E, C] masks. Each product needs T * E * C * D
+operations, which grow with T squared, since E * C >= K * T. Experts are batched products over [E, C, D].
 
 T tokens, E experts, K top_k, C capacity.
 """
@@ -19,12 +19,12 @@ from benchmarks.peers.activation import activate
 from benchmarks.peers.gate import top_k_gate
 from benchmarks.peers.variant import Unsupported, Variant
 
-# Maximum bytes of one mask, by device; a step has about five tensors of this size and reads each often.
+# Maximum bytes of one mask, by device. A step reads about five tensors of this size several times.
 MOST_MASK_BYTES = {"cpu": 2**28, "cuda": 2**30}
 
 
 class Einsum(Variant):
-    """A MoE layer of three einsums and batched experts."""
+    """A MoE layer whose dispatch and combine are einsums, with batched experts."""
 
     def __init__(self, case: Case, inputs: Inputs, capacity: int) -> None:
         super().__init__(inputs)
@@ -42,7 +42,7 @@ class Einsum(Variant):
 
 
 def einsum_moe(x_TD: Tensor, combine_TEC: Tensor, experts: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return y_TD by the three einsums.
+    """Return y_TD = combine(experts(dispatch(x_TD))), computed by einsums.
 
     Args:
         x_TD: tokens.
@@ -80,7 +80,7 @@ def usual_capacity(tokens: int, num_experts: int, top_k: int, factor: float = 1.
 
 
 def build(case: Case, inputs: Inputs) -> Einsum:
-    """Return the layer with the smallest capacity that drops nothing, so it computes the common function.
+    """Return the layer with the smallest capacity that drops no assignment.
 
     Raises:
         Unsupported: the masks do not fit.
@@ -91,7 +91,7 @@ def build(case: Case, inputs: Inputs) -> Einsum:
 
 
 def build_with_drops(case: Case, inputs: Inputs) -> Einsum:
-    """Return the layer with the usual capacity K * ceil(T / E); assignments above it are dropped.
+    """Return the layer with the usual capacity K * ceil(T / E); assignments above the capacity are dropped.
 
     Raises:
         Unsupported: the masks do not fit.

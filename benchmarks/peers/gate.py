@@ -1,4 +1,4 @@
-"""The gate of all variants without their own gate, so that these have equal choices and gate costs."""
+"""The common gate of all variants that lack a gate."""
 
 import torch
 import torch.nn.functional as F

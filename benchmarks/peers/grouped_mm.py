@@ -1,4 +1,4 @@
-"""Tokens sorted by expert and torch's F.grouped_mm, as in torchtitan and Hugging Face's models."""
+"""A MoE layer with sorted tokens and F.grouped_mm, as in torchtitan and Hugging Face's models."""
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ ALIGNMENT_BYTES = 16
 
 
 class GroupedMM(Variant):
-    """A MoE layer that sorts, gathers, multiplies in groups, and restores the order."""
+    """A MoE layer that sorts tokens by expert, multiplies in groups, and restores the token order."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         super().__init__(inputs)
@@ -39,7 +39,7 @@ class GroupedMM(Variant):
 
 
 def build(case: Case, inputs: Inputs) -> GroupedMM:
-    """Return the layer of a case.
+    """Return the MoE layer of a case.
 
     Raises:
         Unsupported: this torch has no grouped_mm, or does not support the dtype or dimensions.

@@ -16,7 +16,7 @@ from benchmarks.peers.variant import Unsupported, Variant
 
 
 class Liger(Variant):
-    """The common gate and LigerFusedMoEFunction."""
+    """A MoE layer of the common gate and LigerFusedMoEFunction."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Liger(Variant):
 
 
 def build(case: Case, inputs: Inputs) -> Liger:
-    """Return the layer of a case.
+    """Return the MoE layer of a case.
 
     Raises:
         Unsupported: the activation is not SwiGLU, or there is no GPU.

@@ -1,4 +1,4 @@
-"""A loop over experts as in Hugging Face's models such as Mixtral (eager mode).
+"""A loop over experts, as in Hugging Face's Mixtral in eager mode.
 
 Every expert has separate matrices. torch.where finds an expert's tokens, and index_add_ adds its outputs.
 """

@@ -17,7 +17,7 @@ from benchmarks.peers.variant import Unsupported, Variant
 
 
 class MegaBlocks(Variant):
-    """The common gate and the experts of megablocks' dMoE."""
+    """A MoE layer of the common gate and the experts of megablocks' dMoE."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         layers = import_module("megablocks.layers.dmoe")
@@ -61,7 +61,7 @@ class MegaBlocks(Variant):
 
 
 def build(case: Case, inputs: Inputs) -> MegaBlocks:
-    """Return the layer of a case.
+    """Return the MoE layer of a case.
 
     Raises:
         Unsupported: there is no GPU.

@@ -62,7 +62,7 @@ def formula_bytes(case: Case, dtype: torch.dtype, recompute: bool) -> int:
     """
     tokens, experts, copies = case.tokens, case.num_experts, case.tokens * case.top_k
     hidden = 0 if recompute else copies * case.hidden_dim * (2 if case.is_glu else 1)
-    # Bytes of the probabilities and of the weights.
+    # Bytes of the gate probabilities and of the assignments' weights.
     numbers = tokens * experts + copies
     # The gate computes at least in fp32, so it saves fp32 copies of half-precision x and gate weights.
     wide = max(dtype.itemsize, 4)

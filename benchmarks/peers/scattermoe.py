@@ -1,4 +1,4 @@
-"""ScatterMoE, if `scattermoe` is installed. The adapter follows its source of 2025; it was never run."""
+"""ScatterMoE, if `scattermoe` is installed. The adapter follows the source of 2025 and was never run."""
 
 from importlib import import_module
 
@@ -13,7 +13,7 @@ from benchmarks.peers.variant import Unsupported, Variant
 
 
 class ScatterMoE(Variant):
-    """The common gate and scattermoe.mlp's MLP or GLUMLP."""
+    """A MoE layer of the common gate and scattermoe.mlp's MLP or GLUMLP."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         mlp = import_module("scattermoe.mlp")
@@ -27,7 +27,7 @@ class ScatterMoE(Variant):
         self.experts = experts.to(inputs.x_TD.device, inputs.x_TD.dtype)
         self.gate = torch.nn.Parameter(inputs.weights["gate"].clone())
         first = inputs.weights["fc1"]
-        if case.is_glu:  # the first half is the one that is not passed to the activation
+        if case.is_glu:  # the activation is applied only to the second half
             first = torch.cat([inputs.weights["fc3"], first], dim=1)
         with torch.no_grad():
             self.experts.experts.weight.copy_(first)
@@ -49,7 +49,7 @@ class ScatterMoE(Variant):
 
 
 def build(case: Case, inputs: Inputs) -> ScatterMoE:
-    """Return the layer of a case.
+    """Return the MoE layer of a case.
 
     Raises:
         Unsupported: there is no GPU.

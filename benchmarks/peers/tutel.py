@@ -1,8 +1,7 @@
 """Microsoft's Tutel, if `tutel` is installed. The adapter follows Tutel 0.3 and has never been run.
 
-Tutel's layer has its own gate. Its `ffn` experts have biases, which are zero and frozen here, and no
-SwiGLU. With a capacity factor of 0, Tutel pads every expert to the load of the busiest expert and drops
-nothing.
+Tutel's layer has a gate. Tutel's `ffn` experts have biases, which are zero and frozen here, and no
+SwiGLU. With a capacity factor of 0, Tutel pads every expert to the largest load.
 """
 
 import torch
@@ -58,7 +57,7 @@ class Tutel(Variant):
 
 
 def build(case: Case, inputs: Inputs) -> Tutel:
-    """Return the layer of a case.
+    """Return the MoE layer of a case.
 
     Raises:
         Unsupported: the activation is SwiGLU.

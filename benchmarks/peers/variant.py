@@ -6,7 +6,7 @@ from benchmarks.layer_inputs import Inputs
 
 
 class Unsupported(Exception):  # noqa: N818 - a reason to leave a variant out, not a failure
-    """Raised with a reason if a variant cannot compute a case."""
+    """Raised, with a reason, if a variant cannot compute a case."""
 
 
 class Variant(nn.Module):
@@ -19,7 +19,7 @@ class Variant(nn.Module):
         inputs: inputs of the case, or None.
     """
 
-    # Whether the variant computes the MoE function, so that its results are checked.
+    # Whether the variant computes the MoE function. If not, its results are not checked.
     is_layer: bool = True
     # Number of slots per expert if the variant drops assignments; None for a dropless layer.
     capacity: int | None = None

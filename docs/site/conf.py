@@ -1,4 +1,4 @@
-"""Sphinx: the site from the Markdown pages and the docstrings of the package. `make docs` builds it."""
+"""Configures Sphinx: `make docs` builds a site from the Markdown pages and the package's docstrings."""
 
 from fairseq_tutel import __version__
 
@@ -22,5 +22,5 @@ def _escape(app, what, name, obj, options, lines) -> None:
 
 
 def setup(app) -> None:
-    """Register `_escape` at Sphinx."""
+    """Let Sphinx call `_escape` for every docstring."""
     app.connect("autodoc-process-docstring", _escape)

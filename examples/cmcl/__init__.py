@@ -13,7 +13,7 @@ register()
 
 @dataclass
 class TinyMLPConfig(FairseqDataclass):
-    """Sizes of the network."""
+    """Options for the layer widths of the image classifier."""
 
     tiny_side: int = field(default=8, metadata={"help": "pixels of a side, to which images are averaged"})
     tiny_hidden: int = field(default=32, metadata={"help": "hidden units"})
@@ -21,7 +21,7 @@ class TinyMLPConfig(FairseqDataclass):
 
 @register_model("tiny_mlp", dataclass=TinyMLPConfig)
 class TinyMLP(BaseFairseqModel):
-    """An image classifier: [B, channels, height, width] -> logits [B, classes]."""
+    """An image classifier that maps images [B, channels, height, width] to logits [B, classes]."""
 
     def __init__(self, channels: int, classes: int, side: int, hidden: int) -> None:
         super().__init__()

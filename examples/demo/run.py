@@ -1,6 +1,6 @@
 """Train, evaluate and compare a dense and a MoE language model.
 
-`make demo` runs this. It writes numbers to `demo/result.json` and curves to `demo/report.html`.
+The command `make demo` runs this script. The script writes `demo/result.json` and `demo/report.html`.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from recipes import DENSE, MOE, UPDATES
 
 
 def main() -> None:
-    """Run all the steps and write the result."""
+    """Run all steps of the demo, and write the results."""
     parser = argparse.ArgumentParser(description="Compare a dense and a MoE language model.")
     parser.add_argument("--setup-seconds", type=int, help="what the set-up took, for the report")
     setup_seconds = parser.parse_args().setup_seconds
 
     started = monotonic()
     os.chdir(Path(__file__).parents[2])
-    # fairseq would resume the checkpoints of an earlier run.
+    # fairseq would resume the checkpoints of an earlier run of the demo.
     shutil.rmtree(steps.OUT, ignore_errors=True)
 
     def begin(step: str) -> None:

@@ -1,4 +1,4 @@
-"""The demo's steps. Each is one fairseq command and writes only to `demo/`."""
+"""The demo's steps. Each step is one fairseq command, and writes only to `demo/`."""
 
 import re
 from collections.abc import Iterable
@@ -28,20 +28,20 @@ TRAINING_PROGRESS = (
 
 
 def preprocess(splits: Iterable[str]) -> None:
-    """Binarise the splits of the corpus."""
+    """Binarize the splits of the corpus."""
     prefixes = [f"--{split}pref={CORPUS / split}.bpe" for split in splits]
-    # fairseq starts the last chunk after the others, so use more chunks than cores.
+    # fairseq starts the last chunk after all other chunks, so there are more chunks (workers) than cores.
     arguments = ["--only-source", *prefixes, "--destdir", DATA, "--workers", "8"]
     run("fairseq-preprocess", arguments, OUT / "preprocess.log", show=r"\[None\] (.*)")
 
 
 def train(recipe: Recipe) -> float:
-    """Train a model; return its speed in tokens per second."""
+    """Train a model, and return the training speed in tokens per second."""
     return tools.train(recipe.name, [*_model(recipe), *training_flags(recipe)], OUT, TRAINING_PROGRESS)
 
 
 def evaluate(recipe: Recipe) -> float:
-    """Return a trained model's perplexity per token of the test split."""
+    """Return a trained model's perplexity per token on the test split."""
     arguments = [*_model(recipe), "--path", _checkpoint(recipe), "--gen-subset", "test"]
     arguments += ["--tokens-per-sample", str(TOKENS_PER_SAMPLE), "--max-tokens", "2048"]
     log = OUT / f"eval-{recipe.name}.log"

@@ -1,4 +1,4 @@
-"""Run command-line tools and show their progress."""
+"""Run command-line tools, and show their progress."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-# The first updates allocate memory and warm up; they do not represent the speed.
+# The first updates allocate memory and warm up, so they are slower than later updates.
 UNTIMED_UPDATES = 10
 
 
 def run(tool: str, arguments: Sequence[str], log: Path, show: str) -> str:
-    """Run a tool of this environment, write its output to `log`, and return it.
+    """Run a command-line tool of this environment, write its output to `log`, and return the output.
 
     Only the groups of the regular expression `show` are printed, because fairseq's output is long.
     """
@@ -28,7 +28,7 @@ def run(tool: str, arguments: Sequence[str], log: Path, show: str) -> str:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             encoding="utf-8",
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # otherwise Python buffers output to a pipe
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # Python must not buffer the output.
         ) as child,
     ):
         for line in child.stdout or ():
@@ -43,7 +43,7 @@ def run(tool: str, arguments: Sequence[str], log: Path, show: str) -> str:
 
 
 def train(name: str, arguments: Sequence[str], out: Path, show: str) -> float:
-    """Train the model `name`, write checkpoints and logs to `out`, and return its speed, from `wps`."""
+    """Train the model `name`, write checkpoints and logs to `out`, and return the training speed `wps`."""
     statistics = statistics_of(name, out)
     places = ["--save-dir", str(out / name), "--log-file", str(statistics)]
     run("fairseq-train", [*arguments, *places], out / f"train-{name}.log", show)
@@ -51,7 +51,7 @@ def train(name: str, arguments: Sequence[str], out: Path, show: str) -> float:
 
 
 def report(names: Sequence[str], out: Path) -> Path:
-    """Draw the runs on one page; return its path."""
+    """Draw the training curves of several runs on one page, and return the page's path."""
     page = out / "report.html"
     arguments = ["-m", "fairseq_tutel", "report", "--output", str(page), "--overwrite"]
     arguments += [f"--name={name}" for name in names]
@@ -61,14 +61,14 @@ def report(names: Sequence[str], out: Path) -> Path:
 
 
 def statistics_of(name: str, out: Path) -> Path:
-    """Return the log file of a run."""
+    """Return the path of a run's log file."""
     return out / f"train-{name}.json"
 
 
 def _median_speed(statistics: Path) -> float:
-    """Return the median speed over the entries of a training log.
+    """Return the median training speed over the entries of a log.
 
-    Entries that are slow because of other processes do not affect the median.
+    The median is hardly affected by entries that are slow because of other processes.
     """
     with open(statistics, encoding="utf-8") as lines:
         entries = [json.loads(line) for line in lines if line.startswith('{"epoch"')]

@@ -1,10 +1,10 @@
 """Train, evaluate and compare a dense and a MoE Swin V2 on 5,000 digits of MNIST.
 
-`make vision` runs this. It writes to `vision/`: numbers (result.json), curves (report.html), predictions
-(predictions.csv), and the patches of each expert (experts.png).
+The command `make vision` runs this script. The script writes to `vision/`: numbers (result.json), curves
+(report.html), predictions (predictions.csv), and the patches of each expert (experts.png).
 
 In every second block of a stage, the MoE model has 8 experts in place of the FFN. Each expert is as wide as
-the FFN, and a patch uses one expert. So FLOPs are equal, and the MoE model has many more parameters.
+the FFN, and a patch uses one expert. Both Swin models therefore have equal FLOPs.
 """
 
 import json
@@ -44,10 +44,10 @@ PROGRESS = (
 
 
 def main() -> None:
-    """Run all the steps and write the result."""
+    """Run all steps of the demo, and write the results."""
     started = monotonic()
     os.chdir(Path(__file__).parents[2])
-    for name in MODELS:  # fairseq would resume the checkpoints of an earlier run
+    for name in MODELS:  # fairseq must not resume an earlier run.
         shutil.rmtree(OUT / name, ignore_errors=True)
 
     def begin(step: str) -> None:
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def train(name: str) -> float:
-    """Train a model; return its speed in images per second."""
+    """Train a model, and return the training speed in images per second."""
     words = [str(DATA), "--user-dir", "user_dir", "--cpu", *shlex.split(MODELS[name] + SHARED)]
     return tools.train(name, words, OUT, PROGRESS)
 
@@ -89,7 +89,7 @@ def accuracy(name: str) -> float:
 
 
 def draw(name: str) -> None:
-    """Write a trained model's predictions, and draw its experts."""
+    """Write the predictions of a trained model, and draw its experts."""
     words = ["-m", "fairseq_tutel", "predict", _checkpoint(name), str(DATA), "--split", "test"]
     words += ["--output", str(OUT / "predictions.csv"), "--overwrite"]
     run("python", words, OUT / "predict.log", show=r"(.*)")

@@ -1,4 +1,4 @@
-"""A --user-dir of your own together with the plugin: a gate, an expert, a model and a criterion.
+"""A user's own --user-dir that extends the plugin by a gate, an expert, a model and a criterion.
 
 docs/python.md explains it.
 """
@@ -13,11 +13,11 @@ from torch import nn
 import fairseq_tutel as ft
 from fairseq_tutel.plugin import register
 
-register()  # all flags, tasks, criterions, optimizers and moe_ models of the plugin, as in user_dir/
+register()
 
 
 class CalmGate(nn.Linear):
-    """A linear gate whose logits stay between -4 and 4."""
+    """A linear gate whose logits are between -4 and 4."""
 
     def __init__(self, config):
         super().__init__(config.model_dim, config.num_experts)
@@ -28,7 +28,7 @@ class CalmGate(nn.Linear):
 
 
 class TanhExpert(nn.Sequential):
-    """A feed-forward network with tanh."""
+    """A feed-forward network with the activation tanh, as an expert."""
 
     def __init__(self, config):
         up, down = (config.model_dim, config.hidden_dim), (config.hidden_dim, config.model_dim)
@@ -43,7 +43,7 @@ class Experts(nn.Module):
         self.moe = ft.MoELayer(config)
 
     def forward(self, x):
-        """Map x [time, batch, D] to the same shape."""
+        """Map x [time, batch, D] to an output of the same shape."""
         return self.moe(x, time_first=True)[0]
 
 
@@ -53,7 +53,7 @@ class MyLanguageModel(TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args, task):
-        """Build fairseq's model and replace FFNs."""
+        """Build fairseq's language model, and replace FFNs by MoE layers."""
         model = super().build_model(args, task)
         for layer in model.decoder.layers[1::2]:
             config = ft.MoEConfig(
@@ -71,7 +71,7 @@ class MyCrossEntropy(CrossEntropyCriterion):
     """Cross entropy plus 0.01 times the balance losses of all MoE layers."""
 
     def forward(self, model, sample, reduce=True):
-        """Return loss, sample size and log, as fairseq's criterions do."""
+        """Return the loss, sample size and logging output, like fairseq's criterions."""
         losses = []
         layers = [module for module in model.modules() if isinstance(module, ft.MoELayer)]
         hooks = [

@@ -1,4 +1,4 @@
-"""Saves files so that a crash, a full disk or an error leaves the old file unchanged."""
+"""Saves files atomically: after a crash, a full disk or an error, the old file is unchanged."""
 
 import contextlib
 import os
@@ -11,17 +11,17 @@ from fairseq_tutel.files import renamed_when_whole
 
 
 def save(content: Any, path: str) -> None:
-    """Write a local file atomically with torch.save; raises the errors that `replacing` lists."""
+    """Write a local file atomically with torch.save; `replacing` lists the errors that may be raised."""
     with replacing(path) as temporary:
         write(content, temporary)
 
 
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[str]:
-    """Yield the name of a temporary file to write to; after the block, rename the file to `path`.
+    """Yield the name of a temporary file to write to, and rename this file to `path` after the block.
 
     Raises:
-        OSError: the file could not be written; the temporary file is removed.
+        OSError: the file could not be written, and the temporary file was removed.
     """
     try:
         with renamed_when_whole(path) as temporary:
@@ -42,7 +42,8 @@ def synced(path: str | os.PathLike) -> Iterator[IO[bytes]]:
 def write(content: Any, path: str | os.PathLike, advance: Callable[[int], object] | None = None) -> None:
     """Write a file with torch.save, and flush it to disk with fsync.
 
-    `advance` is called with the number of bytes of each write. It may raise an error to end the write.
+    The function `advance` is called with the number of bytes of each write. `advance` may raise an error to
+    stop the write.
     """
     with synced(path) as file:
         counted: Any = file if advance is None else _Counted(file, advance)
@@ -50,7 +51,7 @@ def write(content: Any, path: str | os.PathLike, advance: Callable[[int], object
 
 
 class _Counted:
-    """A file for torch.save that calls `advance` with the number of bytes of each write."""
+    """A file object for torch.save that calls `advance` with the number of bytes of each write."""
 
     def __init__(self, file: IO[bytes], advance: Callable[[int], object]) -> None:
         self._file, self._advance, self.flush = file, advance, file.flush
@@ -62,7 +63,7 @@ class _Counted:
 
 
 def unwritten(path: str, error: BaseException) -> OSError:
-    """Return an OSError for a file that could not be written; its message has the reason and a fix."""
+    """Return an OSError for a file that could not be written, with the reason and a fix in the message."""
     cause = system_error(error)
     message = (
         f"{path} could not be written: {reason_of(error)}; earlier checkpoints are unchanged; check the "
@@ -80,7 +81,7 @@ def unwritable(folder: str, error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason of the OSError that caused `error`, or else the first line of its message."""
+    """Return the reason of the OSError that caused `error`, or else the first line of `error`."""
     cause = system_error(error)
     return str(error).partition("\n")[0] if cause is None else str(cause.strerror)
 

@@ -13,11 +13,11 @@ from fairseq_tutel.parallel.zero_state import MASTER
 
 
 def average(paths: list[Path], of_ema: bool = False) -> SavedModel:
-    """Average the weights of checkpoints; return a copy of the first checkpoint with these weights.
+    """Return a copy of the first checkpoint with the averaged weights of all given checkpoints.
 
     With `of_ema`, the moving averages of --store-ema are averaged, in fp32 if a file has fp32 averages.
     Memory holds the averaged weights and, for sharded checkpoints, one tensor of each checkpoint. Tied
-    tensors stay tied. Raises ValueError if names or shapes of the weights differ.
+    tensors of the model stay tied. The function raises ValueError if names or shapes of the weights differ.
     """
     opened = [SavedModel.open(path, "INPUTS", keep_shards=True) for path in paths]
     models: list[dict[str, Any]] = [_ema_of(saved) if of_ema else saved.weights for saved in opened]
@@ -36,7 +36,7 @@ def average(paths: list[Path], of_ema: bool = False) -> SavedModel:
         if identity not in done:
             done[identity] = mean([t if isinstance(t, Tensor) else t.whole() for t in tensors])
         averaged[key] = done[identity]
-    # Remove master weights, from which a resume would restore the first file's weights.
+    # Remove fp32 master weights, because a resumed run would use the first checkpoint's master weights.
     first = opened[0].state
     kept = {key: _without(MASTER, part) for key, part in first.items() if key != "model"}
     unbind(kept)
@@ -55,7 +55,7 @@ def _ema_of(saved: SavedModel) -> dict[str, Any]:
 
 
 def _without(name: str, tree: Any) -> Any:
-    """Return a copy of nested dictionaries without the entries whose key is `name`."""
+    """Return a copy of nested dictionaries without entries that have the key `name`."""
     if not isinstance(tree, dict):
         return tree
     return {key: _without(name, part) for key, part in tree.items() if key != name}
@@ -74,8 +74,8 @@ def _refuse_other_weights(first: Path, expected: dict, other: Path, found: dict)
 def mean(tensors: list[Tensor]) -> Tensor:
     """Return the elementwise mean of tensors of equal shape, in the dtype of the first tensor.
 
-    The sum has a wider dtype, so the mean of equal tensors has the same bits. Integer means are rounded
-    down, as in fairseq.
+    The sum has a wider dtype, so the mean of equal tensors is bit-identical to these tensors. As in
+    fairseq, integer means are rounded down.
     """
     dtype = tensors[0].dtype
     wider = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32

@@ -16,14 +16,14 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.option import Option, plain
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
-EXPERTS = re.compile(r"(?:^|\.)experts\.")  # matches expert tensors of all supported systems
+EXPERTS = re.compile(r"(?:^|\.)experts\.")  # This pattern matches expert tensors of all systems.
 Facts = dict[str, Any]
 
 
 def describe(state: Any, path: Path, options: Sequence[Option], check: bool = False) -> Facts:
     """Return a description of a checkpoint file's content.
 
-    `options` are the options of models. `check` reads all bytes and compares them with the checksums.
+    `options` are all options that a MoE model can have. With `check`, all checksums are compared.
     """
     is_checkpoint = isinstance(state, dict) and isinstance(state.get("model"), dict)
     if is_checkpoint:
@@ -41,7 +41,7 @@ def describe(state: Any, path: Path, options: Sequence[Option], check: bool = Fa
         facts["shards"] = _described_shards(shards)
     if check:
         _verify(path, shards)
-        facts["checked"] = zipfile.is_zipfile(path)  # only zip files have checksums
+        facts["checked"] = zipfile.is_zipfile(path)  # Only zip files contain checksums.
     facts["bytes"] = {
         "experts": _bytes(tensor for key, tensor in weights.items() if EXPERTS.search(key)),
         "other weights": _bytes(tensor for key, tensor in weights.items() if not EXPERTS.search(key)),
@@ -60,7 +60,7 @@ def describe(state: Any, path: Path, options: Sequence[Option], check: bool = Fa
 def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
     for tensor in shards:
         for expert in range(tensor.shape[0]):
-            tensor.read(expert, 1)  # read() compares the digest
+            tensor.read(expert, 1)  # Reading raises an error for a wrong digest.
     if not is_whole(str(path)):
         raise ValueError(
             f"CHECKPOINT names {path}, whose bytes do not match their checksums; give an older checkpoint."
@@ -68,9 +68,9 @@ def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
 
 
 def _changed_options(state: dict[str, Any], known: Sequence[Option]) -> Facts:
-    """Return the MoE options of a checkpoint whose values differ from the defaults."""
+    """Return the MoE options of a checkpoint that differ from their defaults."""
     options = SavedModel(state).options_of("model")
-    inner = options.get("w2v_args")  # options of the pretrained inner model
+    inner = options.get("w2v_args")  # The option w2v_args has an inner pretrained model.
     options = inner.get("model", options) if isinstance(inner, dict) else options
     values = {option: plain(options[option.key]) for option in known if option.key in options}
     changed = {o.flag: value for o, value in values.items() if value not in (None, o.default)}
@@ -92,7 +92,7 @@ def _tensors(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _bytes(tensors: Any) -> int:
-    """Return the total size of tensors in bytes; tensors that share a storage count once."""
+    """Return the total size of tensors in bytes; a storage that several tensors share counts once."""
     total, seen = 0, set()
     for tensor in tensors:
         identity = (tensor.data_ptr(), tensor.shape) if isinstance(tensor, Tensor) else id(tensor)
@@ -133,7 +133,7 @@ def _layer(weights: Mapping[str, Any], layer: Layer) -> Facts:
 
 
 def _quantization(stacks: Mapping[str, Any]) -> Facts:
-    """Return the stored dtype of quantized experts and their quantization errors."""
+    """Return the stored dtype of quantized experts, and the experts' quantization errors."""
     found = {n: t for n, t in stacks.items() if isinstance(t, ShardedTensor) and t.expert_dtype}
     return found and {
         "stored": ", ".join(sorted({tensor.expert_dtype for tensor in found.values()})),
@@ -143,7 +143,7 @@ def _quantization(stacks: Mapping[str, Any]) -> Facts:
 
 
 def _grouped(weights: Mapping[str, Any]) -> list[Facts]:
-    """Group tensors by name, shape and dtype; numbers in the names are ignored."""
+    """Group tensors by name (ignoring numbers), shape and dtype."""
     groups = Counter(
         (re.sub(r"(?<=\.)\d+(?=\.)", "N", key), tuple(tensor.shape), _dtype(tensor))
         for key, tensor in weights.items()
@@ -159,7 +159,7 @@ def _dtype(tensor: Any) -> str:
 
 
 def _described_shards(tensors: Iterable[ShardedTensor]) -> Facts:
-    """Check the headers of all shard files, and return their folders, their number and their total size."""
+    """Check the headers of all shard files, and return folders, number and total size of the files."""
     paths = set()
     for tensor in tensors:
         tensor.check_headers()

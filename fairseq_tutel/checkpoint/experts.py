@@ -1,8 +1,8 @@
 """Saves the experts of all ranks in the order of their global IDs.
 
-Either rank 0 gathers and saves all experts, or every rank writes its experts. Rank 0 keeps gathered tensors
-in host memory until the files are written: all experts, and each optimizer state tensor of the same shape.
-With Adam, this memory is three times the bytes of the experts.
+Either rank 0 gathers and saves all experts, or every rank writes a part of the experts. Rank 0 keeps all
+gathered experts, and each optimizer state tensor of the same shape, in host memory until the files are
+written. With Adam, the gathered tensors need three times the bytes of the experts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Weights
 from fairseq_tutel.parallel import collectives, world
 from fairseq_tutel.parallel.groups import Slice, Topology, join, slice_of
 
-# Maximum number of bytes that rank 0 gathers from all ranks in one step, on its device.
+# Maximum number of bytes that rank 0 gathers in one step from all ranks on its device.
 GATHERED_BYTES = 64 * 2**20
 _DIFFER = "the ranks' optimizers differ; the last saved checkpoint is complete."
 _MAKE_ROOM = "free disk space, or give a --save-dir that all ranks share; the last checkpoint is complete."
@@ -29,7 +29,7 @@ States = Callable[[nn.Parameter], Mapping[str, Tensor]]
 
 
 class _Stack(NamedTuple):
-    """Describes a tensor [E, ...] that stacks a parameter, or its optimizer state, of all E experts."""
+    """Describes a stacked tensor [E, ...] of all E experts: a parameter or its optimizer state."""
 
     layer: str
     name: str
@@ -39,16 +39,16 @@ class _Stack(NamedTuple):
 
 
 def expert_modules(model: nn.Module) -> list[ExpertStack]:
-    """Return the modules that hold the model's experts, in an order that is the same on every rank."""
+    """Return the modules that hold the model's experts, in the same order on every rank."""
     return [m for m in model.modules() if isinstance(m, ExpertStack)]
 
 
 def gather_to_first(tensor: Tensor, topology: Topology, parameter: Tensor | None = None) -> Tensor | None:
-    """Gather one parameter of all experts in host memory on rank 0; return None on other ranks.
+    """Gather one parameter of all experts in host memory on rank 0, and return None on other ranks.
 
-    Only the EP group of rank 0 communicates: its ranks hold every expert once. If the tensor is not a
-    parameter but, for example, a moment of Adam, `parameter` is the parameter to which it belongs. A tensor
-    that is offloaded to host memory is copied to the parameter's device in parts.
+    Only the EP group of rank 0 communicates, because its ranks hold every expert once. If the tensor is not
+    a parameter, `parameter` is the parameter to which it belongs, for example as a moment of Adam. A tensor
+    that is offloaded to host memory is copied to the parameter's device in row chunks.
     """
     if topology.rank >= topology.expert_parallel_size:
         return None
@@ -70,7 +70,7 @@ def gather_to_first(tensor: Tensor, topology: Topology, parameter: Tensor | None
 
 
 def gather_experts(model: nn.Module, topology: Topology) -> None:
-    """Gather all experts on rank 0 for its next `model.state_dict()`. All ranks must call this."""
+    """Gather all experts on rank 0 for its next `model.state_dict()`. Collective."""
     if topology.expert_parallel_size == 1:
         return
     for experts in expert_modules(model):
@@ -81,9 +81,9 @@ def gather_experts(model: nn.Module, topology: Topology) -> None:
 
 
 def gather_everywhere(model: nn.Module, topology: Topology) -> int:
-    """Gather all experts on every rank; return the bytes per rank. All ranks must call this.
+    """Gather all experts on every rank, and return the number of gathered bytes per rank. Collective.
 
-    After that, forward passes need no communication between ranks.
+    After gather_everywhere(), forward passes need no communication between ranks.
     """
     if topology.expert_parallel_size == 1:
         return 0
@@ -106,13 +106,13 @@ def drop_everywhere(model: nn.Module) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """Free gathered tensors; later state dicts contain only this rank's experts."""
+    """Free gathered experts; later state dicts contain only this rank's experts."""
     for experts in expert_modules(model):
         experts.save_as(None)
 
 
 class _ShardFile(NamedTuple):
-    """The tensors of one shard file of this rank, and the position of each in its stack, by key."""
+    """The tensors of one shard file of this rank, and each tensor's position in its stack, by key."""
 
     name: str
     tensors: dict[str, Tensor]
@@ -122,14 +122,15 @@ class _ShardFile(NamedTuple):
 def save_in_shards(
     model: nn.Module, topology: Topology, states: States, save_dir: Path
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Write all experts and their optimizer state to shard files. All ranks must call this.
+    """Write all experts and their optimizer state to shard files. Collective.
 
-    Each EP replica writes a part of the experts. Returns the records of the written tensors, with the keys
-    (qualified name of the stack, tensor name). The tensor name of optimizer state is PARAMETER.STATE. The
-    next `model.state_dict()` contains the records of the parameters.
+    Each EP replica writes a part of the experts to shard files. The function returns the records of the
+    written tensors, with the keys (qualified name of the stack, tensor name). A tensor of optimizer state
+    has a name of the form PARAMETER.STATE. The next `model.state_dict()` has the records in place of the
+    experts' tensors.
 
-    `states` returns the optimizer's stacked tensors for a parameter. It may be collective: all ranks call
-    it in the same order. If one rank cannot write, all ranks raise a ValueError.
+    `states` is a function that returns the optimizer's stacked tensors for a parameter. All ranks call the
+    function `states` in the same order, because `states` may be a collective.
     """
     folder, written = begin_folder(save_dir), Written()
     for _, file in _files_of(model, topology, states):
@@ -140,12 +141,9 @@ def save_in_shards(
 
 
 class CopiedExperts:
-    """Copies of the experts and optimizer state that this rank saves, for a thread that writes them later.
+    """Copies of this rank's experts and optimizer state, which a thread saves later.
 
-    All ranks must create it at the same time, since `states` may be collective.
-
-    Attributes:
-        names: (qualified name of the stack, tensor name) of every tensor of any rank.
+    All ranks must create a `CopiedExperts` at the same time, since `states` may be a collective.
     """
 
     def __init__(self, model: nn.Module, topology: Topology, states: States) -> None:
@@ -158,7 +156,7 @@ class CopiedExperts:
                 self._files.append(file._replace(tensors=copies))
 
     def write(self, folder: Path, check: Callable[[], object]) -> "Written":
-        """Write the copies to shard files and free them; `check` is called before each file."""
+        """Write the copied tensors to shard files and free them; `check` is called before each file."""
         written = Written()
         while self._files:
             check()
@@ -168,15 +166,15 @@ class CopiedExperts:
 
 @dataclass
 class Written:
-    """The result of writing experts on one rank: the tensors and files it wrote, and its error if any."""
+    """The result of writing experts on one rank: tensors, files, and an error if there was one."""
 
-    # For each stack: pieces by (expert ID, index of the expert shard).
+    # The pieces of each stack of experts, by (expert ID, index of the expert shard).
     pieces: dict[_Stack, dict[tuple[int, int], Piece]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     error: str | None = None
 
     def write(self, file: _ShardFile | None, folder: Path) -> None:
-        """Write the file of one layer; do nothing if an earlier file failed."""
+        """Write the shard file of one layer, unless an earlier file failed."""
         if file is None or self.error is not None:
             return
         try:
@@ -191,7 +189,7 @@ class Written:
 
 
 def begin_folder(save_dir: Path) -> Path:
-    """Create the folder of the next shard files on rank 0, and return it on all ranks. Collective."""
+    """Create a folder for the next shard files on rank 0; return the folder on all ranks. Collective."""
 
     def begin() -> str:
         folders.collect(save_dir)
@@ -201,22 +199,22 @@ def begin_folder(save_dir: Path) -> Path:
 
 
 def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str, Any]]:
-    """Rename a folder to its final name if all ranks have written; return the records. Collective.
+    """Rename a folder that all ranks have written to its final name, and return the records. Collective.
 
     Raises:
-        ValueError: a rank could not write; all ranks raise it. The next run removes the folder.
+        ValueError: a rank could not write its files; all ranks raise this error.
     """
     everything = gather_written(own)
     return world.run_on_rank_zero(lambda: records_of(everything, folder), _FOLDER)
 
 
 def gather_written(own: Written, group: dist.ProcessGroup | None = None) -> list[Written]:
-    """Return what each rank wrote; None means the group of all ranks. Collective."""
+    """Return every rank's list of written shard files; the group None has all ranks. Collective."""
     return world.all_gather_object(own, "the agreement on the shards that were written", group)
 
 
 def records_of(everything: list[Written], folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Rename a folder that all ranks have written to its final name, on rank 0; return the records."""
+    """On rank 0, rename a complete folder of shard files to its final name, and return the records."""
     stacks = _joined(everything, folder.parent)
     digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
     sizes = {file: size for written in everything for file, size in written.sizes.items()}
@@ -235,7 +233,7 @@ def records_of(everything: list[Written], folder: Path) -> dict[tuple[str, str],
 
 
 def save_as_records(model: nn.Module, records: Mapping[tuple[str, str], dict[str, Any]]) -> None:
-    """Make the next `model.state_dict()` contain the records of shard files instead of experts."""
+    """Make the next `model.state_dict()` contain records of shard files instead of experts."""
     for layer, experts in model.named_modules():
         if isinstance(experts, ExpertStack):
             experts.save_as({name: records[layer, name] for name in experts.expert_parameters()})
@@ -252,7 +250,7 @@ def _commit(folder: Path, digests: list[str], sizes: dict[str, int]) -> str:
 def _files_of(
     model: nn.Module, topology: Topology, states: States
 ) -> Iterator[tuple[list[tuple[str, str]], _ShardFile | None]]:
-    """Yield the names of each layer's tensors, and the file that this rank must write, if any."""
+    """Yield the tensor names of each layer, and the shard file that this rank must write, if any."""
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, ExpertStack)]
     for turn, (layer, stack) in enumerate(layers):
         part, index = stack.part, stack.part.index
@@ -265,9 +263,9 @@ def _files_of(
             states_of = {f"{parameter_name}.{key}": value for key, value in states(parameter).items()}
             for name, value in {parameter_name: parameter, **states_of}.items():
                 names.append((layer, name))
-                # A tensor with a different shape, such as a scale, is the same for all expert shards.
+                # A tensor whose shape is not its parameter's is the same for all expert shards.
                 slicing = stack.slice_of(parameter_name) if value.shape == parameter.shape else Slice()
-                if slicing.count == 1 and index > 0:  # expert shard 0 writes the tensor
+                if slicing.count == 1 and index > 0:  # Only expert shard 0 writes the tensor.
                     continue
                 shape = list(value.shape)
                 shape[slicing.dim] *= slicing.count
@@ -281,10 +279,10 @@ def _files_of(
 
 
 def _share(num_local: int, topology: Topology, turn: int) -> range:
-    """Return the range of local experts that this rank saves; its EP replicas save the rest.
+    """Return the range of local experts that this rank saves; its EP replicas save the other experts.
 
-    `turn` is the index of the layer. If there are more replicas than experts, other replicas write in each
-    layer.
+    `turn` is the index of the layer whose experts are saved. If there are more EP replicas than experts,
+    different layers are written by different replicas.
     """
     n = topology.num_replicas
     replica = (topology.rank // topology.expert_parallel_size + turn) % n
@@ -292,7 +290,7 @@ def _share(num_local: int, topology: Topology, turn: int) -> range:
 
 
 def _joined(everything: list[Written], folder: Path) -> dict[_Stack, dict[tuple[int, int], Piece]]:
-    """Merge what all ranks wrote; raise ValueError if a rank failed or a part of an expert is missing."""
+    """Merge the results of all ranks; raise ValueError if a rank failed or an expert is incomplete."""
     joined: dict[_Stack, dict[tuple[int, int], Piece]] = {}
     for rank, written in enumerate(everything):
         if written.error is not None:

@@ -1,4 +1,4 @@
-"""Checks and reads files of torch.save, without running pickled code."""
+"""Checks and reads files that torch.save wrote, without running pickled code."""
 
 import argparse
 import errno
@@ -23,22 +23,23 @@ DOS_FOLDER = 0x10
 CHUNK = 2**20
 NOT_A_FILE = "a folder, pipe, device or broken link"
 IS_CORRUPT = "is corrupt (truncated while it was written, or changed on disk)"
-# A class in checkpoints of speech tasks. It is imported on demand, since fairseq takes seconds to import.
+# fairseq.data.Dictionary is a class in checkpoints of speech tasks. The class Dictionary is imported on
+# demand, since importing fairseq takes seconds.
 DICTIONARY = "fairseq.data.dictionary.Dictionary"
-# Names of the checkpoint to use in a folder such as --save-dir, in this order.
+# File names of the checkpoint to use in a folder such as --save-dir, in order of preference.
 USUAL = ("checkpoint_best.pt", "checkpoint_last.pt", "model.pt")
 
 
 def is_not_a_file(path: str | os.PathLike) -> bool:
-    """Return whether a path exists but is no regular file; reading a pipe or device could block forever."""
+    """Return whether a path exists but is no regular file, such as a pipe, which could block forever."""
     return os.path.lexists(path) and not os.path.isfile(path)
 
 
 def checkpoint_in(path: Path, flag: str) -> Path:
-    """Return a folder's best checkpoint, or else the last one, or model.pt; return a file's path unchanged.
+    """Return a file's path, or the path of a folder's best checkpoint, checkpoint_last.pt or model.pt.
 
     Raises:
-        ValueError: the folder has no such file; the message names the flag.
+        ValueError: the folder has no checkpoint; the message contains the flag.
     """
     if not path.is_dir():
         return path
@@ -51,10 +52,10 @@ def checkpoint_in(path: Path, flag: str) -> Path:
 
 
 def is_whole(path: str) -> bool:
-    """Read a file that torch.save wrote, and return whether its bytes match their checksums.
+    """Read a file that torch.save wrote, and return whether the bytes match the file's checksums.
 
-    torch.load does not compare checksums. A file from before torch 1.6 has no checksums, so only its first
-    byte is checked.
+    is_whole() compares checksums, because torch.load does not. A file from before torch 1.6 has no
+    checksums, so only the file's first byte is checked.
     """
     return _is_old(path) or _passes(path, _matches_checksums)
 
@@ -67,7 +68,7 @@ def has_an_end(path: str) -> bool:
 def identity(path: str) -> str:
     """Return a hash that identifies a checkpoint file, from names, sizes and checksums of its entries.
 
-    Copies of a file have the same identity. For a file from before torch 1.6 the identity is its size.
+    Copies of a checkpoint file have the same hash. The hash of a file from before torch 1.6 is its size.
     """
     if _is_old(path):
         return str(os.path.getsize(path))
@@ -78,19 +79,20 @@ def identity(path: str) -> str:
 
 def _is_old(path: str) -> bool:
     with open(path, "rb") as file:
-        return file.read(1) == b"\x80"  # a pickle
+        return file.read(1) == b"\x80"
 
 
 def _passes(path: str, test: Callable[[zipfile.ZipFile], bool]) -> bool:
-    # Open the file first: if that fails, the file is not corrupt. By name, torch opens only UTF-8 names.
+    # The file is opened first, because a file that cannot be opened is not corrupt. torch opens a file by
+    # name only if the name is UTF-8.
     with open(path, "rb") as file:
         try:
-            torch._C.PyTorchFileReader(file)  # torch checks more than Python's reader
+            torch._C.PyTorchFileReader(file)  # torch checks more than zipfile does.
             with zipfile.ZipFile(file) as archive:
                 return all(map(_is_plain, archive.infolist())) and test(archive)
-        except Exception as error:  # a changed name, size or flag
+        except Exception as error:
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                raise  # the disk failed; a corrupt offset causes EINVAL or no number
+                raise  # Corrupt offsets cause EINVAL or no errno.
             return False
 
 
@@ -100,12 +102,12 @@ def _is_plain(entry: zipfile.ZipInfo) -> bool:
 
 
 def _matches_checksums(archive: zipfile.ZipFile) -> bool:
-    entries = [entry for entry in archive.infolist() if entry.CRC]  # torch can save without checksums
+    entries = [entry for entry in archive.infolist() if entry.CRC]  # torch can save files without CRCs.
     name = printable(os.path.basename(archive.filename or ""))
     with progress(f"checking {name}", sum(entry.file_size for entry in entries), "B") as advance:
         for entry in entries:
             with archive.open(entry) as content:
-                while chunk := content.read(CHUNK):  # the end of an entry compares the checksum
+                while chunk := content.read(CHUNK):  # The last read() of an entry compares the CRC.
                     advance(len(chunk))
     return True
 
@@ -113,7 +115,7 @@ def _matches_checksums(archive: zipfile.ZipFile) -> bool:
 def let_checkpoints_load(*classes: type) -> None:
     """Allow torch.load(weights_only=True) to load `classes` and the classes in fairseq's checkpoints.
 
-    Encoder-decoder checkpoints hold a Namespace; meters of --eval-bleu hold numpy scalars and arrays.
+    Encoder-decoder checkpoints contain a Namespace; meters of --eval-bleu contain numpy scalars and arrays.
     """
     rebuilders: list[Any] = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
     dtypes = [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
@@ -125,7 +127,7 @@ def let_checkpoints_load(*classes: type) -> None:
 def mapped(path: str | os.PathLike) -> Any:
     """Load a file that torch.save wrote, without running pickled code.
 
-    Tensors are memory-mapped, except if the path is not UTF-8, because torch cannot map such a file.
+    Tensors are memory-mapped, unless the path is not UTF-8, because torch cannot map such a file.
     """
     is_utf8 = os.fsencode(path).decode(errors="replace") == os.fspath(path)
     is_mapped = is_utf8 and zipfile.is_zipfile(path)
@@ -141,8 +143,8 @@ def refused_class(error: BaseException) -> str | None:
 def read_file(path: Path, flag: str, verify: bool = True) -> Any:
     """Load the file at `path`, a value of the command-line flag `flag`; raise ValueError for a bad file.
 
-    Tensors stay on disk until they are read. `verify` compares all bytes with the checksums. Without this
-    check, a converter could write corrupt weights to a new file with valid checksums.
+    The tensors stay on disk until they are read. With `verify`, all checksums of the file are compared.
+    Without `verify`, a converter could write corrupt weights to a new file with valid checksums.
     """
     let_checkpoints_load()
     if is_not_a_file(path):
@@ -150,12 +152,12 @@ def read_file(path: Path, flag: str, verify: bool = True) -> Any:
     if not path.is_file():
         raise ValueError(f"{flag} names {path}, which does not exist; give an existing file.")
     fix = "remove this file, or give another" if flag == "INPUTS" else "give another file"
-    # A compressed entry could expand without limit.
+    # A compressed entry of an untrusted file could expand without limit.
     if zipfile.is_zipfile(path) and not has_an_end(str(path)):
         raise ValueError(f"{flag} names {path}, which is corrupt or not a checkpoint; {fix}.")
     try:
         content = _mapped_with_dictionary(path)
-    except Exception as error:  # torch raises many types for unreadable files
+    except Exception as error:  # torch.load raises many error types.
         cause, refused = system_error(error), refused_class(error)
         reason = "is corrupt or not a checkpoint"
         if cause is not None:
@@ -182,12 +184,12 @@ def _mapped_with_dictionary(path: Path) -> Any:
 def walk(tree: Any, opened: Callable[[Any], Any] = lambda node: node) -> Iterator[tuple[Any, Any, Any]]:
     """Yield (container, key, value) for every entry of nested dictionaries, lists and tuples.
 
-    Each container is visited once, because a tree from a file may contain itself. The caller may replace
-    `container[key]` during the iteration. `opened` is called for every value; it can turn a value of
-    another type into a container.
+    Each container is visited once, because a container from a file may contain itself. During the
+    iteration, the caller may replace `container[key]` by another value. The function `opened` is called for
+    every value, and can turn a value of another type into a container.
     """
     pending = [tree]
-    visited: dict[int, Any] = {}  # holds the containers, so that no id is reused
+    visited: dict[int, Any] = {}  # This dict keeps containers alive, so no id is reused.
     while pending:
         node = opened(pending.pop())
         if not isinstance(node, dict | list | tuple) or id(node) in visited:

@@ -1,8 +1,9 @@
 """Creates, commits and deletes the folders of shard files in --save-dir.
 
-SAVE_DIR/experts/writing-89abcdef is incomplete. SAVE_DIR/experts/0123456789abcdef is complete, and its name
-is a hash of its content. A folder is in use as soon as a complete checkpoint file names it. Before that,
-other processes cannot detect that the folder is needed, so they delete it only if it is one hour old.
+SAVE_DIR/experts/writing-89abcdef is incomplete. A complete folder is named
+SAVE_DIR/experts/0123456789abcdef, where the number is a hash of its content. An expert folder is in use
+when a complete checkpoint file names the folder. Other processes cannot detect earlier that a folder is
+needed, so they delete a folder only if it is at least one hour old.
 """
 
 import hashlib
@@ -23,15 +24,15 @@ NAME = re.compile(r"[0-9a-f]{16}")
 MENTION = re.compile(rb"experts/([0-9a-f]{16})")
 YOUNG_SECONDS = 3600.0
 
-# Folders that this process committed or found in a checkpoint. The process deletes such a folder as soon as
-# no checkpoint names the folder.
+# Expert folders that this process committed or that it found in a checkpoint. An expert folder is deleted
+# as soon as no checkpoint names the folder.
 _known: set[Path] = set()
 
 
 def begin(save_dir: Path, prefix: str = WRITING) -> Path:
     """Create a folder with a random name for shard files that are being written.
 
-    The name is never reused, because the cache of a network file system may be outdated.
+    The folder name is never reused, because the cache of a network file system may be outdated.
     """
     folder = save_dir / PARENT / f"{prefix}-{secrets.token_hex(4)}"
     folder.mkdir(parents=True)
@@ -39,15 +40,15 @@ def begin(save_dir: Path, prefix: str = WRITING) -> Path:
 
 
 def commit(written: Path, digests: Iterable[str]) -> str:
-    """Rename a complete folder to a hash of `digests`; return the new path relative to the checkpoint."""
+    """Rename a complete folder to a hash of `digests`, and return its path relative to the checkpoint."""
     name = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()[:16]
     folder = written.parent / name
-    if folder.exists():  # the same content was saved before, for example if no update has run since
+    if folder.exists():  # An earlier save wrote the same folder.
         for file in written.iterdir():
-            os.replace(file, folder / file.name)  # the older file may be damaged
+            os.replace(file, folder / file.name)  # The older shard file may be damaged.
         written.rmdir()
     else:
-        os.utime(written)  # set the age of the folder to 0
+        os.utime(written)  # utime sets the age of the folder to 0.
         os.rename(written, folder)
     _known.add(folder.resolve())
     sync(folder)
@@ -65,11 +66,11 @@ def sync(folder: Path) -> None:
 
 
 def collect(save_dir: Path) -> None:
-    """Delete folders of experts that are old and incomplete, or that no checkpoint in `save_dir` names.
+    """Delete expert folders that are old and incomplete, or that no checkpoint in `save_dir` names.
 
-    A checkpoint may have any file name. If a checkpoint is unreadable, only incomplete folders are deleted.
-    If `experts` is a symbolic link, nothing is deleted. A complete folder that changed within the last hour
-    is deleted only if this process committed it or found it in a checkpoint.
+    A checkpoint may have any file name, so all files are read. If a checkpoint is unreadable, only
+    incomplete folders are deleted. If `experts` is a symbolic link, nothing is deleted. A complete expert
+    folder that is less than one hour old is deleted only if this process committed or found it.
     """
     parent = save_dir / PARENT
     if parent.is_symlink() or not parent.is_dir():
@@ -81,7 +82,7 @@ def collect(save_dir: Path) -> None:
     files = [f for f in save_dir.iterdir() if f.is_file() and f.suffix != ".tmp"]
     try:
         named = set().union(*map(mentions, files))
-    except Exception as error:  # Python's reader raises many types for a damaged zip
+    except Exception as error:  # zipfile raises many error types for a damaged file.
         logger.warning("kept all folders in %s because a checkpoint cannot be read: %s", parent, error)
         return
     for folder in folders:
@@ -93,26 +94,26 @@ def collect(save_dir: Path) -> None:
 
 
 def remove_cut_off(save_dir: Path, seconds: float) -> None:
-    """Delete incomplete folders that have not changed for `seconds` seconds."""
+    """Delete incomplete expert folders that have not changed for `seconds` seconds."""
     for folder in (save_dir / PARENT).glob(f"{WRITING}-*"):
         if _age(folder) >= seconds:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _age(folder: Path) -> float:
-    """Return the number of seconds since the last change of a folder or of a file in it."""
+    """Return the number of seconds since the last change of a folder or of its files."""
     try:
         return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-    except FileNotFoundError:  # changed just now
+    except FileNotFoundError:
         return 0.0
 
 
 def mentions(path: Path) -> set[str]:
-    """Return the expert folders that a checkpoint names, without unpickling; raise for a corrupt file."""
+    """Return the expert folders that a checkpoint names, without unpickling; fail for a corrupt file."""
     with path.open("rb") as file:
         start = file.read(2)
     if start != b"PK":
-        if path.suffix == ".pt" and start[:1] != b"\x80":  # a pickle, from before torch wrote zips
+        if path.suffix == ".pt" and start[:1] != b"\x80":  # "\x80" begins a pickle.
             raise ValueError(f"{path} is corrupt: its first bytes are not those of a checkpoint")
         return set()
     with zipfile.ZipFile(path) as archive:

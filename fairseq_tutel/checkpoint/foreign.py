@@ -9,7 +9,7 @@ import torch
 from fairseq_tutel.files import shown
 
 META = "Meta's moe branch"
-# Description of a checkpoint -> pattern of a part of a tensor's name that identifies such a checkpoint.
+# Patterns of tensor names, by which `foreign` recognizes each kind of checkpoint.
 SIGNS = {
     f"{META}, one rank's experts": r"\.moe_layer\.experts\.(\w+_module\.)*\d+\.",
     f"{META}, weights that all ranks share": r"\.moe_layer\.gate\.wg\.",
@@ -20,12 +20,12 @@ SIGNS = {
 
 
 def kind_of(names: Collection[str]) -> str | None:
-    """Return a description of the system that wrote a checkpoint with these tensor names, or None."""
+    """Return a description of the system that wrote a checkpoint, from its tensor names, or None."""
     return next((kind for kind, sign in SIGNS.items() if any(re.search(sign, n) for n in names)), None)
 
 
 def refuse_meta(names: Collection[str], path: str) -> None:
-    """Raise ValueError if a checkpoint with these tensor names is a file of Meta's moe branch."""
+    """Raise ValueError if tensor names show that a checkpoint is a file of Meta's moe branch."""
     kind = kind_of(names) or ""
     if kind.startswith(META) and not any("experts.fc1_weight" in name for name in names):
         raise ValueError(
@@ -42,9 +42,9 @@ def refuse_malformed(state: Any, path: str) -> None:
 
 
 def refuse_weights(weights: Mapping[str, Any], path: str) -> None:
-    """Raise ValueError for a weight or bias of whole numbers, which torch would convert."""
+    """Raise ValueError for a weight or bias of integers, which torch would convert."""
     for key, value in weights.items():
-        # In some models, attention masks are named "bias".
+        # In some models, attention masks are buffers named "bias".
         if (
             torch.is_tensor(value)
             and str(key).endswith(("weight", "bias"))

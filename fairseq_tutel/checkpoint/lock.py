@@ -1,6 +1,6 @@
-"""Locks a folder, so that only one training run writes to it.
+"""Locks a folder, so that only one training run at a time writes to the folder.
 
-The operating system holds the lock and frees it when the process ends, also after a kill.
+The operating system holds the lock, and frees the lock when the process ends, also after a kill.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ NAME = "writer.lock"
 
 @contextlib.contextmanager
 def locked(folder: str) -> Iterator[bool]:
-    """Context manager that locks a folder for writing; it creates a missing folder.
+    """Context manager that locks a folder for writing, and creates the folder if it is missing.
 
-    The lock's file is removed at the end. Yields False, after a warning, if the file system has no locks.
+    The lock file is removed at the end. If the file system has no locks, the context manager yields False.
 
     Raises:
-        ValueError: another process holds the lock.
-        OSError: the file cannot be written.
+        ValueError: another process holds the lock on the folder.
+        OSError: the lock file cannot be written.
     """
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, NAME)
@@ -33,21 +33,21 @@ def locked(folder: str) -> Iterator[bool]:
             # Without O_NONBLOCK, opening a pipe would block until another process opens it.
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK)
             stack.callback(os.close, file)
-            with contextlib.suppress(OSError):  # another user owns the file of a killed run
-                os.fchmod(file, 0o666)  # users who may write to the folder may lock it
+            with contextlib.suppress(OSError):  # The file of a killed run may have another owner.
+                os.fchmod(file, 0o666)  # All users may lock the folder.
             is_locked = _lock(file, folder)
-            if os.fstat(file).st_nlink:  # 0: an ending run has just removed the file
+            if os.fstat(file).st_nlink:  # An ending run may have removed the file.
                 break
         try:
             yield is_locked
         finally:
-            with contextlib.suppress(OSError):  # another user owns the folder
+            with contextlib.suppress(OSError):  # The folder may have another owner.
                 os.remove(path)
 
 
 def _lock(file: int, folder: str) -> bool:
     try:
-        # Unlike `flock`, this is not inherited by data loader workers, which can outlive a killed run.
+        # Unlike `flock`, lockf locks are not inherited by data loader workers, which may outlive the run.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):

@@ -3,7 +3,7 @@
 # Dtypes to which a sharded checkpoint may convert the experts.
 EXPERT_DTYPES = ("bf16", "int8", "int4")
 
-# Keys of removed options, and the reason. They are ignored in checkpoints.
+# Removed options, which are ignored in checkpoints, with the reason for the removal.
 RETIRED = {
     "moe_kernel_tuning_seconds": "tile sizes of kernels come from a table",
     "distill_top_k": "the teacher's whole distribution is used",

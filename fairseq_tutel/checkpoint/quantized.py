@@ -1,17 +1,17 @@
 """Converts experts' tensors to bf16, or quantizes them to int8 or int4.
 
-A row is a vector along the last dimension. A tensor [..., W] with R rows is stored as
+A row is a vector along the last dimension. A tensor [..., W] with R rows is stored in one of four formats:
 
-    bf16        the values themselves
-    int8        R scales in float32, then R rows of W bytes: value = scale * byte, from -127 to 127
-    int4    R scales in float32, then R rows of ceil(W / 2) bytes: value = scale * (nibble - 8); the low
-            nibbles are the row's first half, the high nibbles its second half, padded with 8
-    int4 in groups, for a matrix [R, W] whose sizes are multiples of 64: W / 64 * R scales in bfloat16, one
-            for 64 values of a row, then `packed_int4` of the nibbles: value = scale * (nibble - 8)
+- In bf16, the values are stored without scales.
+- In int8, R scales in float32 come first, and then R rows of W bytes. A value is scale * byte.
+- In int4, R scales in float32 come first, and then R rows of ceil(W / 2) bytes. A value is scale * (nibble
+  - 8). Low nibbles are a row's first half, high nibbles the second, padded with 8.
+- In int4 in groups, for a matrix [R, W] whose sizes are multiples of 64, a scale in bfloat16 for each 64
+  values of a row comes first, and then `packed_int4` of the nibbles.
 
-A scale of a row is the row's largest magnitude divided by 127 or 7. A scale of a group is the one of
-`CANDIDATES` with the least squared error. It is negative if the value of largest magnitude is positive. 0
-stays 0.
+The scale of a row is the row's largest magnitude, divided by 127 (int8) or 7 (int4). The scale of a group
+is the one of `CANDIDATES` with the least squared error, so it is negative if the value of largest magnitude
+is positive. In all formats, a value of 0 stays 0.
 """
 
 import math
@@ -24,30 +24,30 @@ from fairseq_tutel.checkpoint.options import EXPERT_DTYPES as EXPERT_DTYPES
 from fairseq_tutel.kernels.quantized import BLOCK, GROUP, ZERO, QuantizedMatrix, packed_int4, unpacked_int4
 
 LARGEST = {"int8": 127, "int4": 7}
-# For each group, the scales that are tried are the value of the largest magnitude divided by these numbers.
+# Candidates for a group's scale are the group's value of largest magnitude, divided by -8 and by -9.
 CANDIDATES = (-8.0, -9.0)
 ROW_BLOCK = 2**18  # values
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """Describes how a tensor is stored in bf16, int8 or int4."""
+    """Describes how an expert's tensor is stored in bf16, int8 or int4."""
 
-    expert_dtype: str  # one of EXPERT_DTYPES
-    shape: tuple[int, ...]  # before quantization
-    dtype: torch.dtype  # before quantization
-    in_rows: bool = False  # int4 has one scale per row for every shape, as in older files
+    expert_dtype: str  # The stored dtype is one of EXPERT_DTYPES.
+    shape: tuple[int, ...]  # The shape of the tensor before quantization.
+    dtype: torch.dtype  # The dtype of the tensor before quantization.
+    in_rows: bool = False  # In older files, int4 has one scale per row for every shape.
 
     @property
     def stored(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """The dtype and the shape of the stored tensor; int8 and int4 are stored as bytes."""
+        """The dtype and the shape of a stored tensor; int8 and int4 tensors are stored as bytes."""
         if self.expert_dtype == "bf16":
             return torch.bfloat16, self.shape
         return torch.uint8, (self.scale_bytes + self._num_rows * self._row_bytes,)
 
     @property
     def in_groups(self) -> bool:
-        """Whether this is int4 in groups."""
+        """Whether the format is int4 with one scale per group of 64 values."""
         fits = len(self.shape) == 2 and self.shape[0] % BLOCK == 0 and self.shape[1] % GROUP == 0
         return self.expert_dtype == "int4" and fits and not self.in_rows
 
@@ -62,7 +62,7 @@ class Quantized:
 
     @property
     def scale_bytes(self) -> int:
-        """The number of bytes of all scales, which are stored before the values."""
+        """The number of bytes of all scales, which are stored before the quantized values."""
         return self._num_rows * (2 * (self.shape[-1] // GROUP) if self.in_groups else 4)
 
     def quantize(self, values: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Quantized:
         return torch.cat([*scales, *rows])
 
     def _quantized_rows(self, values_RW: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bytes of the scales and of the values of some rows."""
+        """Return the scale bytes and the value bytes of some rows of a quantized tensor."""
         largest, values_RW = LARGEST[self.expert_dtype], values_RW.float()
         scales_R1 = _finite(values_RW.abs().amax(1, keepdim=True) / largest)
         whole_RW = (values_RW / scales_R1.masked_fill(scales_R1 == 0, 1)).round_()
@@ -93,7 +93,7 @@ class Quantized:
         return nibbles_RW[:, :half] | nibbles_RW[:, half:] << 4
 
     def matrix(self, stored: Tensor, dtype: torch.dtype) -> QuantizedMatrix | None:
-        """Return stored int8 or int4 values as a matrix for products in `dtype`; None if unsupported."""
+        """Return stored int8 or int4 values as a matrix for products in `dtype`, or None if unsupported."""
         has_products = self.in_groups or (self.expert_dtype == "int8" and len(self.shape) == 2)
         if not has_products or dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None
@@ -109,11 +109,11 @@ class Quantized:
         return QuantizedMatrix(packed, scales.view(torch.bfloat16).view(-1, num_rows), dtype)
 
     def dequantize(self, stored: Tensor, out: Tensor | None = None) -> Tensor:
-        """Dequantize a stored tensor in float32 and round to the dtype; write into `out` if given."""
+        """Dequantize a stored tensor in float32, and round to its old dtype; write into `out` if given."""
         out = stored.new_empty(self.shape, dtype=self.dtype) if out is None else out
         if self.expert_dtype == "bf16":
             return out.copy_(stored)
-        if stored.storage_offset() % 4:  # a tensor of a mapped file may be unaligned
+        if stored.storage_offset() % 4:  # A tensor in a mapped file may be unaligned.
             stored = stored.clone()
         if self.in_groups:
             matrix, out_BbW = self._matrix(stored, torch.float32), out.view(-1, BLOCK, self.shape[1])
@@ -137,7 +137,7 @@ class Quantized:
 
 
 def _quantized_groups(values_RW: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales of all groups [R, W / 64] of some rows, and the bytes of their values."""
+    """Return the scales [R, W / 64] and the value bytes of some rows of an int4 tensor in groups."""
     values_RGg = values_RW.float().view(len(values_RW), -1, GROUP)
     largest_RG1 = values_RGg.gather(2, values_RGg.abs().argmax(2, keepdim=True))
     best = _finite((largest_RG1 / CANDIDATES[0]).bfloat16())
@@ -152,21 +152,21 @@ def _quantized_groups(values_RW: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finite(scales: Tensor) -> Tensor:
-    """Return scales unchanged; raise ValueError if one is not finite."""
+    """Return scales of a quantized tensor unchanged, or raise ValueError if a scale is not finite."""
     if not scales.isfinite().all():
         raise ValueError("the tensor has values that are not finite")
     return scales
 
 
 def _rounded(values_RGg: Tensor, scales_RG1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values / scales, rounded to -8 to 7, and the squared error of each group [R, G, 1]."""
+    """Return values / scales, rounded to -8 … 7, and the squared error of each group [R, G, 1]."""
     scales_RG1 = scales_RG1.float()
     whole_RGg = (values_RGg / scales_RG1.masked_fill(scales_RG1 == 0, 1)).round_().clamp_(-ZERO, ZERO - 1)
     return whole_RGg, torch.addcmul(values_RGg, whole_RGg, scales_RG1, value=-1).square_().sum(2, True)
 
 
 def _row_blocks(values_RW: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
-    """Split a matrix into blocks of about ROW_BLOCK values, to limit the memory of temporaries."""
+    """Split a matrix into row blocks of about ROW_BLOCK values, which limits the memory of temporaries."""
     rows = ROW_BLOCK // max(1, values_RW.shape[1])
     return values_RW.split(max(multiple, rows // multiple * multiple))
 
@@ -174,7 +174,7 @@ def _row_blocks(values_RW: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
 def quantized_form(
     expert_dtype: str, shape: tuple[int, ...], dtype: torch.dtype, in_rows: bool = False
 ) -> Quantized | None:
-    """Return the format to which an expert's tensor is quantized; None for biases and integers."""
+    """Return the format to which an expert's tensor is quantized, or None for biases and integers."""
     if not expert_dtype or len(shape) < 2 or not dtype.is_floating_point:
         return None
     return Quantized(expert_dtype, shape, dtype, in_rows)
@@ -184,13 +184,13 @@ def quantized_form(
 class RoundingError:
     """Accumulates the quantization error over several tensors."""
 
-    worst_row: float = 0.0  # largest |difference| / |row|
-    differences: float = 0.0  # sum of squares
-    squares: float = 0.0  # of the values
+    worst_row: float = 0.0  # The largest relative error |difference| / |row| of a row.
+    differences: float = 0.0  # The sum of squared quantization errors.
+    squares: float = 0.0  # The sum of squared values of the tensors.
 
     @property
     def relative(self) -> float:
-        """The root mean square of the errors, divided by the root mean square of the values."""
+        """The root mean square of the quantization errors, divided by that of the values."""
         return math.sqrt(self.differences / self.squares) if self.squares else 0.0
 
     def add(self, values: Tensor, rounded: Tensor) -> None:

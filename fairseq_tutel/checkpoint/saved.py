@@ -22,12 +22,12 @@ from fairseq_tutel.parallel.progress import progress
 
 logger = logging.getLogger(__name__)
 
-# The parts of a configuration, and for each part the key of its name in a flat configuration.
+# For each part of a configuration, the key of the part's name in an old, flat configuration.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
 # The FFN tensors of a dense layer, and the tensors that --scale-fc adds.
 DENSE = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 LAYER_NORM = ("ffn_layernorm.weight", "ffn_layernorm.bias")
-# The data position at the start of a training run, and an entry of its optimizer history.
+# A new training run's position in the data, and an entry of its optimizer history.
 START = {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
 NO_HISTORY = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
 
@@ -35,36 +35,36 @@ _LAYER = re.compile(
     r"\b(?P<name>(?P<side>encoder|decoder|stages\.\d+)(?P<inner>\.sentence_encoder)?"
     r"\.((transformer_)?layers|blocks)\.(?P<index>\d+))\.fc1\.(?P<what>weight|experts\.)"
 )
-# Tensors by name. Experts may be `ShardedTensor`s, which support the same indexing.
+# Tensors by name. A stack of experts may be a `ShardedTensor`, which is indexed like a tensor.
 Weights = dict[str, Any]
 
 
 @dataclass(frozen=True, order=True)
 class Layer:
-    """A layer with an FFN or experts. Layers are sorted as in --moe-expert-count, the encoder first."""
+    """A layer with an FFN or experts; layers are sorted as in --moe-expert-count, encoder first."""
 
-    stack: int  # 0 for the encoder, 1 for the decoder; the stage number in Swin
-    index: int  # index within the encoder, decoder or stage, from 0
-    side: str  # encoder, decoder or, in Swin, stages.N
-    name: str  # prefix of the layer's tensors, such as decoder.layers.1
+    stack: int  # Encoders have number 0, decoders 1, and Swin stages 0 to 3.
+    index: int  # Layers of an encoder, decoder or stage are numbered from 0.
+    side: str  # The side is encoder or decoder or, in Swin, stages.N.
+    name: str  # The prefix of the layer's tensor names, such as decoder.layers.1.
     has_experts: bool
 
     @property
     def moe(self) -> str:
-        """The qualified name of the MoE layer within the model; it replaces fairseq's fc1."""
+        """The qualified name of the MoE layer that replaces fairseq's fc1 in the model."""
         return f"{self.name}.fc1"
 
     @property
     def label(self) -> str:
-        """The layer's name in logs and options, such as decoder_1."""
+        """The short name of a layer in logs and options, such as decoder_1."""
         return layer_label(self.moe)
 
 
 def layer_label(name: str) -> str:
     """Convert the qualified name of a MoE layer to its short name in logs and options.
 
-    Examples: decoder.layers.3.fc1 -> decoder_3, stages.2.blocks.1.fc1 -> stages_2_1. If there is one model
-    per language pair, the label begins with the pair: de-en_decoder_3.
+    Examples: decoder.layers.3.fc1 -> decoder_3, stages.2.blocks.1.fc1 -> stages_2_1. In a model for several
+    language pairs, the short name begins with the pair: de-en_decoder_3.
     """
     parts = name.removeprefix("models.").split(".")
     names = 2 if name.startswith("models.") else 1
@@ -72,9 +72,9 @@ def layer_label(name: str) -> str:
 
 
 def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
-    """Return a sorted list of the layers that have an FFN or experts, from the names of the weights.
+    """Return a sorted list of the layers with an FFN or experts, from the names of the weights.
 
-    `within` adds the layers of models that are inside another model.
+    With `within`, the layers of inner models are returned, too.
     """
     found = set()
     for key in weights:
@@ -89,14 +89,14 @@ def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
 
 
 class SavedModel:
-    """An open fairseq checkpoint. Its tensors stay on disk until they are read; edits change `state`."""
+    """An open fairseq checkpoint, whose tensors stay on disk until they are read; edits change `state`."""
 
     def __init__(self, state: dict[str, Any], path: Path | None = None, flag: str = "INPUT") -> None:
         self.state, self.path, self.flag = state, path, flag
 
     @classmethod
     def open(cls, path: Path, flag: str = "INPUT", keep_shards: bool = False) -> "SavedModel":
-        """Open the checkpoint at `path`, a value of the flag `flag`; raise ValueError for a bad file.
+        """Open a checkpoint at `path`, a value of the option `flag`; raise ValueError for a bad file.
 
         With `keep_shards`, experts in shard files become tensors of class `ShardedTensor`, read on demand.
         """
@@ -118,14 +118,14 @@ class SavedModel:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """The layers of the model that have an FFN or experts, in model order."""
+        """The layers of the model that have an FFN or experts, in the order of the model."""
         return layers_of(self.weights)
 
     def stacks(self, layer: Layer) -> Weights:
-        """Return the stacked tensors [E, ...] of a layer's experts, keyed by name within an expert."""
+        """Return the stacked tensors [E, ...] of a layer's experts, by their names within an expert."""
         prefix = f"{layer.moe}.experts."
         own = {k.removeprefix(prefix): t for k, t in self.weights.items() if k.startswith(prefix)}
-        # Names with a dot belong to modules that all experts share, such as a layer norm.
+        # A tensor name with a dot belongs to a module that all experts share, such as a layer norm.
         return {name: tensor for name, tensor in own.items() if "." not in name}
 
     def expert(self, layer: Layer, expert_id: int) -> dict[str, Tensor]:
@@ -137,10 +137,10 @@ class SavedModel:
         return int(next(iter(self.stacks(layer).values())).shape[0])
 
     def dense_ffn(self, layer: Layer) -> dict[str, Tensor]:
-        """Return a dictionary of the tensors of a layer's dense FFN, with keys such as "fc1.weight".
+        """Return the tensors of a layer's dense FFN by name, such as "fc1.weight".
 
         Raises:
-            ValueError: a tensor is missing.
+            ValueError: a tensor of the FFN is missing.
         """
         names = {key: f"{layer.name}.{key}" for key in (*DENSE, *LAYER_NORM)}
         for key in DENSE:
@@ -153,7 +153,7 @@ class SavedModel:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The model's options as an editable dictionary. Raises ValueError if there are none."""
+        """The model's options as an editable dictionary; raises ValueError if there are no options."""
         found = self.options_of("model")
         if not found:
             raise ValueError(
@@ -163,14 +163,14 @@ class SavedModel:
         return found
 
     def options_of(self, part: str) -> dict[str, Any]:
-        """Return the options of the model, task, criterion or optimizer; older files have one set."""
+        """Return the options of the model, task, criterion or optimizer; older files have a single set."""
         args = self.state.get("args")
         return _values(self._cfg.get(part) if args is None else args)
 
     def name(self, part: str) -> str:
-        """Return the name of the architecture, task, criterion or optimizer; "" if there is none."""
+        """Return the name of the architecture, task, criterion or optimizer, or "" if it is missing."""
         options, is_flat = self.options_of(part), self.state.get("args") is not None
-        own = None if is_flat else options.get("_name")  # in flat options, _name belongs to the model
+        own = None if is_flat else options.get("_name")  # In flat options, _name is the model's name.
         return str(own or options.get(PARTS[part]) or "")
 
     def rename(self, part: str, name: str) -> None:
@@ -182,13 +182,13 @@ class SavedModel:
                 setattr(flat, PARTS[part], name)
 
     def drop(self, keys: Collection[str]) -> None:
-        """Remove the options with these keys from the checkpoint's configuration."""
+        """Remove options from the configuration in the checkpoint."""
         for options in map(self.options_of, PARTS):
             for key in keys:
                 options.pop(key, None)
 
     def use_plain_options(self) -> None:
-        """Convert the model's options to a dictionary: without the plugin, torch cannot load a Namespace.
+        """Convert the model's options to a dictionary, because torch cannot load a plugin's Namespace.
 
         BART's options stay a Namespace, because fairseq reads BART's task name only from a Namespace.
         """
@@ -203,7 +203,7 @@ class SavedModel:
     def restart(self, weights: Mapping[str, Any] | None = None) -> None:
         """Remove optimizer state, meters and data position; replace the weights if `weights` is given.
 
-        A training run then starts as with --finetune-from-model.
+        A training run from a restarted checkpoint begins as with --finetune-from-model.
         """
         self.state.pop("last_optimizer_state", None)
         self.state["optimizer_history"] = self.state.get("optimizer_history") or [NO_HISTORY]
@@ -212,13 +212,13 @@ class SavedModel:
             self.state["model"] = dict(weights)
 
     def write(self, output: Path) -> None:
-        """Write the checkpoint as one file; see `write_all` for errors."""
+        """Write the checkpoint as one file; `write_all` documents possible errors."""
         unbind(self.state)
         write_all([(output, self.state)])
 
 
 def drop_retired(state: Mapping[str, Any], path: str | Path) -> None:
-    """Remove the options of `RETIRED` from a checkpoint, in place, and log them in one line."""
+    """Remove retired options from a checkpoint, in place, and log these options in one line."""
     found = set()
     for part in (state.get("args"), *(state.get("cfg") or {}).values()):
         options = vars(part) if isinstance(part, argparse.Namespace) else part
@@ -232,17 +232,17 @@ def drop_retired(state: Mapping[str, Any], path: str | Path) -> None:
 
 
 def _values(options: Any) -> dict[str, Any]:
-    """Return options as a dictionary; edits of the dictionary change the options."""
+    """Return options as a dictionary; changing the dictionary changes the options."""
     if isinstance(options, argparse.Namespace):
         return vars(options)
     return options if isinstance(options, dict) else {}
 
 
 def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
-    """Write several checkpoint files; give them their final names only after all are complete.
+    """Write several checkpoint files, and rename all to their final names when all are complete.
 
     Raises:
-        ValueError: a file could not be written, for example because the disk is full.
+        ValueError: a checkpoint could not be written, for example because the disk is full.
     """
     path = Path()
     try:
@@ -256,13 +256,13 @@ def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
 
 
 def _bytes(content: Any) -> int:
-    """Return the bytes of all tensors in nested containers; storages that tensors share count once."""
+    """Return the bytes of all tensors in nested containers; a storage that tensors share counts once."""
     storages = [t.untyped_storage() for _, _, t in walk(content) if isinstance(t, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def not_written(output: Path, error: Exception) -> ValueError:
-    """Return a ValueError for a file that could not be written; its message has the system's reason."""
+    """Return a ValueError for a file that could not be written, with the system's reason in the message."""
     reason = atomic_save.reason_of(error)
     return ValueError(
         f"--output {output} could not be written ({reason}); free disk space, or give another path."

@@ -1,16 +1,17 @@
-"""Reads and writes shard files, which hold the experts of a sharded checkpoint.
+"""Reads and writes shard files, which contain the experts of a sharded checkpoint.
 
-In a sharded checkpoint, each stacked tensor of a layer's experts is replaced by a record, a dictionary:
+A sharded checkpoint has a record instead of each stacked tensor of experts. A record is a dictionary:
 
     {"expert_shards": 1, "folder": "experts/0123456789abcdef", "shape": [E, ...], "dtype": "float32",
      "slices": [s, dim], "pieces": [[file, key, sha256], ...]}
 
-E is the number of experts, and s the number of shards of each expert. Piece e * s + i is shard i of expert
-e, split along dimension `dim` of the stack. The files are safetensors. Their folder is next to the
-checkpoint.
+In a record, E is the number of experts, and s the number of shards of each expert. Piece e * s + i is shard
+i of expert e, where the stack is split along dimension `dim`. The shard files have the format safetensors.
+The folder of the shard files is next to the checkpoint.
 
-The record of a quantized tensor has version 2, or 3 for int4 in groups. It has two more keys: `"packing":
-"int8"` and `"error": [relative, of the worst row]`. Its experts have one piece each.
+The record of a quantized tensor has version 2, or version 3 for int4 in groups. The record of a quantized
+tensor has two additional keys: The keys are `"packing": "int8"` and `"error": [relative error, error of the
+worst row]`. Quantized experts have one piece each.
 """
 
 import contextlib
@@ -33,11 +34,11 @@ from fairseq_tutel.parallel.groups import Slice
 from fairseq_tutel.parallel.progress import progress
 
 VERSION = 1
-# Versions of the records of quantized tensors; older packages reject them.
+# Versions in the records of quantized tensors, which older packages reject.
 QUANTIZED_VERSION, GROUPS_VERSION = 2, 3
 MARK = "expert_shards"
 NAME = re.compile(r"experts/[0-9a-f]{16}")
-# Names of dtypes in safetensors.
+# Names of torch dtypes in safetensors files.
 FILE_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
@@ -48,7 +49,7 @@ FILE_DTYPES = {
 
 @dataclass(frozen=True)
 class Piece:
-    """The location and SHA-256 digest of one expert's tensor, or of one shard of this tensor."""
+    """The location and the SHA-256 digest of one expert's tensor, or of one shard of this tensor."""
 
     file: str
     key: str
@@ -59,17 +60,17 @@ class Piece:
 class ShardedTensor:
     """A stacked tensor [E, ...] of experts in shard files, which are read on demand."""
 
-    root: Path  # the folder of the checkpoint
-    folder: str  # the folder of the shard files, relative to `root`
+    root: Path  # The folder that contains the checkpoint.
+    folder: str  # The folder of the shard files, relative to `root`.
     shape: tuple[int, ...]
     dtype: torch.dtype
-    slicing: Slice  # how experts are split into pieces
-    pieces: tuple[Piece, ...]  # E * s, expert by expert
-    # Open files by path, shared by all tensors of a checkpoint.
+    slicing: Slice  # How each expert is split into pieces (dimension and count).
+    pieces: tuple[Piece, ...]  # The E * s pieces of the stack, expert by expert.
+    # Open shard files by path, which all tensors of a checkpoint share.
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
-    expert_dtype: str = ""  # one of EXPERT_DTYPES if the pieces are quantized
-    error: tuple[float, float] = (0.0, 0.0)  # relative error, and worst row's error; see `RoundingError`
-    in_rows: bool = False  # see `Quantized`
+    expert_dtype: str = ""  # The quantized dtype, one of EXPERT_DTYPES.
+    error: tuple[float, float] = (0.0, 0.0)  # The relative quantization error, and that of the worst row.
+    in_rows: bool = False  # True for older int4 files, with a scale per row.
 
     @property
     def quantized(self) -> Quantized | None:
@@ -83,7 +84,7 @@ class ShardedTensor:
 
     @property
     def stored_bytes(self) -> int:
-        """The total bytes that this tensor occupies in the shard files."""
+        """The number of bytes that the sharded tensor occupies in the shard files."""
         dtype, shape = self.stored
         return len(self.pieces) * math.prod(shape) * dtype.itemsize
 
@@ -96,13 +97,13 @@ class ShardedTensor:
     def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
         """Read the tensors of `count` experts from expert `first` on; raise ValueError for bad files.
 
-        With `slicing`, return only shard `index` of each expert.
+        With `slicing`, only shard `index` of each expert is read.
         """
         slicing = Slice() if slicing is None else slicing
         shape = list(self.shape)
         shape[slicing.dim] //= slicing.count
         shape[0] = count
-        if count:  # compare the record's shape with a file before memory is allocated for it
+        if count:  # Shapes are checked before memory is allocated.
             self._file(self.pieces[first * self.slicing.count])
         out = torch.empty(shape, dtype=self.dtype)
         for i in range(count):
@@ -110,30 +111,30 @@ class ShardedTensor:
         return out
 
     def __getitem__(self, expert: int) -> Tensor:
-        """Return one expert's tensor."""
+        """Return the tensor of one expert."""
         return self.read(expert, 1)[0]
 
     def read_into(self, out: Tensor, expert: int) -> None:
-        """Write one expert's tensor into `out`."""
+        """Write the tensor of one expert into `out`."""
         self._read_expert(out, expert, Slice(), 0)
 
     def select(self, experts: Sequence[int]) -> "ShardedTensor":
-        """Return the stacked tensor of some experts, which is read on demand too."""
+        """Return a stacked tensor of fewer experts, which is read from the same shard files."""
         s = self.slicing.count
         pieces = tuple(piece for e in experts for piece in self.pieces[e * s : (e + 1) * s])
         return replace(self, shape=(len(experts), *self.shape[1:]), pieces=pieces)
 
     def whole(self) -> Tensor:
-        """Return the complete stacked tensor [E, ...]."""
+        """Return the complete stacked tensor [E, ...] from the shard files."""
         return self.read(0, self.shape[0])
 
     def check_headers(self) -> None:
-        """Open the shard files; raise ValueError if a tensor's shape in a file differs from the record."""
+        """Open the shard files; raise ValueError if a tensor's shape in a file is not the record's."""
         for piece in self.pieces:
             self._file(piece)
 
     def path_of(self, piece: Piece) -> Path:
-        """Return the path of the shard file that holds a piece, an expert or an expert shard."""
+        """Return the path of the shard file that contains a piece (an expert or an expert shard)."""
         return self.root / self.folder / piece.file
 
     def _read_expert(self, out: Tensor, expert: int, slicing: Slice, index: int) -> None:
@@ -142,7 +143,7 @@ class ShardedTensor:
         if dim == 0:
             self._read_piece(pieces[0], out)
             return
-        # The requested range may be one piece, part of a piece, or several pieces.
+        # The requested range of a tensor may be a piece, a part of a piece, or several pieces.
         width, length = self.shape[dim] // s, self.shape[dim] // slicing.count
         begin = index * length
         touched = range(begin // width, (begin + length - 1) // width + 1)
@@ -150,8 +151,8 @@ class ShardedTensor:
         out.copy_(joined.narrow(dim - 1, begin - touched[0] * width, length))
 
     def _read_piece(self, piece: Piece, out: Tensor | None = None) -> Tensor:
-        """Read one expert or expert shard and dequantize it; raise ValueError for bad data."""
-        stored = self._file(piece).get_tensor(piece.key)  # a memory mapping of the file
+        """Read one expert or expert shard, and dequantize it; raise ValueError for bad data."""
+        stored = self._file(piece).get_tensor(piece.key)
         if digest(stored) != piece.digest:
             raise _unlike(self.path_of(piece), piece)
         if self.quantized is not None:
@@ -159,8 +160,8 @@ class ShardedTensor:
         return stored if out is None else out.copy_(stored)
 
     def _file(self, piece: Piece) -> Any:
-        """Open the shard file that holds a piece; raise ValueError if its tensor has a wrong shape."""
-        from safetensors import SafetensorError, safe_open  # an optional dependency of the core
+        """Open the shard file that contains a piece; raise ValueError if its tensor has a wrong shape."""
+        from safetensors import SafetensorError, safe_open  # safetensors is an optional dependency.
 
         path = self.path_of(piece)
         try:
@@ -174,7 +175,7 @@ class ShardedTensor:
         return self.opened[path]
 
     def record(self) -> dict[str, Any]:
-        """Return the dictionary that replaces this tensor in the main file of a sharded checkpoint."""
+        """Return the record that replaces this tensor in the main file of a sharded checkpoint."""
         more = {"packing": self.expert_dtype, "error": list(self.error)} if self.expert_dtype else {}
         in_groups = self.quantized is not None and self.quantized.in_groups
         return {
@@ -190,14 +191,14 @@ class ShardedTensor:
 
 @dataclass(frozen=True)
 class ShardedExpert:
-    """One expert's tensor of a stacked tensor, which is read on demand."""
+    """One expert's tensor in a stacked tensor, which is read from a shard file on demand."""
 
     stack: ShardedTensor
-    expert: int  # global ID
+    expert: int  # The expert's global ID.
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the expert's tensor."""
+        """The shape of the expert's tensor after dequantization."""
         return self.stack.shape[1:]
 
     @property
@@ -206,12 +207,12 @@ class ShardedExpert:
         return self.stack.dtype
 
     def whole(self) -> Tensor:
-        """Return the expert's tensor."""
+        """Read and return the tensor of this expert."""
         return self.stack[self.expert]
 
 
 def unreadable(path: Path, reason: str) -> ValueError:
-    """Return a ValueError for experts that cannot be read from a shard file."""
+    """Return a ValueError for experts that could not be read from a shard file."""
     return ValueError(
         f"the checkpoint keeps experts in {path}, which is corrupt or missing ({reason}); give an older "
         "checkpoint, or restore the folder that belongs to this checkpoint."
@@ -234,12 +235,12 @@ def write_pieces(
     path: Path,
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Write a safetensors file, with one tensor in memory at a time, and flush it to disk.
+    """Write a safetensors file, with one tensor in memory at a time, and flush the file to disk.
 
-    `layout` has the dtype and shape of the tensor of each key. `value` is called once per key, and returns
-    the tensor.
+    `layout` has the dtype and the shape of each tensor, by key. The function `value` is called once per
+    key, and returns the tensor for the key.
     """
-    # The same order as in the safetensors library; it aligns every tensor.
+    # safetensors also sorts tensors in this way, which aligns every tensor.
     order = sorted(layout, key=lambda key: (-layout[key][0].itemsize, key))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -253,31 +254,31 @@ def write_pieces(
         file.write(len(text).to_bytes(8, "little") + text)
         for key in order:
             file.write(raw_bytes(value(key)))
-        with contextlib.suppress(OSError):  # a file system without permissions
+        with contextlib.suppress(OSError):  # Some file systems have no permissions.
             path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def digest(tensor: Tensor) -> str:
-    """Return the SHA-256 digest of a tensor's bytes, in hexadecimal."""
+    """Return the SHA-256 digest of a tensor's bytes as a hexadecimal number."""
     return hashlib.sha256(raw_bytes(tensor)).hexdigest()
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes, without a copy if the tensor is contiguous."""
+    """Return the bytes of a tensor, without a copy if the tensor is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def is_record(value: Any) -> bool:
-    """Return whether a value in a checkpoint is a record, which replaces a tensor in shard files."""
+    """Return whether a value in a checkpoint is a record that replaces a tensor in shard files."""
     return isinstance(value, dict) and MARK in value
 
 
 def bind(state: Any, path: Path) -> None:
     """Replace the records of shard files in a loaded checkpoint by `ShardedTensor`s, in place.
 
-    `path` is the file of the checkpoint. Raises ValueError for a bad record or a missing shard file.
+    `path` is the checkpoint file. The function raises ValueError for a bad record or missing shard file.
     """
-    found: dict[str, set[str]] = {}  # files by folder
+    found: dict[str, set[str]] = {}
     opened: dict[Path, Any] = {}
     for container, key, value in walk(state):
         if is_record(value) and not isinstance(container, tuple):
@@ -347,7 +348,7 @@ def _is_sound(tensor: ShardedTensor) -> bool:
 
 def _refuse_missing(path: Path, folder: str, names: set[str]) -> None:
     directory = path.resolve().parent / folder
-    # A pipe counts as missing, because reading it would block.
+    # A pipe in place of a shard file counts as missing, because reading would block.
     missing = sorted(name for name in names if not (directory / name).is_file())
     if missing:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""convert: convert a checkpoint from or to another system, or to a different kind of model."""
+"""The tool convert converts checkpoints from or to other systems or kinds of models."""
 
 import argparse
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from fairseq_tutel.tools.parser import add_input, add_options, add_output
 from fairseq_tutel.vision.options import SwinExpertsConfig
 
 NEW_RUN = "; start a new training run from it"
-# A flag, and its keywords for add_argument.
+# A command-line flag, and the keyword arguments of the flag's add_argument call.
 Option = tuple[str, dict[str, Any]]
-# Options of the experts of `convert upcycle`.
+# Options of `convert upcycle` for the experts.
 OF_EXPERTS = tuple(
     item for item in (*options_of("model"), *options_in(SwinExpertsConfig)) if item.theme != "Older names"
 )
@@ -62,42 +62,36 @@ class Variation:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A subcommand of the tool `convert`: its function, help and options. --help needs no torch.
-
-    Attributes:
-        call: the module in fairseq_tutel.convert and its function, which is imported when it runs. Its
-            arguments are the parsed options, the input files and the output path. It writes the output, and
-            returns the text to print after the output path.
-        text: the help text.
-        example: the words after the subcommand's name in a correct command.
-        source: help text of the input.
-        inputs: the form of the input: a checkpoint, which may be in a folder such as --save-dir; a folder;
-            or files, which the function `inputs_of` of the module lists.
-        key: name of the parsed input and, in upper case, of the input in the help.
-        former: an older option that also names the input.
-        output: help text of --output, which names a folder if `is_folder`.
-        one_of: mutually exclusive options; exactly one must be given.
-        exclusive: mutually exclusive options; at most one may be given.
-        of_model: further options, from a table of options that are saved with the model.
-    """
+    """A subcommand of the tool `convert`, with its function, help and options; needs no torch."""
 
     name: str
+    # A conversion function in the form MODULE:FUNCTION, where MODULE is a module in fairseq_tutel.convert.
+    # The arguments of a conversion function are the parsed options, input files and output path. A
+    # conversion function returns a text to print.
     call: str
     text: str
+    # The words of a correct example after the subcommand's name.
     example: str
     source: str = "a checkpoint"
+    # "checkpoint" (a file, or a folder such as --save-dir), "folder", or "files" (listed by `inputs_of`).
     inputs: str = "checkpoint"
+    # The name of the parsed input argument; the help shows the name in upper case.
     key: str = "input"
+    # The flag of an older option for the input.
     former: str = "--input"
+    # The help text of --output, which names a folder if `is_folder`.
     output: str = "the checkpoint to write"
     is_folder: bool = False
     options: tuple[Option, ...] = ()
+    # Mutually exclusive options, of which exactly one must be given.
     one_of: tuple[Option, ...] = ()
+    # Mutually exclusive options, of which at most one may be given.
     exclusive: tuple[Option, ...] = ()
+    # Options that are saved with the model.
     of_model: tuple[TableOption, ...] = ()
 
     def add_to(self, kinds: Any) -> None:
-        """Add this conversion as a subcommand of the tool `convert`."""
+        """Add this kind of conversion as a subcommand of the tool `convert`."""
         first_line = self.text.partition("\n")[0].rstrip(".")
         parser = kinds.add_parser(self.name, help=first_line, description=self.text, example=self.example)
         add_input(parser, self.source, self.key, self.former)
@@ -132,7 +126,7 @@ class Conversion:
 
 
 def size_limit(arguments: argparse.Namespace) -> int:
-    """Return the value of --max-shard-size in bytes; raise ValueError if it is not a size."""
+    """Return the value of --max-shard-size in bytes; raise ValueError if the value is not a size."""
     limit = bytes_of(arguments.max_shard_size)
     if not limit:
         raise ValueError(
@@ -143,7 +137,7 @@ def size_limit(arguments: argparse.Namespace) -> int:
 
 
 def option(flag: str, help: str, metavar: str | None = None, **keywords: Any) -> Option:
-    """Return a flag and its add_argument keywords; the default metavar is N for integers, X for floats."""
+    """Return a flag and its add_argument keywords; the default metavar is N for int and X for float."""
     usual = {int: "N", float: "X"}.get(keywords.get("type", str))
     if metavar or usual:
         keywords["metavar"] = metavar or usual

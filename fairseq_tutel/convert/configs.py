@@ -1,4 +1,4 @@
-"""Helper functions of the converters, such as reading MoE configurations and renaming MoE variants."""
+"""Helper functions of the converters, for example to read MoE configurations and rename MoE variants."""
 
 import argparse
 import copy
@@ -17,14 +17,14 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin.install import chosen_layers
 
 Tensors = dict[str, Tensor]
-# Type of gate -> names of its tensors that have one row per expert.
+# For each type of gate, the names of the gate tensors that have one row per expert.
 ROWS = {"linear": ("weight",), "biased": ("weight", "bias"), "cosine": ("directions",)}
 FFN = re.compile(r"(.+?)\.(?:fc1|fc2|ffn_layernorm)\.")
-SWIN = "swin_v2"  # the MoE variant of this model has the suffix _moe instead of the prefix moe_
+SWIN = "swin_v2"  # The MoE variant of swin_v2 is swin_v2_moe.
 
 
 def configs_of(saved: SavedModel) -> dict[Layer, MoEConfig]:
-    """Return a dictionary from each MoE layer of a checkpoint, in model order, to its configuration.
+    """Return the configuration of each MoE layer of a checkpoint, in the order of the model's layers.
 
     Raises:
         ValueError: the checkpoint has no MoE layers, or its weights and options are inconsistent.
@@ -51,7 +51,7 @@ def _config_of(saved: SavedModel, layer: Layer) -> MoEConfig:
         None,
         num_experts,
         model_dim=norm.shape[0],
-        # Custom experts have no fc1_weight.
+        # Custom experts have no tensor fc1_weight.
         hidden_dim=1 if hidden is None else hidden.shape[1],
         hidden_layer_norm=f"{layer.moe}.experts.hidden_layer_norm.weight" in weights,
     )
@@ -65,7 +65,7 @@ def _config_of(saved: SavedModel, layer: Layer) -> MoEConfig:
 
 
 def gate_rows(config: MoEConfig, layer: Layer) -> list[str]:
-    """Return the names of a MoE layer's gate tensors that have one row per expert; skip custom gates."""
+    """Return the names of a layer's gate tensors with one row per expert, except for custom gates."""
     places = ["gate", *(f"other_gates.{i}" for i in range(len(config.gate_types) - 1))]
     return [
         f"{layer.moe}.{place}.{key}"
@@ -83,20 +83,20 @@ def per_expert(saved: SavedModel, layer: Layer, config: MoEConfig) -> list[str]:
 
 
 def counts_text(counts: Sequence[int]) -> str:
-    """Return the value of --moe-expert-count for these numbers of experts, one for each MoE layer."""
+    """Return the value of --moe-expert-count for a list with the number of experts of each MoE layer."""
     return ",".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
 
 
 def freq_of(places: Sequence[int], count: int, preferred: int = 0) -> int | None:
-    """Return the value of --moe-freq that selects exactly these layers, or None if no value does."""
+    """Return the value of --moe-freq that selects exactly the given layers, or None if no value does."""
     freqs = (preferred, *range(count + 1))
     return next((f for f in freqs if chosen_layers(range(count), f) == list(places)), None)
 
 
 def replaced(saved: SavedModel, made: Mapping[Layer, Tensors]) -> Tensors:
-    """Return the model's weights in the same order, but with new tensors for the FFNs of some layers.
+    """Return the model's weights in the same order, with new FFN tensors in some layers.
 
-    `made` maps each of these layers to its new tensors, by their names in the layer.
+    `made` maps each changed layer to its new FFN tensors by name.
     """
     layers, weights = {layer.name: layer for layer in made}, {}
     for key, tensor in saved.weights.items():
@@ -114,14 +114,14 @@ def with_experts(name: str) -> str:
 
 
 def without_experts(name: str) -> str:
-    """Return the fairseq name of a model, task, criterion or optimizer whose MoE variant has this name."""
+    """Return the fairseq name of a model, task, criterion or optimizer, given its MoE variant's name."""
     return name.removeprefix("moe_").replace(f"{SWIN}_moe", SWIN)
 
 
 def new_checkpoint(
     words: Sequence[str], options: Mapping[str, Any], weights: Weights, task_state: dict[str, Any]
 ) -> SavedModel:
-    """Return a checkpoint whose options are those of a command line of fairseq-train, and `options`."""
+    """Return a checkpoint with the options of a fairseq-train command line, and with `options`."""
     plugin.register()
     from fairseq import options as fairseq_options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -131,7 +131,7 @@ def new_checkpoint(
     vars(arguments).update(options)
     logging.getLogger("hydra").setLevel(logging.INFO)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fairseq calls deprecated functions of hydra
+        warnings.simplefilter("ignore")  # fairseq calls deprecated hydra functions.
         made = convert_namespace_to_omegaconf(arguments)
     cfg = OmegaConf.to_container(made, resolve=True, enum_to_str=True)
     saved = SavedModel({"args": None, "cfg": cfg, "task_state": task_state})
@@ -140,7 +140,7 @@ def new_checkpoint(
 
 
 def task_of(saved: SavedModel, changed: Mapping[str, Any]) -> Any:
-    """Return fairseq's task of a checkpoint, with its dictionaries; `changed` replaces saved options."""
+    """Return fairseq's task of a checkpoint, with dictionaries; `changed` overrides saved options."""
     from fairseq.tasks import setup_task
 
     options = {**copy.deepcopy(saved.options_of("task")), **changed}
@@ -167,13 +167,13 @@ def refuse_other_rows(saved: SavedModel, source: Sized, target: Sized) -> None:
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    """Print notes on a conversion, one per line."""
+    """Print notes on a conversion, one note per line."""
     for note in notes:
         print(printable(f"note: {note}".replace("\n", "\\n")))
 
 
 def use_moe_variants(saved: SavedModel) -> str:
-    """Rename architecture, task, criterion and optimizer to MoE variants; return the new architecture.
+    """Rename architecture, task, criterion and optimizer to MoE variants, and return the new architecture.
 
     Raises:
         ValueError: the architecture has no MoE variant.

@@ -88,10 +88,10 @@ def dense(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> st
 def keep_experts(
     saved: SavedModel, kept: Mapping[Layer, Sequence[int]], top_k: int | None = None
 ) -> list[str]:
-    """Remove all experts of a checkpoint except those in `kept`, in place.
+    """Remove all experts of a checkpoint except the experts in `kept`, in place.
 
-    Layers without an entry in `kept` keep all experts. Returns one line per MoE layer with the old IDs of
-    the experts that were kept.
+    Layers that `kept` does not contain keep all experts. The function returns one line per MoE layer, with
+    the old IDs of the kept experts.
 
     Raises:
         ValueError: the remaining experts do not fit the layer's gate, expert groups or top_k.
@@ -142,9 +142,9 @@ def _refuse_uneven_groups(config: MoEConfig, layer: Layer, kept: Sequence[int]) 
 def to_dense(saved: SavedModel, chosen: Mapping[Layer, Sequence[int]]) -> tuple[dict[str, int], list[str]]:
     """Replace the experts of every MoE layer by one dense FFN, in place.
 
-    The FFN concatenates the hidden units of the chosen experts. If the expert weights of every token have
-    the same sum, the total weight of the chosen experts is this sum, else 1. Returns the labels of padded
-    layers with their widths, and the labels of layers whose outputs may change.
+    The new dense FFN concatenates the hidden units of the chosen experts. If the sum of expert weights is
+    the same for every token, the chosen experts' total weight is this sum, else 1. The function returns the
+    widths of padded layers by label, and the labels of layers whose outputs may change.
 
     Raises:
         ValueError: a dense FFN cannot represent the experts.
@@ -167,7 +167,7 @@ def to_dense(saved: SavedModel, chosen: Mapping[Layer, Sequence[int]]) -> tuple[
 def _pad(made: dict[Layer, Tensors]) -> tuple[dict[str, int], dict[str, int]]:
     """Pad FFNs with zeros to one hidden dimension in the encoder, in the decoder or in each Swin stage.
 
-    Returns the width of the encoder, decoder or each stage, and the widths of padded layers.
+    The function returns the width of the encoder, decoder or each stage, and the widths of padded layers.
     """
     widths: dict[str, int] = {}
     for layer, ffn in made.items():
@@ -189,7 +189,7 @@ def _pad(made: dict[Layer, Tensors]) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _use_dense_options(saved: SavedModel, widths: Mapping[str, int]) -> None:
-    """Change a checkpoint's options and names from a MoE model to a dense fairseq model, in place."""
+    """Change the options and names of a checkpoint to those of a dense fairseq model, in place."""
     for part in PARTS:
         saved.rename(part, without_experts(saved.name(part)))
     saved.drop([option.key for owner in BY_OWNER for option in options_of(owner)])
@@ -211,7 +211,7 @@ def _use_dense_options(saved: SavedModel, widths: Mapping[str, int]) -> None:
 def _dense_ffn(
     saved: SavedModel, layer: Layer, config: MoEConfig, chosen: Sequence[int], weight: float
 ) -> Tensors:
-    """Return the tensors of one dense FFN that joins the chosen experts, which share `weight` evenly."""
+    """Return one dense FFN that joins the chosen experts, each with an equal part of the total `weight`."""
     _refuse_no_dense(config, layer, len(chosen))
     scale = weight / len(chosen)
     experts = [saved.expert(layer, i) for i in chosen]
@@ -254,7 +254,7 @@ def _refuse_no_dense(config: MoEConfig, layer: Layer, number: int) -> None:
 
 
 def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig) -> bool:
-    """Return whether the gate has no effect in evaluation: experts are equal, and weights sum to 1."""
+    """Return whether the gate has no effect in evaluation, since experts are equal and weights sum to 1."""
     if not sums_to_1(config) or config.choice == "experts" or config.prescore:
         return False
     return not capacity_of(config, training=False).is_limited and all(
@@ -265,26 +265,26 @@ def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig) -> bool:
 def kept_by_share(
     scores: Mapping[Layer, Sequence[float]], share: float, least: Mapping[Layer, int], globally: bool
 ) -> dict[Layer, list[int]]:
-    """Return the sorted IDs of the experts to keep in each layer: a share of all experts.
+    """Return the sorted IDs of the experts to keep, a fraction of the experts of each layer.
 
-    By default, each layer keeps the same share: its experts with the highest scores. With `globally`, the
-    share is that of the whole model. Every layer then keeps the experts with the highest scores that
-    together have a fraction t of the layer's total score; t is the same in all layers. Equal scores prefer
-    lower IDs.
+    By default, each layer keeps the same fraction of its experts: those with the highest scores. With
+    `globally`, the fraction of experts to keep refers to the whole model. With `globally`, each layer keeps
+    the experts with the highest scores that together have a fraction t of the layer's total score; t is the
+    same in all layers. Of experts with equal scores, those with lower IDs are kept.
 
-    Source of `globally`: the global threshold of Koishekenov et al. 2023, Memory-efficient NLLB-200.
+    Koishekenov et al. 2023, Memory-efficient NLLB-200, describes global pruning.
 
     Args:
-        scores: scores of at least 0 of the E experts of each layer, not all of them 0.
-        share: the share to keep, above 0 and at most 1; share times E is rounded to whole experts.
-        least: the minimum number of experts of each layer, at most E.
-        globally: whether layers may keep different shares.
+        scores: scores of at least 0 of the E experts of each layer, not all 0.
+        share: the fraction of experts to keep, above 0 and at most 1.
+        least: the minimum number of experts to keep in each layer, at most E.
+        globally: whether layers may keep different fractions.
     """
     ranked = {layer: sorted(range(len(own)), key=lambda i: (-own[i], i)) for layer, own in scores.items()}
     if not globally:
         counts = {layer: max(least[layer], _rounded(share * len(ids))) for layer, ids in ranked.items()}
     else:
-        # Order in which experts are added as t grows. The first `least` of each layer are always kept.
+        # In this order, experts are added until they have the fraction t of the layer's score.
         order = []
         for layer, ids in ranked.items():
             sums = accumulate(scores[layer][i] / sum(scores[layer]) for i in ids)

@@ -1,8 +1,8 @@
 """Converts a checkpoint of Meta's moe branch of fairseq.
 
-Meta writes X-shared.pt, and a file X-rank-N.pt with the experts of each rank. Weights keep their bits. Most
-options have the same names in both systems; the tables below hold the differences. E is the number of
-experts.
+Meta's branch writes X-shared.pt, and a file X-rank-N.pt with the experts of each rank. The converted
+weights are bit-identical. Most options have the same names in Meta's branch and fairseq_tutel; the tables
+in this file list the others. Shape suffix: E experts.
 """
 
 import argparse
@@ -30,48 +30,49 @@ from fairseq_tutel.plugin.options import options_of
 # Name prefixes that fully sharded data parallelism adds, and its name for flattened weights.
 WRAPPERS, FLAT = r"(_fsdp_wrapped_module|_fpw_module)\.", r"(^|\.)flat_param"
 Options = dict[str, Any]
-# Meta's task -> the stock fairseq task that trains the same kind of model.
+# For each task of Meta's branch, the stock fairseq task that trains the same kind of model.
 TASKS = {
     "streaming_language_modeling": "language_modeling",
     "multilingual_language_modeling": "language_modeling",
 }
-# Our tensor name -> Meta's tensor name, both after the layer's name; {} is the expert's ID on its rank.
+# For each tensor name in fairseq_tutel, the name in Meta's branch. Tensor names begin after the layer's
+# name; {} is the expert's ID on its rank.
 OUR_GATE, GATE = ".fc1.gate.weight", ".moe_layer.gate.wg.weight"
 EXPERTS = {
     f".fc1.experts.{part}_{kind}": f".moe_layer.experts.{{}}.{part}.{kind}"
     for part in ("fc1", "fc2")
     for kind in ("weight", "bias")
 }
-# With --moe-cmr, the layer also has a dense FFN with fairseq's names, and a gate.
+# With --moe-cmr, a layer also has a dense FFN with fairseq's names, and a CMR gate.
 CMR_GATE, CMR_FFN = ".cmr_layer.gate.wg.", r"(.+\.layers\.\d+)\.(fc[12]\.(?:weight|bias))"
 BEFORE, BPR = "moe_normalize_gate_prob_before_dropping", "moe_batch_prioritized_routing"
-# Option that both systems have -> Meta's default, and a function from Meta's value to our value.
+# For each common option, Meta's default, and a function that converts Meta's value.
 OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "moe_top1_expert": (False, bool),
     "moe_gating_use_fp32": (False, bool),
     BEFORE: (False, bool),
     BPR: (False, bool),
     "moe_second_expert_policy": ("sampling", str),
-    # In Meta's branch, a fraction of at most 0 means the training capacity; here, 0 means no fraction.
+    # Meta's branch uses the training capacity for a fraction of at most 0, and fairseq_tutel for -1.
     "moe_eval_capacity_token_fraction": (0.25, lambda v: v if v > 0 else -1.0),
     **dict.fromkeys(("moe_eom", "moe_fom", "moe_local_drop", "cmr_gate_drop"), (0.0, float)),
     **dict.fromkeys(("moe_cmr", "moe_eval_capacity_max_seqlen"), (False, bool)),
-    # Meta has two options for the same number, the number of ranks that exchange rows.
+    # Two options in Meta's branch set the number of ranks that exchange rows.
     "moe_normalize_expert_grad": (
         "world_size",
         lambda v: "sqrt_world_size" if str(v).startswith("sqrt") else "world_size",
     ),
 }
-# Option that only fairseq_tutel has -> function from Meta's options to its value.
+# For each option that only fairseq_tutel has, a function that computes the value from Meta's options.
 OURS_ALONE: dict[str, Callable[[Options], Any]] = {
     "moe_top_k": lambda o: 1 if o["moe_top1_expert"] else 2,
     "no_moe_gating_use_fp32": lambda o: not o["moe_gating_use_fp32"],
     "moe_normalize_gate": lambda o: "before" if o[BEFORE] else "after",
-    # Meta's training capacity has a factor of 1 and includes padding.
+    # In Meta's branch, the training capacity has a factor of 1 and includes padding.
     "moe_capacity_factor": lambda o: 1.0,
     "moe_balance_loss": lambda o: "gshard:1",
 }
-# Meta's option -> the reason why a model with this option cannot be converted.
+# For options of Meta's branch, the reason why a model with this option cannot be converted.
 REFUSED = {
     "alternate_ffn_embed_dim": "its alternate layers are dense FFNs with a different width",
     "alternate_decoder_ffn_embed_dim": "its alternate layers are dense FFNs with a different width",
@@ -88,11 +89,11 @@ REFUSED = {
     "add_ssl_task_tokens": "fairseq does not add these symbols to a dictionary",
     "finetune_dict_specs": "fairseq does not add these symbols to a dictionary",
 }
-# An option of Meta's branch, and the symbols that this option adds to dictionaries.
+# An option of Meta's branch, and the symbols that the option adds to dictionaries.
 TAGGED, TAGS = "add_data_source_prefix_tags", ("<MINED_DATA>", "<MMT_BT_DATA>", "<SMT_BT_DATA>")
-# Options of the task that name dictionaries -> their values for dictionaries next to the checkpoint.
+# Task options that name dictionaries, and their values for dictionaries next to the checkpoint.
 OWN_DICTIONARIES = {"data": "", "fixed_dictionary": None, "source_dict": None, "target_dict": None}
-# Meta's option -> what changes without this option; the outputs stay the same.
+# For options of Meta's branch that do not affect the outputs, what changes without this option.
 LEFT_OUT = {
     "no_emb_dropout": "training in fairseq_tutel applies --dropout to embeddings",
     "dummy_a2a": "fairseq_tutel always exchanges rows",
@@ -116,9 +117,9 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
 
 
 def inputs_of(arguments: argparse.Namespace) -> list[Path]:
-    """Return the paths of all files of a checkpoint from Meta: one per rank, then the shared file.
+    """Return the paths of all files of a checkpoint from Meta: one file per rank, and the shared file.
 
-    The input is X, X.pt or the name of one of the files.
+    The input is X, X.pt or the name of one of the checkpoint's files.
     """
     path = Path(arguments.input)
     stem = re.sub(r"-(shared|rank-\d+)$", "", path.name.removesuffix(".pt"))
@@ -130,9 +131,9 @@ def inputs_of(arguments: argparse.Namespace) -> list[Path]:
 
 
 def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
-    """Load the files of a checkpoint from Meta as one checkpoint; also return notes on what changed.
+    """Load the files of a checkpoint from Meta as one checkpoint, and return notes on changes.
 
-    Experts are copied to memory once. All other weights stay memory-mapped.
+    Experts are copied to memory once, when the files are joined. Dense layers stay memory-mapped.
 
     Raises:
         ValueError: a file or weight is missing, corrupt or flattened, or the model cannot be converted.
@@ -162,13 +163,13 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
         else:
             model[name.replace(CMR_GATE, ".fc1.beside.cmr_gate.")] = tensor
     for path, rank in zip(paths, ranks, strict=False):
-        for name in rank:  # names that are left: no rule above has converted them
+        for name in rank:  # No rule above has converted these tensors.
             what = f"which has the weight {name}, but fairseq_tutel's models have no such weight"
             _refuse(path, what, "give a checkpoint without it")
     saved.rename("task", TASKS.get(saved.name("task"), saved.name("task")))
     use_moe_variants(saved)
     saved.restart(model)
-    saved.options_of("checkpoint").update(checkpoint_suffix="")  # in Meta's files: -rank-N
+    saved.options_of("checkpoint").update(checkpoint_suffix="")  # Meta's files have the suffix -rank-N.
     hidden_dims = {
         name.partition(".")[0]: stack.shape[1]
         for name, stack in model.items()
@@ -180,10 +181,10 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
 def _stacked(
     paths: list[Path], ranks: list[Tensors], name: str, num_experts: int, notes: list[str]
 ) -> Tensor:
-    """Take a tensor of each expert out of the ranks' weights, and stack them, [E, …].
+    """Take each expert's tensor out of the ranks' weights, and stack these tensors to [E, …].
 
-    If there are more ranks than experts, each block of E neighboring ranks holds all experts once. `notes`
-    gets a note if the copies of an expert differ.
+    If there are more ranks than experts, each block of E neighboring ranks holds every expert once. If the
+    copies of an expert on several ranks differ, `notes` gets a note.
     """
     found: list[Tensor] = []
     local = max(1, num_experts // len(ranks))
@@ -207,15 +208,15 @@ def _stacked(
 
 
 def dictionaries(saved: SavedModel, given: Path | None = None) -> Vocabulary:
-    """Return the dictionaries to write next to the model, because fairseq cannot extend the original ones.
+    """Return new dictionaries to write next to the model, because fairseq cannot extend dictionaries.
 
     With --add-data-source-prefix-tags, Meta adds the symbols `TAGS` to dictionaries, after the symbols of
-    languages. Without this option, nothing is returned. The options of `saved` are changed in place to use
-    the new dictionaries.
+    languages. Without --add-data-source-prefix-tags, no dictionary is returned. The options of `saved` are
+    changed in place to name the new dictionaries.
 
     Args:
         saved: the converted checkpoint.
-        given: path of the original dictionary; by default, the checkpoint's options name the dictionary.
+        given: the path of the original dictionary; by default, an option in the checkpoint has this path.
 
     Raises:
         ValueError: the original dictionary does not exist, or belongs to another model.
@@ -244,7 +245,7 @@ def dictionaries(saved: SavedModel, given: Path | None = None) -> Vocabulary:
 
 
 def _weights(file: SavedModel) -> Tensors:
-    """Return a file's weights without the name prefixes that fully sharded data parallelism adds."""
+    """Return weights without the name prefixes that fully sharded data parallelism adds."""
     weights: Tensors = {}
     for key, tensor in file.weights.items():
         name = re.sub(WRAPPERS, "", key.removeprefix("module."))
@@ -253,7 +254,7 @@ def _weights(file: SavedModel) -> Tensors:
                 f"INPUT names {file.path}, which holds flattened weights ({key}) of a sharded training "
                 "run; save the checkpoint again with Meta's branch, without --use-sharded-state."
             )
-        # Meta's CMR layer refers to the MoE layer, so the file has two names for each of these weights.
+        # Meta's CMR layer refers to the MoE layer, so the file has two names for the MoE layer's weights.
         if not name.endswith(".cmr_layer.lang_idx"):
             weights[name.replace(".cmr_layer.moe_layer.", ".moe_layer.")] = tensor
     return weights
@@ -264,15 +265,15 @@ def _refuse(path: Path, what: str, fix: str = "give the files of one training ru
 
 
 def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> list[str]:
-    """Convert the options of Meta's model to fairseq_tutel's, in place; return notes on what changed.
+    """Convert options of Meta's branch to fairseq_tutel's, in place, and return notes on changes.
 
     Args:
         options: options of Meta's model.
-        experts: number of experts.
-        hidden_dims: hidden dimension of the experts of the encoder and of the decoder.
+        experts: the number of experts.
+        hidden_dims: hidden dimensions of the experts of the encoder and of the decoder.
 
     Raises:
-        ValueError: an option has no counterpart, and the outputs would change without it.
+        ValueError: fairseq_tutel lacks an option, and the outputs would change without the option.
     """
     for key, reason in REFUSED.items():
         if options.get(key):
@@ -298,7 +299,7 @@ def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
         for key, value in options.items()
         if key.startswith("moe_") and value and key not in known
     ]
-    if options.get("moe_top1_expert"):  # Meta's top-1 gate ignores both options
+    if options.get("moe_top1_expert"):  # Meta's top-1 gate ignores these two options.
         options |= {"moe_second_expert_policy": "all", BPR: False}
     for key, (default, ours) in OPTIONS.items():
         options[key] = ours(default if options.get(key) is None else options[key])
@@ -310,7 +311,7 @@ def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
         )
     dense = all(options.get(f"{side}_ffn_embed_dim") == dim for side, dim in hidden_dims.items())
     # In Meta's branch, the larger of --moe-freq and --encoder-moe-freq (or --decoder-moe-freq) applies.
-    # In fairseq_tutel, the option of the encoder or decoder has priority.
+    # In fairseq_tutel, --encoder-moe-freq and --decoder-moe-freq have priority.
     common = int(options.get("moe_freq") or 0)
     keys = ("encoder_moe_freq", "decoder_moe_freq")
     own = {key: max(int(options.pop(key, None) or 0), common) for key in keys}

@@ -36,7 +36,7 @@ def student(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> 
 
 
 def _kept(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> dict[str, list[int]]:
-    """Parse the options that remove layers; return the layers to keep in the encoder and the decoder."""
+    """Parse options that remove layers, and return the remaining layers of encoder and decoder."""
     main = "decoder" if "decoder" in sizes else "encoder"
     kept = {side: list(range(size)) for side, size in sizes.items()}
     for flag, side in (("--drop-layers", main), ("--encoder-drop-layers", "encoder")):
@@ -85,13 +85,13 @@ def members(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> 
 
 
 def sides_of(saved: SavedModel) -> dict[str, list[Layer]]:
-    """Return the layers of a transformer in a dictionary with the keys "encoder" and "decoder".
+    """Return the layers of a transformer as a dictionary with the keys "encoder" and "decoder".
 
     Raises:
         ValueError: the model is not a transformer.
     """
     sides = {side: list(layers) for side, layers in groupby(saved.layers, lambda one: one.side)}
-    if not sides or not sides.keys() <= {*SIDES}:  # Swin models have stages instead of layers
+    if not sides or not sides.keys() <= {*SIDES}:  # A Swin model has stages, not sides.
         raise ValueError(
             f"INPUT names {saved.path}, which has no encoder or decoder layers; give a transformer."
         )
@@ -99,10 +99,10 @@ def sides_of(saved: SavedModel) -> dict[str, list[Layer]]:
 
 
 def keep_layers(saved: SavedModel, kept: Mapping[str, Collection[int]]) -> dict[str, Any]:
-    """Remove all layers of a checkpoint except those in `kept`, in place; return the changed options.
+    """Remove all layers of a checkpoint except `kept`, in place, and return the changed options.
 
     Raises:
-        ValueError: no MoE layer is left, or no --moe-freq selects the MoE layers that are left.
+        ValueError: no MoE layer remains, or no --moe-freq selects the remaining MoE layers.
     """
     options, sides = saved.options, sides_of(saved)
     changes: dict[str, Any] = {}
@@ -131,13 +131,13 @@ def keep_layers(saved: SavedModel, kept: Mapping[str, Collection[int]]) -> dict[
 def _options_of(
     side: str, layers: Sequence[Layer], left: Sequence[Layer], options: Mapping[str, Any], alone: bool
 ) -> dict[str, Any]:
-    """Return new values for the options that describe the remaining layers of an encoder or decoder."""
+    """Return new values for the options that describe the remaining layers of an encoder or a decoder."""
     found: dict[str, Any] = {f"{side}_layers": len(left)}
     if options.get(f"{side}_layers_to_keep"):
         found[f"{side}_layers_to_keep"] = None
     if not any(layer.has_experts for layer in layers):
         return found
-    # --encoder-moe-freq and --decoder-moe-freq are -1 if --moe-freq applies.
+    # The value -1 of --encoder-moe-freq or --decoder-moe-freq means that --moe-freq applies.
     own = f"{side}_moe_freq"
     before = options.get(own, -1) if not alone else -1
     before = options.get("moe_freq", 0) if before == -1 else before
@@ -155,7 +155,7 @@ def _options_of(
 
 
 def _renumbered(saved: SavedModel, left: Mapping[str, Sequence[Layer]]) -> Weights:
-    """Return the model's tensors after layers were removed; the remaining layers get new numbers."""
+    """Return the model's tensors without those of removed layers; renumber the remaining layers."""
     new: dict[str, str | None] = {layer.name: None for layer in saved.layers}
     for layers in left.values():
         new |= {layer.name: f"{layer.name.rpartition('.')[0]}.{i}" for i, layer in enumerate(layers)}
@@ -170,10 +170,10 @@ def _renumbered(saved: SavedModel, left: Mapping[str, Sequence[Layer]]) -> Weigh
 
 
 def enable_pregating(saved: SavedModel, ahead: int) -> list[str]:
-    """Enable pre-gating in a checkpoint: each gate reads the input of a MoE layer `ahead` layers earlier.
+    """Enable pre-gating in a checkpoint: each gate reads the input of an earlier MoE layer.
 
-    Only the option --moe-pregate changes (see inference/pregate.py). Returns one line per MoE layer, which
-    names the input of its gate.
+    Only the value of the option --moe-pregate changes (see inference/pregate.py). The function returns one
+    line per MoE layer, which names the input of the layer's gate.
 
     Raises:
         ValueError: the model is pre-gated already, or has too few MoE layers.
@@ -196,7 +196,7 @@ def enable_pregating(saved: SavedModel, ahead: int) -> list[str]:
 
 
 def _member(saved: SavedModel, number: int) -> SavedModel:
-    """Return one model of an ensemble as a checkpoint, with the options of an ordinary model."""
+    """Return one member of an ensemble as a checkpoint, with the options of an ordinary model."""
     plugin.register()
     from fairseq.models import ARCH_MODEL_REGISTRY
 
@@ -207,7 +207,7 @@ def _member(saved: SavedModel, number: int) -> SavedModel:
     arch, criterion = made.options["ensemble_arch"], made.name("criterion")
     model_class = ARCH_MODEL_REGISTRY.get(arch)
     if criterion.removeprefix("moe_") == "cmcl":
-        images = "image_classification"  # the task and the criterion of a dense classifier have this name
+        images = "image_classification"  # A dense image classifier has this task name.
         stock = images if made.name("task").removeprefix("moe_") == images else "cross_entropy"
         made.rename("criterion", criterion.replace("cmcl", stock))
     made.rename("model", arch)

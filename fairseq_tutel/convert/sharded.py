@@ -24,7 +24,7 @@ from fairseq_tutel.parallel.groups import Slice
 from fairseq_tutel.parallel.progress import progress
 
 EXPERTS = ".experts"
-# (layer, tensor name, dictionary that holds the stacked tensor, key in this dictionary)
+# Each entry has a layer, a tensor name, the dictionary with the stacked tensor, and the key in it.
 Stacks = list[tuple[str, str, dict, Any]]
 
 
@@ -44,10 +44,10 @@ def run_full(arguments: argparse.Namespace, inputs: list[Path], output: Path) ->
 
 
 def to_full(saved: SavedModel, target: Path) -> None:
-    """Write a sharded checkpoint as one file with all experts.
+    """Write a sharded checkpoint as a single file with all experts.
 
     Raises:
-        ValueError: a shard is missing or corrupt, or the file could not be written.
+        ValueError: a shard is missing or corrupt, or the file cannot be written.
     """
     try:
         unbind(saved.state, lambda tensor: _in_a_file(tensor, target.parent))
@@ -59,13 +59,13 @@ def to_full(saved: SavedModel, target: Path) -> None:
 def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
     """Read a sharded tensor into a tensor that is memory-mapped to an unnamed file in `folder`.
 
-    torch.save needs all tensors at once, and they may not fit into memory.
+    torch.save needs all tensors at once, but all tensors may not fit into memory.
     """
     count = math.prod(sharded.shape)
     if count == 0:
         return sharded.whole()
     with tempfile.NamedTemporaryFile(dir=folder, suffix=TEMPORARY) as file:
-        # If the disk were full, writing to the mapping without reserved space would crash.
+        # The disk space is reserved first, because writing to a mapping on a full disk would crash.
         os.posix_fallocate(file.fileno(), 0, count * sharded.dtype.itemsize)
         stack = torch.from_file(file.name, shared=True, size=count, dtype=sharded.dtype)
     stack = stack.view(sharded.shape)
@@ -77,15 +77,16 @@ def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
 def to_sharded(
     saved: SavedModel, target: Path, expert_dtype: str = ""
 ) -> tuple[Path, dict[str, tuple[float, float]]]:
-    """Write a sharded checkpoint, with experts and their optimizer state in files next to the main file.
+    """Write a sharded checkpoint, whose experts and their optimizer state are in files of a folder.
 
-    An `expert_dtype` from EXPERT_DTYPES quantizes the experts' matrices. Returns the folder of the experts
-    and, for each quantized weight, the relative error and the error of the worst row.
+    With an `expert_dtype` from EXPERT_DTYPES, the experts' matrices are quantized. The function returns the
+    folder of the experts and, for each quantized weight, the relative error of the weight and of its worst
+    row.
 
     Raises:
-        ValueError: there are no experts, some cannot be quantized, or a file could not be written.
+        ValueError: the checkpoint has no experts, or an expert cannot be quantized or written.
     """
-    found = sorted(_stacks(saved.state), key=lambda stack: stack[0])  # one file per layer
+    found = sorted(_stacks(saved.state), key=lambda stack: stack[0])  # Each layer has one shard file.
     if not found:
         raise ValueError("INPUT names a checkpoint without experts; give a checkpoint with experts.")
     experts = target.parent / folders.PARENT
@@ -98,17 +99,17 @@ def to_sharded(
             if tensor.expert_dtype:
                 errors[key] = tensor.error
         saved.write(target)
-    except BaseException:  # after any error or Ctrl-C, remove the folder, because no checkpoint names it
+    except BaseException:  # No checkpoint names this folder.
         if committed is not None and target.parent / committed not in before:
             shutil.rmtree(target.parent / committed, ignore_errors=True)
         with contextlib.suppress(OSError):
-            experts.rmdir()  # rmdir fails if other folders are left
+            experts.rmdir()  # rmdir fails if other folders remain.
         raise
     return target.parent / committed, errors
 
 
 def error_lines(errors: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Return one line per quantized weight, with the errors that `to_sharded` returned."""
+    """Return one line per quantized weight, with the quantization errors that `to_sharded` returned."""
     return [
         f"{name}: relative error {relative:.2e}, worst row's error {worst:.2e}"
         for name, (relative, worst) in errors.items()
@@ -116,7 +117,7 @@ def error_lines(errors: Mapping[str, tuple[float, float]]) -> list[str]:
 
 
 def _write_shards(found: Stacks, target: Path, expert_dtype: str) -> tuple[str, list[ShardedTensor]]:
-    """Write all experts' tensors to one file per layer; return the folder and the `ShardedTensor`s."""
+    """Write experts to one file per layer, and return the folder and the `ShardedTensor`s."""
     folder, written = None, []
     count = sum(holder[key].shape[0] for _, _, holder, key in found)
     try:
@@ -130,24 +131,24 @@ def _write_shards(found: Stacks, target: Path, expert_dtype: str) -> tuple[str, 
         raise not_written(target, error) from error
     finally:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)  # the folder still exists only after an error
+            shutil.rmtree(folder, ignore_errors=True)  # The folder exists only after an error.
 
 
 def _stacks(state: dict[str, Any]) -> Iterator[tuple[str, str, dict, Any]]:
-    """Yield all stacked tensors [E, ...] of experts: parameters, moving averages and optimizer state."""
+    """Yield stacked tensors [E, ...] of experts: parameters, moving averages and optimizer state."""
     shapes = set()
     for key, value in state["model"].items():
         layer, _, name = key.rpartition(".")
         if layer.endswith(EXPERTS):
             shapes.add(tuple(value.shape))
             yield layer, name, state["model"], key
-    for average in ("ema", "ema_fp32_params"):  # the moving average of --store-ema
+    for average in ("ema", "ema_fp32_params"):  # --store-ema saves these averages.
         held = (state.get("extra_state") or {}).get(average) or {}
         for key in held:
             layer, _, name = key.rpartition(".")
             if layer.endswith(EXPERTS):
                 yield f"{layer}.{average}", name, held, key
-    # Optimizer state has no parameter names, so the state of experts is recognized by the experts' shapes.
+    # Optimizer state has no parameter names, so the experts' state is recognized by tensor shapes.
     for index, entry in (state.get("last_optimizer_state") or {}).get("state", {}).items():
         for key, value in entry.items() if isinstance(entry, dict) else ():
             if isinstance(value, Tensor | ShardedTensor) and tuple(value.shape) in shapes:
@@ -164,10 +165,10 @@ def _write_layer(
 ) -> list[ShardedTensor]:
     """Write the stacked tensors of a layer to one file, with one expert's tensor in memory at a time.
 
-    Call `advance` with 1 for each expert's tensor.
+    For each expert's tensor, `advance` is called with the number 1.
     """
     made: list[ShardedTensor] = []
-    sources: dict[str, tuple[int, int]] = {}  # key in the file -> (index of the stack, expert ID)
+    sources: dict[str, tuple[int, int]] = {}  # Each value is (index of stack, expert ID).
     for index, (_, name, holder, key) in enumerate(stacks):
         stack: Tensor | ShardedTensor = holder[key]
         shape, keys = tuple(stack.shape), [f"{expert}.{name}" for expert in range(stack.shape[0])]
@@ -209,10 +210,10 @@ def _write_layer(
 
 
 def stored_form(expert: Tensor, form: Quantized | None, error: RoundingError, name: str) -> Tensor:
-    """Return an expert's tensor as stored, perhaps quantized; add the quantization error to `error`.
+    """Return an expert's tensor, quantized if requested, and add the quantization error to `error`.
 
     Raises:
-        ValueError: the tensor cannot be quantized.
+        ValueError: the tensor of an expert cannot be quantized.
     """
     if form is None:
         return expert.contiguous()

@@ -1,11 +1,11 @@
 """Converts the checkpoints of Swin V2 and SwinV2-MoE that microsoft/Swin-Transformer releases.
 
-- X.pth.rank0, X.pth.rank1, ...: the experts of each rank.
-- X.pth.master: all other weights. If this file does not exist, each rank's file holds them too.
-- X.pth.global: a complete model in one file.
+- The files X.pth.rank0, X.pth.rank1, ... have the experts of each rank.
+- The file X.pth.master has all other weights. Without this file, each rank's file has all other weights.
+- The file X.pth.global is a complete model.
 
-The sizes of the model follow from the shapes of the tensors. The image size follows from the windows of the
-last stage. The biases of fc2 may be absent (MLP_FC2_BIAS: False).
+The converter infers the model's dimensions from the shapes of the tensors. The image size is inferred from
+the windows of the last stage. The biases of fc2 may be absent (MLP_FC2_BIAS: False).
 """
 
 import argparse
@@ -33,19 +33,19 @@ from fairseq_tutel.vision.options import SwinConfig, numbers
 from fairseq_tutel.vision.swin_v2 import SwinV2
 
 TASK = "image_classification"
-# Buffers that the released code computes from the sizes.
+# Names of buffers that Swin-Transformer's code computes from the model's dimensions.
 COMPUTED = re.compile(r".*(relative_coords_table|relative_position_index|attn_mask)")
 BLOCK = re.compile(r"layers\.(\d+)\.blocks\.(\d+)\.(?:mlp\.)?(.+)")
 PART = re.compile(r"(.+)\.(?:master|rank\d+)")
 MOE = re.compile(r"(layers\.\d+\.blocks\.\d+\.mlp\.)_moe_layer\.(.+)")
-# Key of MODEL.SWIN_MOE in a saved configuration -> option of fairseq_tutel.
+# For each key of MODEL.SWIN_MOE in a saved configuration, the option of fairseq_tutel.
 SAVED = {
     "TOP_VALUE": "--moe-top-k",
     "CAPACITY_FACTOR": "--moe-capacity-factor",
     "GATE_NOISE": "--moe-gate-noise",
     "MOE_DROP": "--swin-expert-dropout",
 }
-# Switch of MODEL.SWIN_MOE -> (value of the switch, option of fairseq_tutel, value of this option).
+# For each switch of MODEL.SWIN_MOE, a value of the switch, and the equal option and value of fairseq_tutel.
 SWITCHES = {
     "USE_BPR": (False, "--moe-drop-policy", "position"),
     "IS_GSHARD_LOSS": (True, "--moe-balance-loss", "gshard:1"),
@@ -75,12 +75,12 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
 
 
 def inputs_of(arguments: argparse.Namespace) -> list[Path]:
-    """Return all files of a checkpoint."""
+    """Return the paths of all files of a released Swin checkpoint."""
     return [*chain(*files_of(Path(arguments.input)))]
 
 
 def files_of(path: Path) -> list[list[Path]]:
-    """Return one list of files per rank. `path` is one of these files or their common name X.pth."""
+    """Return one list of files per rank. `path` is one of these files, or their common name X.pth."""
     match = PART.fullmatch(path.name)
     base = path if match is None else path.with_name(match[1])
     whole = [p for p in (path, path.with_name(f"{path.name}.global")) if p.is_file()]
@@ -101,7 +101,7 @@ def read(files: list[list[Path]], classes: int | None = None) -> SavedModel:
 
     Args:
         files: one list of files per rank, from `files_of`.
-        classes: number of classes of a new head of zeros for fine-tuning; None keeps the head.
+        classes: the number of classes of a new head of zeros for fine-tuning, or None to keep the head.
 
     Raises:
         ValueError: the model is not a Swin V2 or SwinV2-MoE, or fairseq_tutel's options cannot express it.
@@ -119,10 +119,10 @@ def read(files: list[list[Path]], classes: int | None = None) -> SavedModel:
 
 
 def _open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, Any]]:
-    """Load the weights of each rank's files, and the saved MoE options (empty for a dense model)."""
+    """Load the weights of each rank's files, and the saved MoE options, which are {} for a dense model."""
     contents: dict[Path, Any] = {}
     ranks: list[Tensors] = []
-    # The configuration is read as a plain dictionary.
+    # yacs's class of the saved configuration is read as a plain dictionary.
     with torch.serialization.safe_globals([(OrderedDict, "yacs.config.CfgNode")]):
         for path in dict.fromkeys(path for own in files for path in own):
             contents[path] = read_file(path, "INPUT")
@@ -144,7 +144,7 @@ def _open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, An
 
 
 def _joined(ranks: list[Tensors]) -> Tensors:
-    """Join the weights of all ranks; rename the weights of MoE layers to fairseq_tutel's names."""
+    """Join the weights of all ranks, and rename weights of MoE layers to fairseq_tutel's names."""
     weights: Tensors = {}
     for name, tensor in ranks[0].items():
         match = MOE.fullmatch(name)
@@ -171,7 +171,7 @@ def _layer(ranks: list[Tensors], prefix: str) -> Tensors:
 
 
 def _moe_layers(weights: Mapping[str, Tensor]) -> list[Layer]:
-    """Return the layers of a model that have experts, in the order of the model."""
+    """Return the layers of a model that have experts, in the order of the model's layers."""
     return [layer for layer in layers_of(weights) if layer.has_experts]
 
 
@@ -192,7 +192,7 @@ def _install(made: nn.Module, model: Mapping[str, Tensor]) -> None:
 
 
 def _gate(weights: Mapping[str, Tensor], prefix: str, label: str) -> tuple[str, Tensor]:
-    """Return whether a layer's gate is linear or cosine, and its tensor that has one row per expert."""
+    """Return a gate's type (linear or cosine), and the gate's tensor that has one row per expert."""
     for kind, keys in ROWS.items():
         rows = weights.get(f"{prefix}gate.{keys[0]}")
         if rows is not None and rows.dim() == 2:
@@ -205,7 +205,7 @@ def _gate(weights: Mapping[str, Tensor], prefix: str, label: str) -> tuple[str, 
 def _command_line(
     model: Mapping[str, Tensor], config: SwinConfig, saved: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the command-line arguments that describe a Swin model's experts; a dense model has none.
+    """Yield the command-line arguments that describe a Swin model's experts, none for a dense model.
 
     Options that are not in `saved` keep the defaults of the architecture.
     """
@@ -213,7 +213,7 @@ def _command_line(
     if not layers:
         return
     gates = [_gate(model, f"{layer.moe}.", layer.label) for layer in layers]
-    kind, first = gates[0]  # if gates had different types, loading would fail
+    kind, first = gates[0]  # Loading fails for gates of several types.
     counts = counts_text([len(rows) for _, rows in gates])
     yield from ("--moe-expert-count", counts, "--moe-gate-type", kind)
     if kind == "cosine":
@@ -230,7 +230,7 @@ def _command_line(
 
 
 def _blocks(depths: list[int], blocks: set[tuple[int, int]]) -> tuple[str, ...]:
-    """Return the command-line arguments that select exactly these blocks of Swin for experts."""
+    """Return the command-line arguments that select the given blocks of a Swin model for experts."""
     first = min(stage for stage, _ in blocks)
     for freq in range(1, max(depths) + 1):
         stages = range(first, len(depths))
@@ -243,7 +243,7 @@ def _blocks(depths: list[int], blocks: set[tuple[int, int]]) -> tuple[str, ...]:
 
 
 def _sizes_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
-    """Infer a Swin model's configuration and image size from the shapes of its tensors."""
+    """Infer a Swin model's configuration and image size from its tensor shapes."""
     blocks = [(int(match[1]), int(match[2])) for match in map(BLOCK.fullmatch, theirs) if match]
     stages = range(1 + max((stage for stage, _ in blocks), default=-1))
     depths = [1 + max((j for i, j in blocks if i == stage), default=-1) for stage in stages]
@@ -261,7 +261,7 @@ def _sizes_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
     heads = [len(first(i, "attn.cpb_mlp.2.weight")) for i in stages]
     windows = [math.isqrt(len(first(i, "attn.relative_position_index"))) for i in stages]
     patch = theirs["patch_embed.proj.weight"]
-    # The first block may have experts, [E, hidden dimension, model dimension].
+    # The first block's fc1 may have experts, with the shape [E, hidden dimension, model dimension].
     experts = theirs.get("layers.0.blocks.0.mlp.fc1.experts.fc1_weight")
     hidden_dim = len(first(0, "mlp.fc1.weight")) if experts is None else experts.shape[1]
     scales_heads = "layers.0.blocks.0.attn.logit_scale" in theirs
@@ -279,7 +279,7 @@ def _sizes_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
 
 
 def _trained_window(theirs: Mapping[str, Tensor], stage: int, window: int) -> int:
-    """Return the window size that a stage's position table was trained with, or 0 if it is `window`."""
+    """Return the window size with which a stage's position table was trained, or 0 if it is `window`."""
     table = theirs.get(f"layers.{stage}.blocks.0.attn.relative_coords_table")
     if table is None or window == 1:
         return 0
@@ -293,7 +293,7 @@ def _list(numbers: list[int]) -> str:
 
 
 def _renamed(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the weights of a released Swin to fairseq_tutel's names; leave out computed buffers."""
+    """Rename the weights of a released Swin model to fairseq_tutel's names, without computed buffers."""
     model = {}
     for name, tensor in theirs.items():
         if COMPUTED.fullmatch(name):
@@ -301,14 +301,14 @@ def _renamed(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if match := BLOCK.fullmatch(name):
             name = f"stages.{match[1]}.blocks.{match[2]}.{match[3]}"
         model[re.sub(r"^layers\.", "stages.", name)] = tensor
-    if not any(name.endswith("fc2.bias") for name in model):  # trained without biases: zeros have no effect
+    if not any(name.endswith("fc2.bias") for name in model):  # The model was trained without biases.
         for name in [name for name in model if name.endswith("fc2.weight")]:
             model[name.replace(".weight", ".bias")] = model[name].new_zeros(len(model[name]))
     return model
 
 
 def _check(model: Mapping[str, Tensor], config: SwinConfig) -> None:
-    """Raise ValueError if names or shapes of the weights differ from the model of this configuration."""
+    """Raise ValueError if names or shapes of weights do not fit a model with the inferred configuration."""
     head, patch = model.get("head.weight"), model["patch_embed.proj.weight"]
     with torch.device("meta"):
         swin = SwinV2(config, patch.shape[1], 1 if head is None else len(head))
@@ -325,10 +325,10 @@ def _check(model: Mapping[str, Tensor], config: SwinConfig) -> None:
 def _checkpoint(
     weights: Tensors, config: SwinConfig, image_size: int, expert_options: list[str]
 ) -> SavedModel:
-    """Return a fairseq checkpoint with these weights, and with options parsed from a command line."""
+    """Return a fairseq checkpoint with the given weights, and with options parsed from a command line."""
     task, arch = (with_experts(TASK), with_experts(SWIN)) if expert_options else (TASK, SWIN)
     words = ["--task", task, "--arch", arch, "--image-size", str(image_size), *expert_options]
-    words += ["--criterion", task] if expert_options else []  # this criterion adds the balance loss
+    words += ["--criterion", task] if expert_options else []  # The MoE criterion adds the balance loss.
     for option in options_in(SwinConfig):
         value = getattr(config, option.name)
         words += [] if isinstance(value, bool) else [option.flag, str(value)]

@@ -1,10 +1,9 @@
-"""Converts the checkpoints of all ranks of a model with Tutel's moe_layer to one file.
+"""Converts the rank files of a model with Tutel's moe_layer to one file.
 
 - A state dict becomes a state dict for the same model with fairseq_tutel.moe_layer.
-- A checkpoint of Tutel's fairseq example (examples/fairseq_moe) becomes a checkpoint of
-  moe_transformer_lm or moe_transformer.
+- A checkpoint of Tutel's examples/fairseq_moe becomes one of moe_transformer_lm or moe_transformer.
 
-Weights keep their bits.
+The converted weights are bit-identical.
 """
 
 import argparse
@@ -20,8 +19,8 @@ from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.configs import Tensors, freq_of, print_notes, use_moe_variants
 from fairseq_tutel.convert.tutel_layer import COUNT, our_layer
 
-INPUT = "PREFIX"  # name of the input in error messages
-# The example has no MoE options: they are fixed, or set by environment variables.
+INPUT = "PREFIX"  # Error messages call the input PREFIX.
+# In Tutel's example, MoE options are fixed or set by environment variables.
 FIXED = {
     "moe_top_k": 2,
     "moe_top1_expert": False,
@@ -44,7 +43,7 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
 
 
 def inputs_of(arguments: argparse.Namespace) -> list[Path]:
-    """Return each rank's file: fill {rank} and {size} in the pattern, or append RANK-of-SIZE to it."""
+    """Return each rank's file: fill in {rank} and {size} of the pattern, or append RANK-of-SIZE."""
     pattern, size = arguments.prefix, arguments.input_size
     if size < 1:
         raise ValueError(
@@ -61,12 +60,13 @@ def inputs_of(arguments: argparse.Namespace) -> list[Path]:
 def read(
     paths: list[Path], namespace: str | None = None, activation: str = "linear"
 ) -> tuple[SavedModel, list[str]]:
-    """Load the files of all ranks of a model with Tutel's layers as one checkpoint, with notes to print.
+    """Load the files of all ranks of a Tutel model as one checkpoint, and return notes to print.
 
     Args:
         paths: the file of each rank.
-        namespace: path of keys to the weights in a file, joined by /. None means `model` if it exists.
-        activation: activation of the experts of a fairseq checkpoint.
+        namespace: the keys that lead to the weights in a file, joined by /; None means `model` if this key
+            exists.
+        activation: the activation of the experts in a fairseq checkpoint.
 
     Raises:
         ValueError: a file is missing or corrupt, or the files belong to different models.
@@ -120,10 +120,10 @@ def _expert_counts(ranks: list[Tensors]) -> dict[str, int]:
 
 
 def _joined(ranks: list[Tensors], counts: dict[str, int], within: str) -> tuple[Tensors, list[str]]:
-    """Join the weights of all ranks of a Tutel model, and rename them for fairseq_tutel.
+    """Join the weights of all ranks of a Tutel model, and rename the weights for fairseq_tutel.
 
-    Also returns a note if weights other than experts differ between ranks. `within` is inserted after a MoE
-    layer's prefix. Weights outside MoE layers are taken from rank 0.
+    The function also returns a note if weights other than experts differ between ranks. The text `within`
+    is inserted after the prefix of a MoE layer. Weights outside MoE layers are taken from rank 0.
     """
     weights: Tensors = {}
     done: set[str] = set()
@@ -158,8 +158,8 @@ def _from_example(
 ) -> list[str]:
     """Convert rank 0's checkpoint of Tutel's fairseq example in place; return notes to print.
 
-    In the example, decoder layers have a `moe_ffn`: top-2, dropless, with a noisy fp32 gate and one expert
-    per rank. Its experts have no activation.
+    In Tutel's example, decoder layers have a `moe_ffn`: top-2, dropless, with a noisy fp32 gate and one
+    expert per rank. The experts of Tutel's example have no activation.
     """
     for prefix in counts:
         if not re.fullmatch(r"decoder\.layers\.\d+\.moe_ffn\.", prefix):
@@ -171,7 +171,7 @@ def _from_example(
     model: Tensors = {}
     for name, tensor in weights.items():
         layer, _, norm = name.partition("ffn_layernorm.")
-        if f"{layer}moe_ffn." in counts:  # in fairseq_tutel, the layer norm is a part of the experts
+        if f"{layer}moe_ffn." in counts:
             name = f"{layer}moe_ffn.experts.hidden_layer_norm.{norm}"
         model[name.replace(".moe_ffn.", ".fc1.")] = tensor
     saved.restart(model)

@@ -1,7 +1,8 @@
 """Converts the weights of Tutel's MoE layer to fairseq_tutel's names and shapes.
 
-E experts, N ranks, D model_dim, H hidden_dim. If N <= E, a rank holds tensors [E / N, …]. If N > E, each
-expert is split over s = N / E ranks, and a rank holds [1, …] with 1/s of dimension 1, padded with zeros.
+Shape suffixes are E (experts), N (ranks), D (model_dim) and H (hidden_dim). If N <= E, each rank holds
+tensors [E / N, …]. If N > E, each expert is split over s = N / E ranks, and a rank holds [1, …] with 1/s of
+dimension 1, and zeros.
 """
 
 import re
@@ -13,7 +14,7 @@ from torch import Tensor
 from fairseq_tutel.convert.configs import Tensors
 
 COUNT = "_num_global_experts"
-# Tutel's name of a tensor -> (our name, whether the last two dimensions are transposed).
+# For each Tutel tensor name, fairseq_tutel's name, and whether the last two dimensions are transposed.
 Table = dict[str, tuple[str, bool]]
 
 GATES: Table = {
@@ -29,7 +30,7 @@ FFN: Table = {
     "batched_fc1_bias": ("fc1_bias", False),
     "batched_fc2_bias": ("fc2_bias", False),
 }
-LLAMA: Table = {  # each rank holds these tensors as one-dimensional tensors
+LLAMA: Table = {  # Each rank holds flattened tensors of llama_ffn.
     "W_fc1": ("fc1_weight", True),
     "W_fc2": ("fc3_weight", True),
     "W_fc3": ("fc2_weight", True),
@@ -37,12 +38,12 @@ LLAMA: Table = {  # each rank holds these tensors as one-dimensional tensors
 
 
 def our_layer(ranks: Sequence[Tensors], prefix: str, num_experts: int) -> Tensors:
-    """Join the weights of a Tutel MoE layer from all ranks, and convert them to fairseq_tutel's format.
+    """Join a Tutel MoE layer's weights from all ranks, and convert them to fairseq_tutel's format.
 
-    `prefix` is the start of the names of the layer's weights.
+    `prefix` is the beginning of the names of the layer's weights.
 
     Raises:
-        ValueError: the ranks do not hold all experts. The caller puts the layer's name before the message.
+        ValueError: the ranks do not hold all experts. Callers add the layer's name to the message.
     """
     if num_experts < 1 or (num_experts % len(ranks) and len(ranks) % num_experts):
         raise ValueError(f"has {num_experts} experts, which {len(ranks)} ranks cannot hold")
@@ -58,7 +59,7 @@ def our_layer(ranks: Sequence[Tensors], prefix: str, num_experts: int) -> Tensor
 
 
 def our_gates(theirs: Tensors) -> Tensors:
-    """Convert a Tutel layer's gate weights to our names; weights of custom gates stay unchanged."""
+    """Convert a Tutel layer's gate weights to fairseq_tutel's names; keep weights of custom gates."""
     ours: Tensors = {}
     for name, tensor in theirs.items():
         if found := re.fullmatch(r"gates?\.(?:(\d+)\.)?(.+)", name):
@@ -74,9 +75,9 @@ def _turned(tensor: Tensor, is_turned: bool) -> Tensor:
 
 
 def _our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim: int | None) -> Tensors:
-    """Join the tensors of a Tutel layer's experts from all ranks, and convert them to our format.
+    """Join a Tutel layer's expert tensors from all ranks, and convert them to fairseq_tutel's format.
 
-    `model_dim` comes from the gate, because the flat tensors of llama_ffn do not show this dimension.
+    `model_dim` comes from the gate, because the flat tensors of llama_ffn do not have this dimension.
     """
     if "W_fc1" in parts:
         return {ours: _our_llama(parts, name, experts, model_dim) for name, (ours, _) in LLAMA.items()}
@@ -91,7 +92,7 @@ def _our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim:
         raise ValueError(f"has experts.{min(unknown)}, which ffn experts do not have")
     whole = {name: _joined(name, own, experts) for name, own in parts.items()}
     hidden_dim, out_dim = whole["batched_fc1_w"].shape[1], whole["batched_fc2_w"].shape[2]
-    if "batched_fc2_bias" in whole:  # each of the s ranks of an expert holds the complete bias
+    if "batched_fc2_bias" in whole:  # All ranks of an expert hold the complete bias.
         whole["batched_fc2_bias"] = whole["batched_fc2_bias"][:, :out_dim].contiguous()
     expected = {
         "batched_fc2_w": (experts, hidden_dim, out_dim),
@@ -107,13 +108,13 @@ def _our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim:
 
 
 def _joined(name: str, parts: Sequence[Tensor], experts: int) -> Tensor:
-    """Concatenate a tensor's data from all ranks, in rank order, to a tensor [E, …] of all experts."""
+    """Concatenate a tensor of all ranks, in rank order, to a tensor [E, …] of all experts."""
     shapes, share = {tuple(part.shape) for part in parts}, max(1, len(parts) // experts)
     if len(shapes) > 1:
         raise ValueError(f"has experts.{name} of the shapes {sorted(shapes)} on different ranks")
     (shape,) = shapes
     if share > 1 and len(shape) == (2 if name.endswith("_w") else 1):
-        # Tutel's scatter cuts an expert's memory into equal pieces and changes their shape.
+        # Tutel's scatter cuts the memory of an expert into equal pieces and changes their shape.
         own = (*shape[:-1], shape[-1] * share)
     elif shape[:1] != (max(1, experts // len(parts)),) or (share > 1 and len(shape) < 2):
         raise ValueError(
@@ -128,7 +129,7 @@ def _joined(name: str, parts: Sequence[Tensor], experts: int) -> Tensor:
 def _our_llama(
     parts: Mapping[str, Sequence[Tensor]], name: str, experts: int, model_dim: int | None
 ) -> Tensor:
-    """Join a tensor of Tutel's llama_ffn from all ranks. Each rank holds a flat, possibly padded part."""
+    """Join a tensor of Tutel's llama_ffn from the flat, possibly padded, tensors of all ranks."""
     if model_dim is None:
         raise ValueError("has llama_ffn experts and a custom gate, so its model dimension is unknown")
     if name not in parts:

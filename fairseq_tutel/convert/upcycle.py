@@ -1,10 +1,11 @@
-"""Makes a MoE checkpoint from a dense one: experts are copies of an FFN, and gates are initialized.
+"""Makes a MoE checkpoint from a dense checkpoint: experts are copies of an FFN, and gates are new.
 
-Source: Komatsuzaki et al. 2022 (Sparse Upcycling). E experts, D model_dim, H hidden dimension of the FFN.
-An expert's hidden dimension is h = H / G. If G > 1, each expert is one of G parts of the FFN. The G
-experts g * G to g * G + G - 1 together are the FFN and have the same gate row, so a token chooses all of
-them (He et al. 2024, virtual groups). Their fc2 is multiplied by G, because each expert gets only 1/G of
-the token's weight.
+The method is that of Komatsuzaki et al. 2022 (Sparse Upcycling). E is the number of experts, D the
+model_dim, and H the hidden dimension of the dense FFN. With G parts per FFN, an expert's hidden dimension
+is h = H / G. If G > 1, each expert is one of G parts of the dense FFN. The G experts g * G to g * G + G - 1
+together are the dense FFN, and their gate rows are equal, so a token chooses all G experts (He et al. 2024,
+virtual groups). The fc2 of these experts is multiplied by G, because each expert gets only 1/G of the
+token's weight.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
     """Run `convert upcycle`."""
     how = read(Variation, arguments)
     refuse_bad_values(how)
-    # An option that was not given is None or, for a switch, False. 0 is a given value.
+    # An option that was not given is None or, for a switch, False. The number 0 counts as given.
     given = {item.key: getattr(arguments, item.key) for item in OF_EXPERTS}
     given = {key: value for key, value in given.items() if value is not None and value is not False}
     saved = SavedModel.open(inputs[0])
@@ -65,12 +66,12 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
 
 
 def upcycle(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> dict[Layer, MoEConfig]:
-    """Replace FFNs of a dense checkpoint by experts, in place; return the MoE layers' configurations.
+    """Replace FFNs of a dense checkpoint by experts, in place, and return the MoE configurations.
 
     Args:
         saved: a dense checkpoint.
-        given: options of the experts, by their keys; other options have their defaults.
-        how: options that change the copies.
+        given: options of the experts, by key; other options have defaults.
+        how: options that change the copies of an FFN.
 
     Raises:
         ValueError: the options do not fit the checkpoint.
@@ -84,7 +85,7 @@ def upcycle(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> dict
 
 
 def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoEConfig]:
-    """Set the names and options of a MoE model in a dense checkpoint; return the MoE configurations."""
+    """Set names and options of a MoE model in a dense checkpoint, and return the MoE configurations."""
     from fairseq.models import ARCH_CONFIG_REGISTRY, MODEL_DATACLASS_REGISTRY
 
     from fairseq_tutel.plugin.install import refuse_options
@@ -100,7 +101,7 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
     arch = use_moe_variants(saved)
     has_two_sides = {layer.side for layer in layers} == {*SIDES}
     known = defaults(EncoderDecoderOptions if has_two_sides else ModelOptions)
-    if arch.startswith(SWIN):  # Swin has different defaults for experts
+    if arch.startswith(SWIN):  # Swin's experts have different defaults.
         own = defaults(MODEL_DATACLASS_REGISTRY[arch])
         known = {key: own[key] for key in (*known, *SWIN_KEYS)}
     for key in sorted(set(given) - set(known)):
@@ -112,7 +113,7 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
         raise ValueError(f"{flag_of(key)} is given, but {arch} has {has}.")
     options.update({key: getattr(v, "value", v) for key, v in known.items()} | dict(given))
     args = argparse.Namespace(**options)
-    ARCH_CONFIG_REGISTRY[arch](args)  # this sets the architecture's defaults, which older files lack
+    ARCH_CONFIG_REGISTRY[arch](args)  # This call sets missing options to their defaults.
     refuse_options(args)
     refuse_bad_values(read(SwinExpertsConfig, args))
     chosen = _chosen(args, layers)
@@ -155,7 +156,7 @@ def _chosen(args: argparse.Namespace, layers: list[Layer]) -> list[Layer]:
 
 
 def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
-    """Return the number of experts into which each FFN is split; raise ValueError if this is impossible."""
+    """Return the number of experts that each FFN is split into; raise ValueError if it is impossible."""
     if config.expert_type != "ffn":
         raise ValueError(
             f"{label_of('expert_type')} is {config.expert_type!r}, but a dense FFN can be copied only to "
@@ -167,7 +168,7 @@ def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
             f"{label_of('hidden_dim')} is {config.hidden_dim}, but the dense FFN is {hidden_dim} wide; "
             f"give a divisor of {hidden_dim}, or 0."
         )
-    # With these options, a token might not choose all parts of an FFN together.
+    # With these options, a token might choose only some of the parts of an FFN.
     apart = {
         "num_experts": config.num_experts % parts > 0,
         "top_k": config.top_k % parts > 0,
@@ -176,7 +177,7 @@ def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
         "residual": config.residual,
         "cmr": config.cmr,
         "choice": config.choice == "experts",
-        "hidden_layer_norm": config.hidden_layer_norm,  # --scale-fc normalizes the complete FFN
+        "hidden_layer_norm": config.hidden_layer_norm,  # --scale-fc normalizes only a complete FFN.
     }
     for name in (name for name, is_apart in apart.items() if is_apart and parts > 1):
         raise ValueError(
@@ -193,11 +194,11 @@ def moe_tensors(ffn: Mapping[str, Tensor], config: MoEConfig, name: str, how: Va
     Args:
         ffn: tensors from `SavedModel.dense_ffn`.
         config: the layer's configuration.
-        name: the layer's qualified name, a part of its random seeds.
-        how: options that change the copies.
+        name: the layer's qualified name, which affects its random seeds.
+        how: options that change the copies of the FFN.
 
     Raises:
-        ValueError: the FFN cannot be copied to these experts, or the gate cannot be scaled.
+        ValueError: the FFN cannot be copied to the experts, or the gate cannot be scaled.
     """
     parts = _parts_of(config, len(ffn["fc1.weight"]))
     with torch.device("meta"):
@@ -212,7 +213,7 @@ def moe_tensors(ffn: Mapping[str, Tensor], config: MoEConfig, name: str, how: Va
 
 
 def _copies(ffn: Mapping[str, Tensor], config: MoEConfig) -> Tensors:
-    """Return the tensors of a MoE layer that are copied from a dense FFN, in whole or in parts."""
+    """Return a MoE layer's tensors that are complete or partial copies of a dense FFN."""
     made: Tensors = {}
     for key, tensor in ffn.items():
         map_name, _, kind = key.replace("ffn_layernorm", "hidden_layer_norm").partition(".")
@@ -233,7 +234,7 @@ def _copies(ffn: Mapping[str, Tensor], config: MoEConfig) -> Tensors:
 
 
 def differences(config: MoEConfig, how: Variation) -> list[str]:
-    """Return the reasons why a new MoE layer's outputs in evaluation differ from the dense FFN's."""
+    """Return the reasons why a new MoE layer's evaluation outputs differ from the dense FFN's."""
     found = []
     scale, several = config.routed_scaling_factor, config.top_k > 1
     if config.choice == "experts":
@@ -266,7 +267,7 @@ def sums_to_1(config: MoEConfig) -> bool:
 
 @torch.no_grad()
 def _prepare_gates(layer: MoELayer, parts: int, scale: float) -> None:
-    """Scale the initial weights of a layer's gates; give all parts of an FFN equal gate rows, in place."""
+    """Scale the initial weights of a layer's gates, in place; all parts of an FFN get equal gate rows."""
     for gate in (layer.gate, *layer.other_gates):
         if scale != 1 and not isinstance(gate, LinearGate):
             raise ValueError(
@@ -283,8 +284,8 @@ def _prepare_gates(layer: MoELayer, parts: int, scale: float) -> None:
 def _reinitialize(made: Tensors, name: str, how: Variation) -> None:
     """Reinitialize a fraction of every expert's hidden units, in place.
 
-    New values are normal with the mean and deviation of the old values, for weights and biases. Source:
-    Nakamura et al. 2025 (Drop-Upcycling), section 3.
+    New weights and biases are drawn from a normal distribution with the old mean and deviation. The method
+    is in section 3 of Nakamura et al. 2025 (Drop-Upcycling).
     """
     w1_EHD, b1_EH, w2_EDH = (made[f"experts.{k}"] for k in ("fc1_weight", "fc1_bias", "fc2_weight"))
     E, H, _ = w1_EHD.shape

@@ -1,1 +1,1 @@
-"""Inference: pre-gating, offloaded experts, and the agreement of ranks on the next layer call."""
+"""Inference with pre-gating or offloaded experts, and with ranks that call layers at different times."""

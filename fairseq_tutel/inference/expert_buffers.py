@@ -1,4 +1,4 @@
-"""Buffers for offloaded experts: each buffer holds the tensors of one expert and can be reused."""
+"""Reusable memory buffers for offloaded experts, each for the tensors of one expert."""
 
 import math
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from torch import Tensor
 from fairseq_tutel.checkpoint.quantized import Quantized
 from fairseq_tutel.kernels.quantized import QuantizedMatrix
 
-ALIGNMENT = 64  # bytes, as for torch's own CPU tensors
-# The stored dtype and shape of an expert's tensor, and the format of a quantized tensor.
+ALIGNMENT = 64  # The alignment in bytes is that of torch's CPU tensors.
+# The stored dtype and shape of an expert's tensor, and the tensor's quantization format.
 Stored = tuple[torch.dtype, tuple[int, ...], Quantized | None]
 
 
@@ -28,14 +28,14 @@ class _Field(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """The positions of one expert's tensors in a buffer."""
+    """The positions of an expert's tensors in a buffer."""
 
     fields: tuple[_Field, ...]
     num_bytes: int
 
     @classmethod
     def of(cls, tensors: Mapping[str, Stored]) -> "BufferLayout":
-        """Return the layout of a buffer for tensors, which are given by name."""
+        """Return the layout of a buffer for the given tensors."""
         fields: list[_Field] = []
         begin = 0
         for name, (dtype, shape, quantized) in tensors.items():
@@ -46,19 +46,19 @@ class BufferLayout:
 
 
 class Buffer:
-    """The memory of one expert: `memory` as bytes, and `tensors` as views by name in their stored dtype."""
+    """The memory of one expert, with all its bytes in `memory`, and views by name in `tensors`."""
 
     def __init__(self, layout: BufferLayout, memory: Tensor) -> None:
         self.layout, self.memory = layout, memory
         self.tensors = {f.name: memory[f.begin : f.end].view(f.dtype).view(f.shape) for f in layout.fields}
         self._quantized = {f.name: f.quantized for f in layout.fields}
-        # On a GPU, the event after which the buffer may be written again.
+        # On a GPU, the buffer may be written again after the CUDA event `freed`.
         self.freed: torch.cuda.Event | None = None
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of the expert in `dtype`, dequantized if necessary.
+        """Return a tensor of the buffer's expert in `dtype`, dequantized if necessary.
 
-        If the stored dtype is `dtype`, the result is a view of the memory.
+        If the stored dtype is `dtype`, the returned tensor is a view of the buffer.
         """
         quantized, stored = self._quantized[name], self.tensors[name]
         return (stored if quantized is None else quantized.dequantize(stored)).to(dtype)
@@ -70,13 +70,13 @@ class Buffer:
         return self.tensor(name, dtype) if matrix is None else matrix
 
     def note_free(self) -> None:
-        """Mark the buffer as free once the work queued so far on the current stream has ended."""
+        """Mark the buffer as free after all work that is queued on the current CUDA stream."""
         if self.memory.is_cuda:
             self.freed = torch.cuda.current_stream(self.memory.device).record_event()
 
     @cached_property
     def bytes(self) -> dict[str, memoryview]:
-        """The host memory of each tensor as bytes, into which files are read."""
+        """The host memory of each tensor as bytes, into which shard files are read."""
         whole = memoryview(self.memory.numpy().data)
         return {f.name: whole[f.begin : f.end] for f in self.layout.fields}
 
@@ -84,8 +84,8 @@ class Buffer:
 def buffers_on_host(layout: BufferLayout, count: int) -> list[Buffer]:
     """Return `count` buffers in host memory, which is pinned if there is a GPU.
 
-    torch allocates pinned memory in powers of two, which can be twice the size of a buffer. So several
-    buffers share an allocation.
+    torch allocates pinned memory in powers of two, up to twice the size of a buffer. To waste less memory,
+    several buffers share an allocation.
     """
     buffers: list[Buffer] = []
     with torch.inference_mode(False):

@@ -1,34 +1,34 @@
-"""The cache of experts that no MoE block currently uses, with its eviction policies."""
+"""The cache of offloaded experts that no MoE block currently uses, with its eviction policies."""
 
 import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-Key = tuple[int, int]  # the indices of a stack and an expert
+Key = tuple[int, int]  # A key is (stack index, expert index).
 
 
 class ExpertCache:
-    """A cache of expert keys that is limited in bytes and in experts; a limit of None means no limit.
+    """A cache of expert keys with limits in bytes and in experts; a limit of None means no limit.
 
     The policy `lru` evicts the least recently used expert, and `lfu` the least frequently used expert. If
-    several experts are equally frequent, `lfu` evicts the least recently used of these.
+    several experts are equally frequent, `lfu` evicts the least recently used of these experts.
     """
 
     def __init__(self, policy: str, most_bytes: int | None, most_experts: int | None) -> None:
         self.policy, self.most_bytes, self.most_experts = policy, most_bytes, most_experts
         self._uses: Counter[Key] = Counter()
-        self._ranks: dict[Key, tuple[int, int]] = {}  # the expert with the smallest value is evicted first
+        self._ranks: dict[Key, tuple[int, int]] = {}
         self._time = itertools.count(1)
-        self._kept: dict[Key, int] = {}  # bytes
+        self._kept: dict[Key, int] = {}  # The size of each expert in bytes.
         self._bytes = 0
 
     def note_use(self, key: Key) -> None:
-        """Record that a block uses an expert, which sets its eviction order."""
+        """Record that a MoE block uses an expert, which changes the order of eviction."""
         self._uses[key] += 1
         self._ranks[key] = self._uses[key] if self.policy == "lfu" else 0, next(self._time)
 
     def put(self, key: Key, num_bytes: int) -> Iterator[Key]:
-        """Add an expert to the cache; yield the evicted experts, which may include the new expert."""
+        """Add an expert to the cache, and yield the evicted experts, which may include the new expert."""
         self._ranks.setdefault(key, (0, 0))
         self._kept[key] = num_bytes
         self._bytes += num_bytes
@@ -38,7 +38,7 @@ class ExpertCache:
             yield first
 
     def take(self, key: Key) -> None:
-        """Remove an expert from the cache if it is there."""
+        """Remove an expert from the cache if the cache contains it."""
         self._bytes -= self._kept.pop(key, 0)
 
     @property

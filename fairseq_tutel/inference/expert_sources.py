@@ -1,8 +1,8 @@
 """Sources of offloaded experts: the shard files of a checkpoint, or host memory.
 
-Files are read with `os.preadv`, because the pages of a memory mapping would count as memory of the process.
-The SHA-256 of a piece is checked at the first read. After this, the file is trusted while its size and
-modification time stay the same.
+Shard files are read with `os.preadv`, because the pages of a memory mapping would count as memory of the
+process. The SHA-256 digest of each piece is checked at the first read. After the first read, a file is
+trusted while its size and modification time stay the same.
 """
 
 import hashlib
@@ -20,23 +20,23 @@ from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout, buffers
 from fairseq_tutel.inference.fetch_thread import Source
 from fairseq_tutel.moe.expert_stack import ExpertStack
 
-LONGEST_HEADER = 100_000_000  # bytes, as in safetensors' own reader
+LONGEST_HEADER = 100_000_000  # safetensors has the same limit.
 
 
 class ShardFiles:
-    """Reads the shard files of an expert store; only one thread may use this object at a time."""
+    """Reads the shard files of an expert store; only one thread at a time may use a reader."""
 
     def __init__(self) -> None:
-        # The identity of each file, and the start and end of the file's tensors.
+        # Each file's identity, and the positions of the file's tensors.
         self._known: dict[Path, tuple[tuple[int, ...], dict[str, tuple[int, int]]]] = {}
         self._sound: set[tuple[Path, str]] = set()
         self._staging: dict[BufferLayout, Buffer] = {}
 
     def read(self, path: Path, piece: Piece, into: memoryview) -> None:
-        """Read a piece (a tensor of an expert) of a shard file into memory, and check that it is intact.
+        """Read a piece (an expert's tensor) of a shard file into memory, and check the piece.
 
         Raises:
-            ValueError: the file is missing, truncated, changed, unreadable or corrupt.
+            ValueError: the shard file is missing, truncated, changed, unreadable or corrupt.
         """
         try:
             with os.fdopen(open_ordinary(path), "rb", buffering=0) as file:
@@ -53,13 +53,13 @@ class ShardFiles:
         self._sound.add((path, piece.key))
 
     def staging_of(self, layout: BufferLayout) -> Buffer:
-        """Return a buffer in host memory for copies to a GPU; the next read overwrites the buffer."""
+        """Return a host buffer for copies to a GPU, which the next read overwrites."""
         if layout not in self._staging:
             (self._staging[layout],) = buffers_on_host(layout, 1)
         return self._staging[layout]
 
     def _spans_of(self, path: Path, descriptor: int) -> dict[str, tuple[int, int]]:
-        """Return the start and end of each tensor's bytes; check that the file is unchanged."""
+        """Return the start and end of each tensor's bytes in a file; check that the file is unchanged."""
         status = os.fstat(descriptor)
         identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
         if path not in self._known:
@@ -78,32 +78,32 @@ class FromFiles:
         self.layout = BufferLayout.of({name: (*t.stored, t.quantized) for name, t in tensors.items()})
 
     def read(self, expert: int, buffer: Buffer) -> None:
-        """Read an expert into a buffer; for a buffer on a GPU, through a buffer in host memory."""
+        """Read an expert into a buffer; if the buffer is on a GPU, read through a buffer in host memory."""
         on_host = self._files.staging_of(self.layout) if buffer.memory.is_cuda else buffer
         for name, tensor in self._tensors.items():
             piece = tensor.pieces[self._first + expert]
             self._files.read(tensor.path_of(piece), piece, on_host.bytes[name])
         if on_host is not buffer:
             buffer.memory.copy_(on_host.memory, non_blocking=True)
-            torch.cuda.current_stream(buffer.memory.device).synchronize()  # the next read reuses `on_host`
+            torch.cuda.current_stream(buffer.memory.device).synchronize()  # The next read reuses on_host.
 
 
 class FromHost:
-    """A source that keeps the experts of a stack in host memory, with one buffer for each expert."""
+    """A source that keeps all experts of a stack in host memory, one buffer per expert."""
 
     def __init__(self, layout: BufferLayout, count: int) -> None:
         self.layout, self.buffers = layout, buffers_on_host(layout, count)
 
     def read(self, expert: int, buffer: Buffer) -> None:
-        """Copy an expert into a buffer; if the buffer is on a GPU, in the current stream."""
+        """Copy an expert into a buffer; if the buffer is on a GPU, use the current CUDA stream."""
         buffer.memory.copy_(self.buffers[expert].memory, non_blocking=True)
 
 
 def source_of(stack: ExpertStack, tensors: Mapping[str, Any], tier: str, files: ShardFiles) -> Source:
-    """Return a source for the experts of a stack, for tier `disk` or `host`.
+    """Return a source of a stack's experts, for the tier `disk` or `host`.
 
     Raises:
-        ValueError: the tensors do not fit the stack or the tier.
+        ValueError: the tensors do not fit the expert stack or the tier.
     """
     if stack.part.slices > 1:
         raise ValueError(
@@ -153,7 +153,7 @@ def _check_tensor(stack: ExpertStack, name: str, tensor: Any) -> None:
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> dict[str, tuple[int, int]]:
-    """Read the header of a safetensors file; return the start and end of each tensor's bytes."""
+    """Read the header of a safetensors file, and return the start and end of each tensor's bytes."""
     prefix = bytearray(8)
     _read_whole(descriptor, memoryview(prefix), 0)
     (length,) = struct.unpack("<Q", prefix)
@@ -169,7 +169,7 @@ def _read_header(path: Path, descriptor: int, size: int) -> dict[str, tuple[int,
 
 
 def _read_whole(descriptor: int, memory: memoryview, offset: int) -> None:
-    """Fill `memory` with the bytes of a file from `offset` on; raise EOFError if the file is too short."""
+    """Fill `memory` with bytes of a file from `offset` on; raise EOFError if the file is too short."""
     while memory.nbytes:
         count = os.preadv(descriptor, [memory], offset)
         if count == 0:

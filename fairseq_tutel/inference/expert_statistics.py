@@ -1,7 +1,7 @@
-"""Statistics of how a model's gates choose experts, per language pair, and the JSON file that holds them.
+"""Statistics of how a model's gates choose experts, per language pair, and the statistics file.
 
-`fairseq-tutel tokens --output-statistics` writes the file, and `convert prune --statistics` reads it. E is
-the number of experts of a layer.
+`fairseq-tutel tokens --output-statistics` writes a statistics file, and `convert prune --statistics` reads
+it. In a statistics file, E is the number of experts of a layer.
 
     {"expert_statistics": 1, "pairs": {"de-en": {"decoder_1": {
         "tokens": 9000, "activity": [E numbers], "confidence": [E numbers], "load": [E numbers]}}}}
@@ -17,19 +17,19 @@ from typing import Any
 from fairseq_tutel.files import json_of, shown
 
 MARK, VERSION = "expert_statistics", 1
-# The name in the file for data without a language pair.
+# The key in a statistics file for data without a language pair.
 ALL = "all"
 
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """How often, and with which probability, the gate of one layer chose each of E experts.
+    """How often the gate of one layer chose each of E experts, and with which probability.
 
     Attributes:
-        tokens: number of tokens that the layer routed, without padding.
-        activity: for each expert, the fraction of tokens whose first choice it is.
-        confidence: the mean gate probability of the expert over these tokens; 0 if there are none.
-        load: the expert's assignments of all choices, divided by the layer's mean; the mean load is 1.
+        tokens: the number of tokens that the layer routed, without padding.
+        activity: for each expert, the fraction of tokens whose first choice is the expert.
+        confidence: for each expert, the mean gate probability over these tokens, or 0 without tokens.
+        load: each expert's assignments of all choices, divided by the mean over the layer's experts.
     """
 
     tokens: int
@@ -39,26 +39,26 @@ class LayerStatistics:
 
     @property
     def importance(self) -> list[float]:
-        """Each expert's activity * exp(confidence), divided by the layer's mean, so that the mean is 1.
+        """An expert's importance, activity * exp(confidence), divided by the mean over the layer's experts.
 
-        Source: Koishekenov et al. 2023, Memory-efficient NLLB-200.
+        This measure of importance is from Koishekenov et al. 2023, Memory-efficient NLLB-200.
         """
         found = [a * math.exp(c) for a, c in zip(self.activity, self.confidence, strict=True)]
         mean = sum(found) / len(found)
         return [each / mean for each in found]
 
 
-# Statistics by language pair, such as de-en, and by the short name of a layer, such as decoder_1.
+# Maps a language pair, such as de-en, and then a layer's short name, such as decoder_1, to statistics.
 Statistics = Mapping[str, Mapping[str, LayerStatistics]]
 
 
 def text_of(statistics: Statistics) -> str:
-    """Return the JSON text of a file of statistics."""
+    """Return the JSON text of a statistics file."""
     return json.dumps({MARK: VERSION, "pairs": statistics}, indent=1, default=asdict) + "\n"
 
 
 def read_statistics(path: Path, flag: str) -> Statistics:
-    """Read a file of statistics, the value of the option `flag`; raise ValueError for any other file."""
+    """Read a statistics file, the value of the option `flag`; raise ValueError for any other file."""
     try:
         content = json_of(path)
         if content[MARK] != VERSION:
@@ -94,10 +94,10 @@ def pooled(
 ) -> dict[str, LayerStatistics]:
     """Return the statistics of each layer over the tokens of some language pairs; () means all pairs.
 
-    `path` is the file, and `flag` the option that names the pairs, for errors.
+    In error messages, `path` is the statistics file, and `flag` the option that names the language pairs.
 
     Raises:
-        ValueError: the file lacks a pair.
+        ValueError: the statistics file lacks a language pair.
     """
     for pair in pairs:
         if pair not in statistics:
@@ -113,7 +113,7 @@ def pooled(
 
 
 def _mean(layers: Sequence[LayerStatistics]) -> LayerStatistics:
-    """Return the statistics of one layer over the tokens of several pairs."""
+    """Return the statistics of one layer over the tokens of several language pairs."""
     tokens, experts = sum(layer.tokens for layer in layers), range(len(layers[0].load))
     first_E = [sum(layer.tokens * layer.activity[e] for layer in layers) for e in experts]
     confident_E = [

@@ -1,6 +1,6 @@
-"""An expert store: keeps experts on disk or in host memory, and loads them when a MoE block needs them.
+"""An expert store keeps experts on disk or in host memory, and loads experts when a MoE block needs them.
 
-A block has E experts, e of them on this rank. In a call, n experts have rows.
+In this file, a block has E experts, of which e are on this rank. In a call of a block, n experts have rows.
 """
 
 import contextlib
@@ -41,50 +41,50 @@ CLOSED = "the expert store is closed; create another one and open the model agai
 class Counters:
     """Statistics of an expert store: calls, fetches, cache hits, waits and peak memory."""
 
-    calls: int = 0  # calls of blocks
-    asked: int = 0  # experts with rows, summed over calls
-    fetches: int = 0  # experts that were read, ahead or on demand
-    hits: int = 0  # experts with rows that were in memory from an earlier use
-    cancelled: int = 0  # fetches ahead that were cancelled before they began
-    bytes: int = 0  # bytes that were read
-    waits: int = 0  # calls that waited for an expert
+    calls: int = 0  # Number of calls of MoE blocks.
+    asked: int = 0  # Number of experts with rows, summed over calls.
+    fetches: int = 0  # Number of experts that were read, ahead or on demand.
+    hits: int = 0  # Number of experts with rows that were in memory from an earlier use.
+    cancelled: int = 0  # Number of fetches ahead that were cancelled before they began.
+    bytes: int = 0  # Number of bytes that were read.
+    waits: int = 0  # Number of calls that waited for an expert.
     seconds_waited: float = 0.0
-    peak_experts: int = 0  # the largest number of experts in memory, including the cache
-    peak_bytes: int = 0  # the largest number of bytes of experts in memory, in their stored format
+    peak_experts: int = 0  # Largest number of experts in memory, including the cache.
+    peak_bytes: int = 0  # Largest number of bytes of experts in memory, in their stored format.
 
     def add(self, **amounts: float) -> None:
-        """Add amounts to the counters with the given names."""
+        """Add the given amounts to the counters of the expert store."""
         for name, amount in amounts.items():
             setattr(self, name, getattr(self, name) + amount)
 
 
 class ExpertStore:
-    """Keeps the experts of MoE layers on disk or in host memory, and fetches the experts that get rows.
+    """Keeps the experts of MoE layers on disk or in host memory, and fetches experts that get rows.
 
-    An expert store is for evaluation only. Outputs are bit-identical to outputs with experts in memory. On
-    a CPU, they can differ by rounding if the size of an expert's matrix is not a multiple of 64 bytes.
+    An expert store is for evaluation only. Outputs are bit-identical to those with experts in memory. On a
+    CPU, outputs can differ by rounding if the size of an expert's matrix is not a multiple of 64 bytes.
 
-    One thread reads experts. It ends with `close`, with the process, or after an error, which the next use
-    raises. A deep copy of a model shares its store. A forked process or a second thread needs its own
-    store. A model in a store can be neither saved nor loaded.
+    A single thread reads experts from disk or host memory. The thread ends with `close`, with the process,
+    or after an error, which the store's next use raises. A deep copy of a model shares its store. A forked
+    process or a second thread needs a separate store. A model in a store can be neither saved nor loaded.
 
     Policies (docs/inference.md):
 
-    - `on-demand`: fetch the experts of a call.
-    - `pregated`: also fetch the experts that `prefetch` requests.
-    - `prefetch-all`: also fetch all experts of the next block. The next block is the block that was called
-      after this block the last time, or at first the block that was added next.
+    - `on-demand`: fetch experts when a call needs them.
+    - `pregated`: also fetch the experts that calls of `prefetch` request.
+    - `prefetch-all`: also fetch all experts of the next block. The next block is the one that followed the
+      current block at the previous time. Initially, the next block is the block that was added next.
 
-    Tiers: `disk` reads the shard files of a checkpoint, and `host` keeps experts in memory (pinned if there
-    is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes. The size `"auto"` is half
-    of the memory that is free at the first fetch.
+    Tiers: The tier `disk` reads the shard files of a checkpoint, and `host` keeps experts in memory (pinned
+    if there is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes. The cache size
+    `"auto"` is half of the memory that is free at the first fetch.
 
-    On a CPU, built-in experts in int8 and int4 are multiplied as they are stored. The relative error of a
-    product is at most 2**-8, which is less than that of quantization. With `compute="unpacked"`, the
-    matrices are first converted to the model's dtype.
+    On a CPU, built-in experts in int8 and int4 are multiplied without dequantization. The relative error of
+    a product with int8 or int4 is at most 2**-8, which is less than that of quantization. With
+    `compute="unpacked"`, matrices are first converted to the model's dtype.
 
     Raises:
-        ValueError: the policy, tier, cache size, eviction or compute is invalid.
+        ValueError: the policy, tier, cache size, eviction policy or `compute` is invalid.
 
     Example:
         >>> layer = ft.MoELayer(ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8)).eval()
@@ -117,24 +117,24 @@ class ExpertStore:
         self._sizes_cache = cache == AUTO
         self._cache = ExpertCache(eviction, *((0, None) if self._sizes_cache else cache_limits(cache)))
         self._stacks: list[tuple[ExpertStack, Source]] = []
-        self._followers: dict[int, int] = {}  # the block that followed each block the last time
+        self._followers: dict[int, int] = {}  # The block that followed each block.
         self._last = -1
-        self._fetches: dict[Key, Fetch] = {}  # the fetches of all experts in memory, including the cache
-        self._used: set[Key] = set()  # experts that the current call uses
+        self._fetches: dict[Key, Fetch] = {}  # The fetch of each expert in memory or in the cache.
+        self._used: set[Key] = set()  # Experts that the current call uses.
         self._prefetched: dict[int, set[Key]] = {}
-        self._bytes = 0  # the bytes of all experts in `_fetches`
+        self._bytes = 0  # The total bytes of experts in memory.
         self._free_buffers: dict[tuple[BufferLayout, torch.device], list[Buffer]] = {}
         self._files, self._fetcher = ShardFiles(), Fetcher()
         self._close = weakref.finalize(self, self._fetcher.end, CLOSED)
 
     def add(self, stack: ExpertStack, tensors: Mapping[str, Any] | None = None) -> None:
-        """Offload the experts of a layer to the store, and free the parameters of its expert stack.
+        """Offload the experts of a layer to the store, and free the layer's expert parameters.
 
-        `tensors` has, by name, the `ShardedTensor`s of a checkpoint or, for tier `host`, ordinary tensors
-        (default: those of the stack). They hold all E experts, or the experts of this rank.
+        `tensors` has the `ShardedTensor`s of a checkpoint by name or, for tier `host`, ordinary tensors
+        (default: those of the stack). The tensors contain all experts, or those of this rank.
 
         Raises:
-            ValueError: the tensors do not fit the stack or the tier.
+            ValueError: the tensors do not fit the expert stack or the tier.
         """
         self._fetcher.refuse_ended()
         own = {name: getattr(stack, name) for name in stack.names}
@@ -144,11 +144,11 @@ class ExpertStore:
 
     @property
     def is_open(self) -> bool:
-        """Whether the store can be used: it is open, had no error, and this process created it."""
+        """Whether the store is usable, that is, open, without an error, and created by this process."""
         return not self._fetcher.ended
 
     def close(self) -> None:
-        """End the thread; layers in the store can no longer be called."""
+        """End the fetch thread; layers in the store can no longer be called."""
         self._close()
         self._stacks.clear()
         self._fetches.clear()
@@ -161,7 +161,7 @@ class ExpertStore:
         self.close()
 
     def prefetch(self, index: int, experts: Iterable[int]) -> None:
-        """Begin to fetch experts of the stack with this index, before they are needed."""
+        """Begin to fetch experts of the stack `index` before a block needs them."""
         with self._closed_on_error():
             self._size_cache()
             self._release(self._used)
@@ -169,7 +169,7 @@ class ExpertStore:
             self._prefetch(index, experts)
 
     def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
-        """Fetch experts of a stack and return their buffers, which are valid until a block is called."""
+        """Fetch experts of a stack, and return their buffers, which are valid until a block is called."""
         with self._closed_on_error():
             self._size_cache()
             wanted = {(index, e) for e in experts}
@@ -188,7 +188,7 @@ class ExpertStore:
 
     @contextlib.contextmanager
     def _closed_on_error(self) -> Iterator[None]:
-        """Close the store after any error, including Ctrl-C, because pending fetches are abandoned."""
+        """After any error, including Ctrl-C, close the store, because pending fetches are abandoned."""
         self._fetcher.refuse_ended()
         try:
             yield
@@ -223,7 +223,7 @@ class ExpertStore:
             self._hold(key, ahead=True)
 
     def _hold(self, key: Key, ahead: bool = False) -> Fetch:
-        """Keep an expert in memory until it is released; fetch it if necessary, and return its fetch."""
+        """Fetch an expert if necessary, and keep it in memory until it is released; return its fetch."""
         self._cache.take(key)
         if key not in self._fetches:
             stack, source = self._stacks[key[0]]
@@ -237,13 +237,13 @@ class ExpertStore:
         return self._fetches[key]
 
     def _buffer(self, layout: BufferLayout, device: torch.device) -> Buffer:
-        """Return a free buffer for an expert, or allocate a new buffer if no buffer is free."""
+        """Return a free buffer for an expert, or allocate a buffer if no buffer is free."""
         free = self._free_buffers.setdefault((layout, device), [])
         if free:
             return free.pop()
-        with torch.inference_mode(False):  # the thread writes the buffer outside inference mode
+        with torch.inference_mode(False):  # The fetch thread writes without inference mode.
             buffer = Buffer(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
-        buffer.note_free()  # queued work may still read an earlier tensor in this memory
+        buffer.note_free()  # Queued kernels may still read the memory.
         return buffer
 
     def _release(self, keys: Iterable[Key]) -> None:
@@ -253,11 +253,11 @@ class ExpertStore:
                 continue
             for leaving in self._cache.put(key, self._fetches[key].buffer.layout.num_bytes):
                 if not self._cancel(leaving):
-                    self._fetcher.wait([self._fetches[leaving]])  # this fetch may still be running
+                    self._fetcher.wait([self._fetches[leaving]])  # The fetch may still be running.
                     self._free(leaving)
 
     def _cancel(self, key: Key) -> bool:
-        """Cancel a fetch that has not begun, and free its buffer; return whether it was cancelled."""
+        """Cancel a fetch that has not begun and free its buffer; return whether the fetch was cancelled."""
         fetch = self._fetches[key]
         if fetch.is_here or not self._fetcher.cancel(fetch):
             return False
@@ -295,9 +295,9 @@ class _StoredWeights(Weights):
         return {name: _tensors(stack, name, buffers, is_unpacked) for name in stack.names}, kept
 
     def prefetch(self, stack: ExpertStack, groups: Groups) -> None:
-        """With policy `pregated`, begin to fetch the local experts that have rows."""
+        """With the policy `pregated`, begin to fetch the experts of this rank that have rows."""
         if self._store.policy != "pregated":
-            return  # avoids a host read of the counts
+            return  # This saves a host read of row counts.
         counts = groups.host[stack.first : stack.first + stack.num_local]
         self._store.prefetch(self._index, [e for e, count in enumerate(counts) if count])
 
@@ -308,7 +308,7 @@ class _StoredWeights(Weights):
 def _tensors(stack: ExpertStack, name: str, buffers: Sequence[Buffer], is_unpacked: bool) -> Any:
     """Return the tensor `name` of the fetched experts, stacked if the kernels need one tensor."""
     like: Tensor = getattr(stack, name)
-    if not buffers:  # a placeholder with the shapes of one expert without rows
+    if not buffers:  # In this call, no expert has rows.
         return torch.zeros((), dtype=like.dtype, device=stack.device).expand(1, *like.shape[1:])
     in_list = backend_for(stack.config.backend, stack.device)[0] == "reference"
     is_unpacked |= not (in_list and stack.takes_quantized and stack.device.type == "cpu")
@@ -322,7 +322,7 @@ def _tensors(stack: ExpertStack, name: str, buffers: Sequence[Buffer], is_unpack
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory for this rank: of its GPU, or its share of the host memory of the node."""
+    """Return the free memory for this rank: GPU memory, or the rank's share of the node's host memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return (host_memory.available() or 0) // (ranks_per_node() or world.size())

@@ -1,6 +1,6 @@
 """A thread that fetches offloaded experts, one after the other.
 
-The thread has no reference to the store. So Python can collect an unused store, which ends the thread.
+The thread has no reference to the expert store. Python can therefore garbage-collect an unused store.
 """
 
 import os
@@ -13,7 +13,7 @@ import torch
 
 from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout
 
-JOIN_SECONDS = 5.0  # the longest wait for a read that hangs; the thread is a daemon
+JOIN_SECONDS = 5.0  # `close` waits this long for a read that hangs.
 
 
 class Source(Protocol):
@@ -30,8 +30,8 @@ class Fetch:
 
     def __init__(self, source: Source, expert: int, buffer: Buffer) -> None:
         self.buffer = buffer
-        self.is_here = False  # whether the buffer contains the expert
-        self.is_new = True  # whether no block has used the expert yet
+        self.is_here = False  # True if the buffer contains the expert.
+        self.is_new = True  # True if no block has used the expert yet.
         self._source, self._expert = source, expert
         self._copied: torch.cuda.Event | None = None
 
@@ -45,12 +45,12 @@ class Fetch:
                     stream.wait_event(self.buffer.freed)
                 self._source.read(self._expert, self.buffer)
                 self._copied = stream.record_event()
-            # Without this, closing the store could let the allocator reuse the memory during the copy.
+            # Without record_stream, torch could reuse the memory of a closed store during the copy.
             self.buffer.memory.record_stream(stream)
         self.is_here = True
 
     def use(self) -> bool:
-        """Make the current stream wait for the expert; return whether the expert was used before."""
+        """Make the current CUDA stream wait for the expert; return whether the expert was used before."""
         if self._copied is not None:
             torch.cuda.current_stream(self.buffer.memory.device).wait_event(self._copied)
         was_new, self.is_new = self.is_new, False
@@ -58,20 +58,20 @@ class Fetch:
 
 
 class Fetcher:
-    """A queue of fetches and a thread that runs them.
+    """A queue of fetches, and a thread that runs the fetches.
 
-    After an exception in the thread, every call raises ValueError.
+    After an exception in the fetch thread, every call raises ValueError.
     """
 
     def __init__(self) -> None:
-        self._queue: deque[Fetch] = deque()  # fetches that are needed now, then fetches ahead
+        self._queue: deque[Fetch] = deque()  # Urgent fetches come before fetches ahead.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._ended = ""
 
     def request(self, fetch: Fetch, ahead: bool = False) -> None:
-        """Queue the fetch of an expert; with `ahead`, it comes after fetches that are needed now."""
+        """Queue the fetch of an expert, with `ahead` after the fetches that are needed now."""
         with self._changed:
             self.refuse_ended()
             if self._thread is None:
@@ -82,7 +82,7 @@ class Fetcher:
             self._changed.notify_all()
 
     def wait(self, fetches: Sequence[Fetch]) -> bool:
-        """Wait until all given fetches have completed; return whether a wait was necessary."""
+        """Wait until all given fetches have completed, and return whether a wait was necessary."""
         if all(fetch.is_here for fetch in fetches):
             return False
         with self._changed:
@@ -96,7 +96,7 @@ class Fetcher:
         return True
 
     def cancel(self, fetch: Fetch) -> bool:
-        """Remove a fetch from the queue; return whether it was still queued."""
+        """Remove a fetch from the queue, and return whether the fetch was still queued."""
         with self._changed:
             is_queued = fetch in self._queue
             if is_queued:
@@ -104,20 +104,20 @@ class Fetcher:
             return is_queued
 
     def end(self, reason: str) -> None:
-        """End the thread after its current read; later calls raise ValueError with `reason`."""
-        if self._process != os.getpid():  # the lock may be held by a thread of the parent
+        """End the thread after the current read; later calls raise ValueError with the text `reason`."""
+        if self._process != os.getpid():  # The parent process may hold the lock.
             return
         with self._changed:
             self._ended = self._ended or reason
             self._queue.clear()
             self._changed.notify_all()
-        # Any thread can garbage-collect a store without references, even this thread.
+        # Any thread, even this thread, can garbage-collect a store without references.
         if self._thread not in (None, threading.current_thread()):
             self._thread.join(JOIN_SECONDS)
 
     @property
     def ended(self) -> str:
-        """The reason why the thread has ended, as a sentence; empty while the thread runs."""
+        """A sentence with the reason why the thread has ended; empty while the thread runs."""
         if self._process != os.getpid():
             return (
                 "the expert store was created before this process was forked, and cannot be used after a "
@@ -126,7 +126,7 @@ class Fetcher:
         return self._ended
 
     def refuse_ended(self) -> None:
-        """Raise ValueError if the thread has ended, or belongs to another process."""
+        """Raise ValueError if the fetch thread has ended, or belongs to another process."""
         if self.ended:
             raise ValueError(self.ended)
 
@@ -143,8 +143,7 @@ class Fetcher:
             try:
                 device = fetch.buffer.memory.device
                 if device.type == "cuda" and stream is None:
-                    # The thread has device 0: leaving a stream context would create a CUDA context on GPU
-                    # 0.
+                    # Leaving a stream context would create a CUDA context on the thread's device, GPU 0.
                     torch.cuda.set_device(device)
                     stream = torch.cuda.Stream(device)
                 fetch.run(stream)

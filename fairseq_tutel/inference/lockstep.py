@@ -1,8 +1,8 @@
 """Expert parallelism for inference if ranks call layers at different times or not at all (lockstep).
 
-A rank can have more sentences, longer sentences or no sentences. So before each call, the ranks agree on a
-layer. Each rank requests a layer, and the layer with the most requests runs. Ranks that requested another
-layer join the collectives of this call without tokens, and request again.
+In inference, a rank can have more sentences, longer sentences or no sentences. Before each call, the ranks
+therefore agree on a layer: each rank requests a layer, and the layer with the most requests runs. Ranks
+that requested another layer join the winning layer's collectives without tokens, and request again.
 """
 
 from collections import Counter
@@ -13,40 +13,40 @@ import torch.distributed as dist
 
 from fairseq_tutel.parallel.collectives import all_gather
 
-# The requests of a rank that needs no layer at the moment, or no layer until the end.
+# Special requests of a rank: no layer at the moment, or no layer until the end.
 RESTS = -1
 IS_DONE = -2
 
 
 def next_layer(requests: Sequence[int]) -> int | None:
-    """Return the index of the layer that most ranks request; None if no rank requests a layer.
+    """Return the index of the layer that most ranks request, or None if no rank requests a layer.
 
-    Ties go to the lowest index.
+    If two layers have equally many requests, the lower index is returned.
     """
     votes = Counter(request for request in requests if request >= 0)
     return min(votes, key=lambda index: (-votes[index], index), default=None)
 
 
 class Lockstep:
-    """Coordinates the layer calls of one rank with the calls of the other ranks in an EP group.
+    """Coordinates the layer calls of one rank with those of the other ranks of an EP group.
 
-    Each rank must `add` the same layers in the same order, and call `end`. If a rank fails, its connections
-    break, and the next agreement of the other ranks fails.
+    Each rank must call `add` with the same layers in the same order, and then call `end`. If a rank fails,
+    its connections break, and the next agreement of the other ranks fails.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.layers: list[Callable[[], None]] = []
-        self.calls = 0  # calls that this rank requested
-        self.served = 0  # calls of other ranks that this rank joined without tokens
+        self.calls = 0  # Calls that this rank requested.
+        self.served = 0  # Calls of other ranks that this rank joined without tokens.
 
     def add(self, run_without_tokens: Callable[[], None]) -> int:
-        """Add a layer and return its index; `run_without_tokens` joins the collectives of a call."""
+        """Add a layer, and return its index; `run_without_tokens` joins the collectives of a layer call."""
         self.layers.append(run_without_tokens)
         return len(self.layers) - 1
 
     def wait_for_turn(self, index: int) -> None:
-        """Join calls of other layers until it is the turn of layer `index`, which the caller then runs."""
+        """Join calls of other layers until the ranks agree on layer `index`, which the caller then runs."""
         while next_layer(requests := self._requests(index)) != index:
             self._join(requests)
         self.calls += 1
@@ -54,7 +54,7 @@ class Lockstep:
     def rest(self) -> None:
         """Join the calls of other ranks, without tokens, until no rank requests a layer.
 
-        All ranks that have not called `end` must call this together.
+        All ranks that have not called `end` must call `rest` together.
         """
         while self._join(self._requests(RESTS)):
             pass
@@ -70,7 +70,7 @@ class Lockstep:
         return all_gather(request, "the agreement on the next layer", self.group).tolist()
 
     def _join(self, requests: Sequence[int]) -> bool:
-        """Join the next call without tokens; return whether a rank had requested a call."""
+        """Join the next layer call without tokens; return whether any rank had requested a layer."""
         index = next_layer(requests)
         if index is None:
             return False

@@ -1,4 +1,4 @@
-"""The options of an expert store, which keeps experts outside of memory during inference."""
+"""The options of an expert store, which keeps experts out of memory during inference."""
 
 from dataclasses import dataclass
 
@@ -23,38 +23,36 @@ class StoreConfig:
     # fmt: off
     moe_expert_store: str = memory(
         "resident", choices=("resident", *STORE_POLICIES),
-        help="when experts are loaded into memory in inference (no effect in training): resident, all "
-        "experts when the model is opened; on-demand, experts with tokens when their layer runs; pregated, "
-        "experts with tokens while an earlier layer runs, for models with --moe-pregate; prefetch-all, all "
-        "experts of the next layer; the result is the same",
+        help="policy of loading experts into memory in inference: resident, all experts when the model is "
+        "opened; on-demand, experts with tokens when their layer runs; pregated, experts with tokens while "
+        "an earlier layer runs, for models with --moe-pregate; prefetch-all, all experts of the next layer",
     )
     moe_expert_tier: str = memory(
         "auto", choices=("auto", *STORE_TIERS),
-        help="where --moe-expert-store loads experts from: host, host memory; disk, the files of a sharded "
-        "checkpoint; auto, host on a GPU, otherwise disk",
+        help="source from which --moe-expert-store loads experts: host, host memory; disk, the files of a "
+        "sharded checkpoint; auto, host on a GPU, otherwise disk",
     )
     moe_expert_cache: str = memory(
         "0", rule=(lambda v: v == AUTO or _limits_of(v) is not None, CACHE_SIZES),
-        help="size of the cache that keeps used experts of all layers in memory: a number of experts, a "
-        "size with a unit, such as 2GiB, or auto: half of the memory that is free at the first fetch (on a "
-        "CPU the smaller of MemAvailable and what the cgroup limits leave, over the ranks of the node)",
+        help="size of the cache that keeps used experts of all layers in memory: a number of experts, or a "
+        "size with a unit, such as 2GiB, or auto: half of the free memory at the first fetch (on a CPU, "
+        "each rank's share of MemAvailable or of the cgroup limit)",
     )
     moe_expert_cache_policy: str = memory(
         "lfu", choices=EVICTIONS,
-        help="which expert a full cache evicts: lfu, the least frequently used; lru, the least recently "
-        "used",
+        help="expert that a full cache evicts: lfu, least frequently used; lru, least recently used",
     )
     moe_expert_compute: str = memory(
         "quantized", choices=STORE_PRODUCTS,
-        help="how int8 and int4 experts of --moe-expert-store are multiplied on a CPU: quantized, as they "
-        "are stored, with inputs and outputs rounded to bf16; unpacked, after conversion to the model's "
-        "dtype, which is slower",
+        help="multiplication of the int8 and int4 experts of --moe-expert-store on a CPU: quantized, as "
+        "stored, with inputs and outputs rounded to bf16; unpacked, after conversion to the model's dtype, "
+        "which is slower",
     )
     moe_inference_dtype: str = memory(
         "auto", choices=("auto", "bf16", "int8"),
-        help="dtype of a model that is opened for inference (no effect in training): auto, the dtype that "
-        "the command sets; bf16, which takes half of the memory of fp32; int8, bf16 with the linear layers "
-        "of the decoder in int8, except for experts, which is faster for few sentences on a CPU",
+        help="dtype of a model in inference: auto, the dtype that the command sets; bf16, which takes half "
+        "of the memory of fp32; int8, bf16 with the decoder's linear layers (without experts) in int8, "
+        "which is faster for few sentences on a CPU",
     )
     # fmt: on
 
@@ -68,7 +66,7 @@ def cache_limits(cache: int | str) -> tuple[int | None, int | None]:
 
 
 def _limits_of(text: str) -> tuple[int | None, int | None] | None:
-    if text.strip().isdecimal() and len(text) <= 18:  # Python does not convert very long numbers
+    if text.strip().isdecimal() and len(text) <= 18:  # int() rejects very long numbers.
         return None, int(text)
     size = bytes_of(text)
     return None if size is None else (size, None)

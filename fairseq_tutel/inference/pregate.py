@@ -1,8 +1,8 @@
-"""Pre-gating: the gate of a MoE block gets the input of the N-th MoE block before it.
+"""Pre-gating: the gate of a MoE block gets the input of the MoE block N positions earlier.
 
-So the experts of a block are chosen early, and offloaded experts can be fetched while the blocks in between
-compute. The first N blocks of a stack use their own input. Dimensions: T tokens, D model_dim. Source:
-Pre-gated MoE (Hwang et al. 2024).
+Experts of a block are thus chosen early, and offloaded experts can be fetched while the blocks in between
+compute. The gates of the first N blocks of a stack use the input of their own block. Shape suffixes are T
+(tokens) and D (model_dim). The method is from Hwang et al. 2024, Pre-gated MoE.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ from fairseq_tutel.option import is_whole
 
 
 def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
-    """Enable pre-gating: each layer's gate gets the input of the layer N = `ahead` positions before it.
+    """Enable pre-gating: each layer's gate gets the input of the layer that is `ahead` positions earlier.
 
     Args:
         layers: different MoE layers of one stack and one model_dim, in the order in which every forward
             pass calls them.
-        ahead: N, in MoE layers; 0 disables pre-gating.
+        ahead: the number N of MoE layers; 0 disables pre-gating.
 
     Raises:
         ValueError: N is invalid.
@@ -44,7 +44,7 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
 
 
 def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
-    """Raise ValueError if no stack has more than N = `ahead` MoE layers; `blocks` counts them by stack."""
+    """Raise ValueError if no stack has more than N = `ahead` MoE layers; `blocks` is the count by stack."""
     most = max(blocks.values(), default=0) - 1
     if not (is_whole(ahead) and 1 <= ahead <= most):
         has = " and ".join(f"the {name} has {count} MoE layers" for name, count in blocks.items())
@@ -53,7 +53,7 @@ def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
 
 
 class _Ahead(NamedTuple):
-    """The routing of a later layer, with the call that computed it and whether it has gradients."""
+    """The routing of a later layer, the call that computed it, and whether the routing has gradients."""
 
     routing: Routing
     call: Call
@@ -61,9 +61,9 @@ class _Ahead(NamedTuple):
 
 
 class Chain:
-    """Computes the routing of each layer in a stack when the N-th layer before it is called.
+    """Computes the routing of each layer in a stack when the layer N positions earlier is called.
 
-    A routing is used only in the same forward pass.
+    A precomputed routing is used only in the forward pass that computed it.
     """
 
     def __init__(self, layers: Sequence[MoELayer], ahead: int) -> None:
@@ -75,11 +75,11 @@ class Chain:
         return {**self.__dict__, "_pending": {}}
 
     def routing_of(self, layer: MoELayer, x_TD: Tensor, call: Call) -> Routing:
-        """Return the routing of a layer, and compute the routing of the N-th layer after it."""
+        """Return the routing of a layer, and compute the routing of the layer N positions later."""
         index = self.layers.index(layer)
         if index == 0:
             self._pending.clear()
-        # The first N layers fetch their experts before the experts of later layers.
+        # The first N layers fetch their experts before later layers' experts are fetched.
         routing = _prefetched(layer, x_TD, call) if index < self.ahead else self._take(index, call)
         later = index + self.ahead
         if later < len(self.layers):

@@ -1,7 +1,7 @@
-"""Registers fairseq models: MoE variants of fairseq's own models, ensembles, and Swin V2.
+"""Registers fairseq models: MoE variants of fairseq's models, ensembles of models, and Swin V2.
 
-If --user-dir is the directory of this package, fairseq imports this folder directly. Therefore, importing
-the folder registers the complete plugin.
+If --user-dir is the directory of this package, fairseq imports the folder models/ directly. Importing
+models/ therefore registers the complete plugin.
 """
 
 from fairseq_tutel.plugin import register

@@ -1,10 +1,10 @@
 """Defines the model ensemble_of, which averages the probabilities of models of one architecture.
 
-The state dict has the members under `members.0.`, `members.1.`, …. Members are built one after another, so
-each gets different initial weights, and the first gets the same weights as a single model. They also run
-one after another, because a batched forward is slower (docs/ensembles.md).
+The state dict has the members' weights under `members.0.`, `members.1.`, …. Members are built one after
+another, so each member gets different initial weights. The first member has the initial weights of a single
+model. The members also run one after another, because a batched forward is slower (docs/ensembles.md).
 
-M: members, C: classes.
+Shape suffixes are M (members) and C (classes).
 """
 
 import argparse
@@ -41,7 +41,7 @@ EnsembleOptions = made("EnsembleOptions", options_in(EnsembleConfig))
 
 @register_model(NAME)
 class EnsembleModel(BaseFairseqModel):
-    """An ensemble of M models that get the same input and whose probabilities are averaged."""
+    """An ensemble of M models that get the same input, and whose probabilities are averaged."""
 
     def __init__(self, members: list[nn.Module], config: EnsembleConfig) -> None:
         super().__init__()
@@ -81,9 +81,9 @@ class EnsembleModel(BaseFairseqModel):
         return cls(members, config)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run all members on the input; return the log of their mean probabilities, and their logits.
+        """Run all members on the input, and return the log of their mean probabilities, and their logits.
 
-        Returns (log probabilities [..., C], {"member_logits": [M, ..., C]}).
+        The result is a pair (log probabilities [..., C], {"member_logits": [M, ..., C]}).
         """
         runs = [partial(member, *args, **kwargs) for member in self.members]
         if self.config.ensemble_share_after:
@@ -93,7 +93,7 @@ class EnsembleModel(BaseFairseqModel):
         else:
             outputs = [run() for run in runs]
         logits_MXC = torch.stack([_logits_of(output) for output in outputs])
-        del outputs  # as large as the logits
+        del outputs  # The outputs are as large as the logits.
         return mean_log_probs(logits_MXC), {"member_logits": logits_MXC}
 
     def get_normalized_probs(
@@ -103,20 +103,20 @@ class EnsembleModel(BaseFairseqModel):
         return net_output[0] if log_probs else net_output[0].exp()
 
     def max_positions(self) -> Any:
-        """Return the maximum input length of the members."""
+        """Return the maximum input length of the ensemble's members."""
         return self.members[0].max_positions()  # type: ignore[operator]
 
     @property
     def supported_targets(self) -> Any:
-        """The kinds of targets that the members accept from a language modeling task."""
+        """The kinds of targets that all members accept from a language modeling task."""
         return self.members[0].supported_targets
 
     def _refuse_layer(self) -> None:
         name, member = self.config.ensemble_share_after, self.members[0]
         modules = dict(member.named_modules())
-        member.get_submodule(name)  # raises an error if there is no such layer
+        member.get_submodule(name)  # This call raises an error for a missing layer.
         above = [modules[path] for path in modules if name.startswith(f"{path}.")]
-        if any(hasattr(module, "precheckpoint_forward") for module in above):  # checkpointed layers
+        if any(hasattr(module, "precheckpoint_forward") for module in above):  # Layers are recomputed.
             raise ValueError(
                 f"--ensemble-share-after is {name}, which activation checkpointing recomputes for each "
                 "member alone; name a complete layer, or turn off activation checkpointing."
@@ -137,7 +137,7 @@ def _class_of(arch: str) -> Any:
 
 
 def _member_options(args: Any, task: Any) -> Any:
-    """Return the options for building one model of the ensemble, as a dataclass or a Namespace."""
+    """Return the options for building one member of the ensemble, as a dataclass or a Namespace."""
     arch = args.ensemble_arch
     options = getattr(_class_of(arch), "__dataclass", None)
     flat: Any = OmegaConf.to_container(args, resolve=True) if OmegaConf.is_config(args) else vars(args)

@@ -1,4 +1,4 @@
-"""Feature sharing between ensemble members: forward passes pause at a layer until all have reached it.
+"""Feature sharing between ensemble members: members' forward passes pause at a layer to mix outputs.
 
 M members.
 """
@@ -19,11 +19,11 @@ FIX = "give a layer that every forward pass calls once."
 def shared(features_M: Sequence[Tensor], keep: float, training: bool) -> list[Tensor]:
     """Return each member's features with a part of every other member's features added to them.
 
-    Member m gets h_m + the sum over other members m' of sigma * h_m'. In training, sigma is an elementwise
-    Bernoulli(keep) mask, drawn for every pair of members. In evaluation, sigma is `keep`. (The authors'
-    code draws masks in evaluation, too, so outputs vary.)
+    Member m gets h_m plus the sum over the other members m' of sigma * h_m'. In training, sigma is an
+    elementwise Bernoulli(keep) mask, drawn for each pair of members. In evaluation, sigma is the number
+    `keep`. (The authors' code draws masks in evaluation, too, so its outputs vary.)
 
-    Source: Lee et al. 2017, "Confident Multiple Choice Learning", section 3.3.
+    The method is from Lee et al. 2017, "Confident Multiple Choice Learning", section 3.3.
     """
     if not training:
         all_of_them = torch.stack(list(features_M)).sum(dim=0)
@@ -39,11 +39,11 @@ def run_and_share(
     layers: Sequence[nn.Module],
     share: Callable[[list[Tensor]], list[Tensor]],
 ) -> list[Any]:
-    """Run all members up to their shared layers, mix the layers' outputs by `share`, and finish the runs.
+    """Run all members up to their shared layers, mix the layers' outputs by `share`, and finish all runs.
 
-    Each forward pass runs in its own thread, since it must pause. Threads run one at a time in a fixed
-    order, so random numbers and communication are reproducible. A layer's output is a tensor, or a sequence
-    that begins with a tensor.
+    Each member's forward pass runs in a separate thread, which can pause. The threads run one at a time in
+    a fixed order, so random numbers and communication are reproducible. A layer's output is a tensor, or a
+    sequence that begins with a tensor.
     """
     runs = [_Run(forward, layer) for forward, layer in zip(members, layers, strict=True)]
     mixed = share([run.until_pause() for run in runs])
@@ -51,20 +51,20 @@ def run_and_share(
 
 
 class _Run:
-    """A member's forward pass in its own thread, which pauses after one layer."""
+    """A member's forward pass in a separate thread, which pauses after the shared layer."""
 
     def __init__(self, forward: Callable[[], Any], layer: nn.Module) -> None:
         self._forward, self._layer, self._has_paused = forward, layer, False
-        # Contains first the layer's output, then the result of the forward pass, or an error instead.
+        # The queue contains the shared layer's output, and then the forward pass's result or error.
         self._events: SimpleQueue[Any] = SimpleQueue()
         self._features: SimpleQueue[Tensor] = SimpleQueue()
-        # The caller's torch modes apply only to the caller's thread, so `_work` sets them in its thread.
+        # A thread does not inherit torch modes such as no_grad, so `_work` sets the caller's modes.
         self._grad, kinds = torch.is_grad_enabled(), ("cpu", "cuda")
         self._casts = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def until_pause(self) -> Tensor:
-        """Start the forward pass; when it pauses after the shared layer, return the layer's output."""
+        """Start the forward pass, and return the shared layer's output when the forward pass pauses."""
         threading.Thread(target=self._work, daemon=True).start()
         feature = self._next_event()
         if not self._has_paused:
@@ -72,7 +72,7 @@ class _Run:
         return feature
 
     def to_end(self, feature: Tensor) -> Any:
-        """Continue the forward pass with `feature` as the layer's output; return the result."""
+        """Continue the forward pass with `feature` as the shared layer's output, and return the result."""
         self._features.put(feature)
         return self._next_event()
 

@@ -1,6 +1,6 @@
-"""Registers Swin V2 as the fairseq models swin_v2 (dense) and swin_v2_moe (with experts) in several sizes.
+"""Registers the image models swin_v2 (dense) and swin_v2_moe (with experts) in several sizes.
 
-The task must have `channels` and `num_classes`.
+The task of a Swin model must have `channels` and `num_classes`.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,8 @@ from fairseq_tutel.plugin.registration.flags import made
 from fairseq_tutel.vision.options import SwinConfig, SwinExpertsConfig
 from fairseq_tutel.vision.swin_v2 import SwinV2
 
-# Expert settings of the released model. Its experts have no bias in fc2; here, this bias starts at 0.
+# Settings of the experts in the released SwinV2-MoE model. In the released model, experts have no bias in
+# fc2; in this package, this bias starts at 0.
 EXPERTS = {"activation": "gelu", "init_std": 0.005}
 RELEASED = {
     "swin_form": "moe",
@@ -28,9 +29,9 @@ RELEASED = {
     "moe_balance_loss": "load_importance_tutel:1",
     "swin_init_std": 0.005,
 }
-# Options for small images that differ from RELEASED; the published results use them.
+# Options for small images, where they differ from RELEASED; published results use these options.
 SMALL_IMAGES = {"swin_init_std": 0.02, "moe_balance_loss": "load_importance:1"}
-# Model options except those of an encoder or decoder, which do not apply to stages.
+# Model options, except those of an encoder or decoder, which do not apply to Swin's stages.
 ALL_SIDES = [option for option in options_of("model") if option not in options_in(SidesConfig)]
 SIZES: dict[str, dict[str, Any]] = {
     "": {},
@@ -53,7 +54,7 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
     _keeps_head = False
 
     def keep_head(self) -> None:
-        """Keep this model's classification head when a state dict is loaded."""
+        """Keep this model's classification head when a state dict is loaded into the model."""
         self._keeps_head = True
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
@@ -65,7 +66,7 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> Any:
-        """Build Swin V2 from its options; the task gives the numbers of channels and classes."""
+        """Build Swin V2 from the model options, and from the task's numbers of channels and classes."""
         config = read(SwinConfig, cfg)
         refuse_bad_values(config)
         return cls(config, task.channels, task.num_classes)
@@ -74,11 +75,11 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
 class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
     """A Swin V2 image classifier with experts in every --moe-freq-th block of its last stages."""
 
-    expert_stages = 0  # how many stages, counted from the last, may have experts
+    expert_stages = 0  # The number of last stages that may have experts.
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> Any:
-        """Build the dense model, then replace the FFNs of the chosen blocks by experts."""
+        """Build the dense Swin model, and replace the FFNs of the chosen blocks by experts."""
         own = read(SwinExpertsConfig, cfg)
         refuse_bad_values(own)
         model = super().build_model(cfg, task)
@@ -90,14 +91,14 @@ class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
         return model
 
     def moe_stacks(self) -> Iterable[tuple[str, str, nn.Module]]:
-        """Yield each stage that may have experts, as (stage, qualified name, blocks)."""
+        """Yield each Swin stage that may have experts, as (stage, qualified name, blocks)."""
         for i in range(max(0, len(self.stages) - self.expert_stages), len(self.stages)):
             path = f"stages.{i}.blocks"
             yield f"stage {i + 1}", path, self.get_submodule(path)
 
 
 def _register(name: str, model: type, options: list, defaults: dict[str, Any]) -> None:
-    """Register one size of Swin V2 as a separate model, so its name also sets the options under hydra."""
+    """Register a size of Swin V2 as a separate model, whose name also sets the options under hydra."""
     options = [replace(o, default=defaults.get(o.key, o.default)) for o in options]
     title = "".join(part.title() for part in name.split("_"))
     cls = type(title, (model,), {"__doc__": model.__doc__, "__module__": __name__})

@@ -1,7 +1,6 @@
 """Registers a moe_ variant of every fairseq model with transformer layers; docs/models.md lists them.
 
-Most variants have no dataclass, like their stock models, because fairseq-train cannot build nested
-dataclasses.
+Most variants have no dataclass, because fairseq-train cannot build nested dataclasses.
 """
 
 import argparse
@@ -52,7 +51,7 @@ from fairseq_tutel.plugin.run_state import is_opened, root_of
 logger = logging.getLogger(__name__)
 
 BOTH = ("encoder", "decoder")
-# By model class: whether the encoder, the decoder or both have layers with fc1. Subclasses are the same.
+# Model classes, and which sides have layers with fc1: the encoder, the decoder or both.
 SIDES = (
     (("encoder",), (RobertaModel, MaskedLMModel, Wav2Vec2Model, HubertModel)),
     (("decoder",), (TransformerLanguageModel, LightConvLanguageModel, TransformerUnitLanguageModel)),
@@ -63,15 +62,15 @@ SIDES = (
     (BOTH, (S2TTransformerModel, ConvTransformerModel, TTSTransformerModel)),
     (BOTH, (S2STransformerMultitaskModelBase,)),
 )
-# Models that contain the pretrained model of --w2v-path.
+# fairseq models that contain the pretrained model of --w2v-path.
 FINE_TUNED = (Wav2VecCtc, Wav2Vec2Seq2SeqModel, Wav2VecClassification, HubertCtc, HubertSeq2SeqModel)
-# Encoders or decoders whose linear layers fairseq always initializes by init_bert_params.
+# In these models, fairseq always initializes linear layers of the encoder or decoder by init_bert_params.
 BERT_SIDES = {
     **dict.fromkeys((RobertaModel, RobertaEncDecModel, Wav2Vec2Model, HubertModel), ("encoder",)),
     BARTModel: BOTH,
 }
 BERT_INIT = {"init_std": 0.02}
-# Models without a variant; docs/models.md gives the reasons.
+# fairseq models without a MoE variant; docs/models.md gives the reasons.
 WITHOUT_VARIANT = ("nacrf_transformer", "unity_conformer", "s2spect2_conformer")
 
 # Whether the model that is being built is a pretrained model inside another model.
@@ -85,12 +84,12 @@ class MoEVariantMixin(MoEModelMixin):
 
     @classmethod
     def options(cls) -> type:
-        """Return the dataclass with the MoE options of this model class."""
+        """Return the dataclass with the MoE options of a model class."""
         return EncoderDecoderOptions if len(cls.sides) > 1 else ModelOptions
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the stock model's flags and the MoE flags; the architecture sets the defaults."""
+        """Add the stock model's flags and the MoE flags; the architecture sets their defaults."""
         super().add_args(parser)
         if getattr(cls, "__dataclass", None) is None:
             gen_parser_from_dataclass(parser, cls.options()(), delete_default=True, with_prefix="")
@@ -102,13 +101,13 @@ class MoEVariantMixin(MoEModelMixin):
         refuse_options(args)
         with for_loading(args, task):
             model = super().build_model(_with_scales(args), task)  # type: ignore[misc]
-        change_class(model, cls)  # some stock models ignore cls
+        change_class(model, cls)  # Some fairseq models ignore the argument cls.
         own = {side: getattr(args, f"{side}_moe_freq", -1) for side in cls.sides}
         freqs = {side: args.moe_freq if freq == -1 else freq for side, freq in own.items()}
         bert = [sides for stock, sides in BERT_SIDES.items() if issubclass(cls, stock)]
         given = cls.sides if getattr(args, "apply_bert_init", False) else ()
         of_sides = dict.fromkeys(set().union(given, *bert), BERT_INIT)
-        if _is_within.get():  # the outer model uses the options of the task
+        if _is_within.get():  # The outer model uses the task's options.
             install_experts(model, args, None, freqs, of_sides)
             return model
         if is_opened(args):
@@ -122,15 +121,15 @@ class MoEVariantMixin(MoEModelMixin):
 class FineTunedMixin(MoEModelMixin):
     """Mixin for a fairseq model class that fine-tunes a pretrained inner model with experts.
 
-    The inner model is first built with all experts on every rank and loads its weights. Then its experts
-    are distributed over the ranks of this run.
+    The inner model is first built with all experts on every rank, and loads its pretrained weights. The
+    inner model's experts are then distributed over the ranks of the run.
     """
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> Any:
         """Build the stock model with the pretrained model inside, then distribute the inner experts."""
         with open_dict(cfg):
-            cfg.setdefault("autoregressive", False)  # fairseq's hubert_ctc reads but does not define it
+            cfg.setdefault("autoregressive", False)  # hubert_ctc reads the option autoregressive.
         token = _is_within.set(True)
         try:
             model = super().build_model(cfg, task)  # type: ignore[misc]
@@ -162,9 +161,9 @@ def _refuse_within_a_dense_model(root: Any) -> None:
 
 
 def _fill_in(args: Any, cls: Any) -> None:
-    """Set the options that a configuration of `cls` lacks to their defaults, in place.
+    """Set the options that a model's configuration lacks to their defaults, in place.
 
-    hydra does not merge the dataclass of a model if the configuration names an architecture.
+    hydra does not merge a model's dataclass if the configuration names an architecture.
     """
     if not OmegaConf.is_config(args):
         fill_in(args, cls.options())
@@ -176,9 +175,9 @@ def _fill_in(args: Any, cls: Any) -> None:
 
 
 def _with_scales(args: Any) -> Any:
-    """Return the options as a Namespace if --scale-fc or a similar option is set.
+    """Return the model options as a Namespace if --scale-fc or a similar option is set.
 
-    fairseq's TransformerConfig reads these options only from a Namespace.
+    fairseq's TransformerConfig reads --scale-fc and similar options only from a Namespace.
     """
     scales = ("scale_fc", "scale_attn", "scale_heads", "scale_resids")
     if not OmegaConf.is_config(args) or not any(args.get(key) for key in scales):
@@ -188,7 +187,7 @@ def _with_scales(args: Any) -> Any:
 
 
 def _architecture(stock: Callable[[Any], None], options: type, args: Any) -> None:
-    """Set missing MoE options and missing options of fairseq's architecture to their defaults."""
+    """Set missing MoE options, and missing options of fairseq's architecture, to their defaults."""
     fill_in(args, options)
     stock(args)
 

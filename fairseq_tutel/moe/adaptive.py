@@ -1,19 +1,20 @@
-"""Adaptive parallelism: several ways to divide the experts' work, with the same stored weights.
+"""Adaptive parallelism divides the experts' work among ranks in several ways, with the same stored weights.
 
-For each forward pass, a layer uses one value of r. Weights that a rank lacks are gathered for this pass.
+A layer uses one value of adaptive_r, written r, for each forward pass. If a rank needs expert weights that
+another rank stores, the forward pass gathers these weights.
 
-T tokens, P ranks, E experts, s shards of an expert (P = E * s, or s = 1), r ranks that receive each row, H
-hidden_dim. Rank (e, q) stores shard q of expert e for every r. A change of r therefore moves no stored
-weights:
+T is the number of tokens, P of ranks, E of experts, s of shards of an expert (P = E * s, or s = 1), and r
+of ranks that receive each row. H is hidden_dim. Rank (e, q) stores shard q of expert e for every value of
+r. Changing adaptive_r therefore moves no stored weights:
 
     r = 0  every rank gathers all experts; no row is sent
     r = 1  an expert's ranks gather all its shards; each rank gets a part of the rows (expert + data)
     r = s  no weights are gathered; every row is sent to all ranks of its expert (expert + model)
     else   groups of s / r consecutive ranks gather H / r of the expert; every row is sent to r ranks
 
-The rank that sent a row sums the partial outputs of the r ranks.
+The rank that sent a row sums the partial outputs that r ranks return for this row.
 
-Source: Tutel (Hwang et al. 2023), section 3.2.
+Section 3.2 of Tutel (Hwang et al. 2023) describes adaptive parallelism.
 """
 
 from typing import Any
@@ -35,12 +36,12 @@ from fairseq_tutel.parallel.machine import Machine, typical
 from fairseq_tutel.parallel.strategy import Strategy, degree_of
 
 OPERATION = "the all-gather of expert weights"
-TOKENS = 4096  # default number of tokens in a micro-batch of one rank
-WIRE_BYTES = {"bf16": 2, "fp8": 1}  # transfer dtype: bytes per element
+TOKENS = 4096  # The default number of tokens in a micro-batch of one rank.
+WIRE_BYTES = {"bf16": 2, "fp8": 1}  # The bytes per element of each transfer dtype.
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
-    """Return the valid values of adaptive_r: 0 and the divisors of `slices`; 0 and 1 if `whole_hidden`."""
+    """Return the valid values of adaptive_r: 0 and divisors of `slices`; only 0 and 1 if `whole_hidden`."""
     divisors = (r for r in range(1, slices + 1) if slices % r == 0)
     return (0, 1) if whole_hidden else (0, *divisors)
 
@@ -59,11 +60,11 @@ def weights_of(
 ) -> Weights:
     """Gather and return the expert weights that this rank needs if adaptive_r is `degree`. Collective.
 
-    The backward pass sums the gradients of all ranks that gathered the weights. It keeps the gradients of
-    this rank's shard. If r is 0, the ranks exchange no row counts, so this function compares the call ID.
+    The backward pass sums the gradients of all ranks that gathered the weights. Each rank keeps the
+    gradients of its expert shard. With adaptive_r = 0, no counts are exchanged, so call IDs are compared.
     """
     named, slices = experts.expert_parameters(), experts.part.slices
-    # Otherwise a pruned or parametrized bias would be ignored without an error.
+    # The check rejects a pruned or parametrized bias, which would be ignored silently.
     message = "a torch.nn.utils.prune or parametrize call changed the experts, but other ranks gather them"
     require(named.keys() >= set(experts.names), f"{message}; undo that call.")
     joined = slices if degree == 0 else slices // degree
@@ -79,14 +80,14 @@ def weights_of(
     if degree > 1:
         part = experts.part.index // joined
         for name in filter(tensors.__contains__, experts.added):
-            # The tensor is placed at this rank's position in the full last dimension, with zeros elsewhere.
+            # The check rejects a pruned or parametrized bias, which would be ignored silently.
             width = tensors[name].shape[-1]
             tensors[name] = F.pad(tensors[name], (part * width, (degree - 1 - part) * width))
     return Weights(experts.prepared(tensors, device), of_all=degree == 0)
 
 
 def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
-    """Join the shards of each expert, which were gathered from G ranks: [G, e, ...] to [experts, ...]."""
+    """Join the gathered shards of each expert, from [G, e, ...] for G ranks to [experts, ...]."""
     flat = stack.flatten(0, 1)
     if slices == 1:
         return flat
@@ -95,7 +96,7 @@ def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather several tensors in one autograd node; a tensor [...] becomes [G, ...] for G ranks."""
+    """All-gather several tensors in one autograd node. A tensor [...] becomes [G, ...] for G ranks."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -131,11 +132,11 @@ def static_strategy(
     machine: Machine | None = None,
     element_bytes: int = 4,
 ) -> Strategy:
-    """Return the execution strategy that a layer's configuration sets.
+    """Return the execution strategy (adaptive_r, all-to-all, overlap) that a layer's configuration sets.
 
-    If the all-to-all algorithm is `auto`, the faster algorithm is predicted from a hardware profile. The
-    prediction is for `tokens` per rank and `element_bytes` per row element. If `machine` is None, typical
-    values of this device are used.
+    If the all-to-all algorithm is `auto`, choose the algorithm that a hardware profile predicts to be
+    faster. The predicted times are for `tokens` tokens per rank and `element_bytes` bytes per row element.
+    If `machine` is None, the typical hardware profile of this device is used.
     """
     algorithm, grid = config.a2a_algorithm, topology.grid
     slices, overlap = topology.slices(config.num_experts), config.a2a_ffn_overlap_degree
@@ -151,12 +152,12 @@ def static_strategy(
 
 
 def static_degree(config: MoEConfig, slices: int) -> int:
-    """Return the configured adaptive_r, limited to `slices`; raise ValueError if it is invalid."""
+    """Return the configured adaptive_r, limited to `slices`. Raise ValueError if adaptive_r is invalid."""
     degree = config.adaptive_r
     name, value = "adaptive_r", str(degree)
     if degree < 0:
         name, value = "parallel_type", config.parallel_type
-        degree = degree_of(config.parallel_type, slices) or 0  # MoEConfig has checked the value
+        degree = degree_of(config.parallel_type, slices) or 0  # MoEConfig checks parallel_type.
     degree = min(degree, slices)
     given = f"{label_of(name)} is {value}"
     require(
@@ -172,5 +173,5 @@ def static_degree(config: MoEConfig, slices: int) -> int:
 
 
 def is_tuned(config: MoEConfig) -> bool:
-    """Return whether the tuner chooses any part of the strategy."""
+    """Return whether the tuner chooses adaptive_r, the all-to-all algorithm or the overlap degree."""
     return "auto" in (config.adaptive, config.parallel_type)

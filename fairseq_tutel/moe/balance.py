@@ -1,4 +1,4 @@
-"""Balance losses and the balance bias. T tokens, E experts, K top_k, S sentences."""
+"""Balance losses and the balance bias, for T tokens, E experts, top_k K and S sentences."""
 
 import math
 from collections.abc import Callable
@@ -16,20 +16,18 @@ from fairseq_tutel.parallel.groups import Topology
 
 
 def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
-    """Return the GShard balance loss of a micro-batch, E * sum_e f_e P_e. It is 0 without tokens.
+    """Return the GShard balance loss of a micro-batch, E * sum_e f_e P_e. The loss is 0 without tokens.
 
-    Padding is ignored. f_e is the fraction of tokens whose first choice is e, before dropping (a constant).
-    P_e is the mean probability of e (differentiable). The loss is 1 for uniform load and uniform
-    probabilities.
+    Padding is ignored. f_e is the fraction of tokens whose first choice is expert e, before dropping. f_e
+    has no gradient. P_e is the mean probability of expert e, and is differentiable. The loss is 1 for equal
+    expert loads and equal probabilities.
 
-    Args:
-        routing: the assignments of the micro-batch.
-        gate: its backend computes the loss; None selects the best backend for the device.
+    Args: routing: the assignments of the micro-batch. gate: the gate whose backend computes the loss; None
+        selects the best backend for the device.
 
-    Returns:
-        [] at least fp32, differentiable.
+    Returns: a differentiable scalar in at least fp32.
 
-    Source: GShard (Lepikhin et al. 2020), equation 4 and algorithm 1, scaled by E as Tutel does.
+    The loss is from GShard (Lepikhin et al. 2020), equation 4 and algorithm 1, times E.
 
     Example:
         >>> even, collapsed = 9 * torch.eye(4), 9 * torch.eye(4)[[0, 0, 0, 0]]
@@ -40,16 +38,16 @@ def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
 
 
 def gshard_all_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
-    """Return the GShard balance loss, computed from all K choices of each token, not only the first."""
+    """Return the GShard balance loss of all K choices of each token, instead of only the first choice."""
     return _load_times_probability(routing, routing.assigned_KE.sum(dim=0), gate)
 
 
 def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """Return the GShard balance loss with the expert loads of all ranks of the layer's topology.
 
-    The probabilities are only from this rank's tokens.
+    The probabilities are only from the tokens of this rank.
 
-    Collective in training: one all-reduce of E numbers. Source: Qiu et al. 2025, Demons in the Detail.
+    In training, this function runs one all-reduce of E numbers. The loss is from Qiu et al. 2025.
     """
     assigned_E = routing.assigned_KE.sum(dim=0)
     if gate.topology is not None and gate.topology.world_size > 1:
@@ -79,33 +77,32 @@ def gshard_sequence_loss(routing: Routing, gate: GateOutput) -> Tensor:
 def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """Return the mean of the importance loss and the load loss of noisy gates (Shazeer et al. 2017).
 
-    The loss is (cv^2(importance) + cv^2(load)) / 2 over all tokens except padding.
-    Importance_e is the sum of expert e's noise-free probabilities over tokens. Load_e is the sum over
-    tokens of the probability that e is among the K best experts if its noise is drawn again. That
-    probability is Phi((logit_e - rival_e) / noise), where rival_e is the K-th largest noisy logit of the
-    other experts. cv^2 is the variance over experts divided by the squared mean.
+    The loss is (cv^2(importance) + cv^2(load)) / 2. Importance_e is the sum of expert e's noise-free
+    probabilities over tokens. Load_e is the sum over tokens of Phi((logit_e - rival_e) / noise), the
+    probability that expert e is among the K best experts if its noise is drawn again. The number rival_e is
+    the K-th largest noisy logit of the other experts. cv^2 is the variance over experts divided by the
+    squared mean.
 
-    Source: Shazeer et al. 2017, sections 4 and A, equations 6 to 11.
+    The loss is from Shazeer et al. 2017, sections 4 and A, equations 6 to 11.
     """
     top_k = min(routing.assigned_KE.shape[0], routing.probs_TE.shape[1])
     clean_TE, noisy_TE = _wide(gate.clean_TE), _wide(gate.logits_TE)
     importance = _cv_squared(routing, scores_of(clean_TE, gate.score_function)[1])
-    if top_k == noisy_TE.shape[1]:  # every token chooses every expert, so cv^2(load) is 0
+    if top_k == noisy_TE.shape[1]:  # Every token chooses every expert, so cv^2(load) is 0.
         return importance / 2
     best_TK = noisy_TE.topk(top_k + 1, dim=1).values
     is_chosen_TE = noisy_TE > best_TK[:, top_k:]
     rival_TE = torch.where(is_chosen_TE, best_TK[:, top_k:], best_TK[:, top_k - 1 : top_k])
     ahead_TE = (clean_TE - rival_TE) / gate.noise
-    # An expert that a custom gate excludes has probability 0, for every rival_e.
+    # An expert that a custom gate excludes has probability 0, for every value of rival_e.
     chance_TE = _normal_cdf(ahead_TE.masked_fill(clean_TE == -math.inf, -math.inf))
     return (importance + _cv_squared(routing, chance_TE)) / 2
 
 
 def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """Return Tutel's variant of the load_importance loss, to resume training runs that used it.
+    """Return Tutel's variant of the load_importance loss, for resumed runs that began with this variant.
 
-    It uses the K-th largest noisy logit of all experts, and subtracts this logit from a probability instead
-    of from a logit.
+    Tutel subtracts the K-th largest noisy logit of all experts from a probability instead of a logit.
     """
     top_k = min(routing.assigned_KE.shape[0], routing.probs_TE.shape[1])
     probs_TE = torch.softmax(_wide(gate.clean_TE), dim=1)
@@ -146,7 +143,7 @@ class _LoadLoss(torch.autograd.Function):
 
 
 def _cv_squared(routing: Routing, values_TE: Tensor) -> Tensor:
-    """Return cv^2 of the experts' sums over all tokens except padding; 0 for one expert or no tokens."""
+    """Return cv^2 of the experts' sums over tokens except padding, or 0 for one expert or no tokens."""
     total_E = _without_padding(routing, values_TE).sum(0)
     if total_E.shape[0] == 1:
         return total_E.sum() * 0
@@ -167,14 +164,14 @@ def _real_probs(routing: Routing) -> Tensor:
 
 
 def _without_padding(routing: Routing, values_TE: Tensor) -> Tensor:
-    """Return the values with 0 for padding."""
+    """Return the tensor with zeros for padding."""
     if routing.real_T is None:
         return values_TE
     return values_TE.masked_fill(~routing.real_T.unsqueeze(1), 0.0)
 
 
-# Balance losses by their name in --moe-balance-loss. Switch's loss (Fedus et al. 2021, equations 4 to 6)
-# equals GShard's: both count first choices.
+# This table maps the names of --moe-balance-loss to balance losses. The loss of Switch Transformers (Fedus
+# et al. 2021, equations 4 to 6) equals GShard's, because both losses count first choices.
 LOSSES: dict[str, Callable[[Routing, GateOutput], Tensor]] = {
     "gshard": gshard_loss,
     "gshard_all": gshard_all_loss,
@@ -188,12 +185,12 @@ LOSSES: dict[str, Callable[[Routing, GateOutput], Tensor]] = {
 
 
 def balance_losses(names: dict[str, float], routing: Routing, gate: GateOutput) -> dict[str, Tensor]:
-    """Return every named balance loss as a scalar; `names` maps loss names to weights."""
+    """Return the named balance losses as scalars by name. `names` maps loss names to weights."""
     return {name: LOSSES[name](routing, gate) for name in names}
 
 
 class BalanceBias(nn.Module):
-    """A bias on expert scores: higher for underloaded, lower for overloaded experts (Wang et al. 2024)."""
+    """A bias on expert scores, which is higher for underloaded experts (Wang et al. 2024)."""
 
     bias: Tensor
     load: Tensor
@@ -206,24 +203,24 @@ class BalanceBias(nn.Module):
 
     @torch.no_grad()
     def count(self, assigned_KE: Tensor) -> None:
-        """Add a micro-batch's assignments to the experts' loads, even if dropped, except padding."""
+        """Add a micro-batch's assignments, dropped or not, to the experts' loads; ignore padding."""
         self.load.add_(assigned_KE.sum(dim=0))
 
     @torch.no_grad()
     def update(self, load_E: Tensor) -> None:
-        """Raise the bias of underloaded experts, lower it for overloaded experts, and reset the loads."""
-        # Integer arithmetic ensures that every rank makes the same step: sign(mean - load), both times E.
+        """Raise the bias of underloaded experts, lower that of overloaded experts, and reset all loads."""
+        # Integers (E * mean and E * load) give the same sign(mean - load) on every rank.
         below_E = load_E.sum() - load_E * len(load_E)
         self.bias.add_(below_E.sign().to(self.bias.dtype), alpha=self.rate)
         self.load.zero_()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        # A checkpoint that was trained without the bias leaves the bias at its initial value.
+        # If a checkpoint has no balance bias, the bias stays at its initial value.
         state_dict.setdefault(prefix + "bias", self.bias)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # The bias keeps its dtype in a half-precision model, because steps of 0.001 vanish in bf16.
+        # The balance bias keeps its dtype in a half-precision model, because steps of 0.001 vanish in bf16.
         bias = self.bias
         super()._apply(fn, recurse)
         if self.bias.dtype != bias.dtype:
@@ -234,9 +231,9 @@ class BalanceBias(nn.Module):
 def update_biases(model: nn.Module) -> None:
     """Update every layer's balance bias from the loads summed over the ranks of its topology. Collective.
 
-    The load covers all micro-batches since the previous call. Custom training loops must call this function
-    after every optimizer step. fairseq's tasks call it automatically. Without layers that have a balance
-    bias, it does nothing.
+    The loads count all micro-batches since the previous call of this function. Custom training loops must
+    call this function after every optimizer step. fairseq's tasks call this function automatically. The
+    function does nothing if no layer has a balance bias.
 
     Example:
         >>> config = ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8, balance_bias=True)

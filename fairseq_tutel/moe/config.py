@@ -115,13 +115,13 @@ class MoEConfig:
     top_k: int = routing(2, "experts per token, from 1 to the number of experts", rule=AT_LEAST_1)
     capacity_factor: float = capacity(
         0.0, rule=CAPACITY,
-        help="expert capacity in training: top_k * ceil(|f| * tokens / experts) slots; 0 drops no token; "
-        "f < 0 makes buffers no larger than the busiest expert needs",
+        help="expert capacity in training: top_k * ceil(|f| * tokens / experts) slots; 0 drops no "
+        "assignment; f < 0 makes buffers no larger than the busiest expert needs",
     )
     eval_capacity_factor: float = capacity(
         0.0, rule=CAPACITY,
-        help="capacity factor in evaluation and generation; 0 drops no token, so that an output does not "
-        "depend on the rest of the batch (with --moe-choice experts, 0 uses the training capacity)",
+        help="capacity factor in evaluation and generation; 0 drops no assignment, so that an output does "
+        "not depend on other sentences of the batch (with --moe-choice experts, 0: the training factor)",
     )
     eval_capacity_token_fraction: float = capacity(
         0.0, rule=CAPACITY,
@@ -141,9 +141,9 @@ class MoEConfig:
     )
     drop_policy: str = capacity(
         "position", choices=("position", "bpr", "rts", "probability"),
-        help="which assignments a full expert keeps: position, the earliest tokens; bpr, tokens with the "
-        "largest probability; rts, in training random tokens; probability, assignments with the largest "
-        "probability",
+        help="assignments that get a slot of a full expert: position, those of the earliest tokens; bpr, "
+        "those of tokens with the largest probability; rts, in training those of random tokens; "
+        "probability, assignments with the largest probability",
     )
     choice: str = routing(
         "tokens", choices=("tokens", "experts"),
@@ -153,12 +153,12 @@ class MoEConfig:
     )
     gate_type: str | type = routing(  # noqa: RUF009
         "linear", rule=GATES, or_class=True,
-        help="how the gate scores tokens: linear, biased (linear with a bias per expert), cosine "
-        "(similarity of a projection and one vector per expert), or your own package.module.Class (in "
-        "Python also the class itself); several names separated by commas give several gates for the same "
+        help="function by which the gate scores tokens: linear, biased (linear with a bias per expert), "
+        "cosine (similarity of a projection and one vector per expert), or a custom package.module.Class "
+        "(in Python also the class); several names separated by commas give several gates for the same "
         "experts",
     )
-    gate_index: int = routing(0, "index of the gate to use if there are several", rule=AT_LEAST_0)
+    gate_index: int = routing(0, "index of the gate to use if a layer has several gates", rule=AT_LEAST_0)
     gate_projection_dim: int = routing(
         256, rule=AT_LEAST_1, help="dimension of the cosine gate's projection",
     )
@@ -167,36 +167,36 @@ class MoEConfig:
     )
     score_function: str = routing(
         "softmax", choices=("softmax", "sigmoid"),
-        help="how logits become scores: softmax over the experts, or sigmoid of each logit",
+        help="function from logits to scores: softmax over the experts, or sigmoid of each logit",
     )
     normalize_gate: str = routing(
         "before", choices=("before", "after", "none"),
         help="divide the weights of a token's experts by their sum if top_k > 1: before dropping, after "
-        "dropping (over the kept assignments), or none",
+        "dropping (over the assignments that have a slot), or none",
     )
     routed_scaling_factor: float = routing(1.0, "factor for all weights, applied last", rule=POSITIVE)
-    prescore: bool = routing(False, "multiply the experts' inputs by the weights, instead of their outputs")
+    prescore: bool = routing(False, "multiply the experts' inputs, not their outputs, by the weights")
     eom: float = routing(
         0.0, rule=PROBABILITY,
-        help="expert output masking: probability with which each assignment's output is set to 0 in "
-        "training; evaluation multiplies these outputs by 1 minus this probability",
+        help="expert output masking: probability that an assignment's output is set to 0 in training; "
+        "evaluation multiplies these outputs by 1 minus this probability",
     )
     fom: float = routing(
         0.0, rule=PROBABILITY,
-        help="final output masking: probability with which the MoE layer's output for a token is set to 0 "
-        "in training; evaluation multiplies the output by 1 minus this probability",
+        help="final output masking: probability that the MoE layer's output for a token is set to 0 in "
+        "training; evaluation multiplies the output by 1 minus this probability",
     )
     expert_groups: int = routing(
         1, rule=AT_LEAST_1,
-        help="number of groups of consecutive experts; a token first chooses groups (by the sum of the "
-        "best top_k / groups-per-token scores in each), then experts within them",
+        help="number of groups of consecutive experts; a token first chooses groups by the sum of the "
+        "best top_k / groups-per-token scores in a group, then experts within these groups",
     )
     groups_per_token: int = routing(
         1, rule=AT_LEAST_1, help="number of groups from which a token may choose experts",
     )
     second_expert_policy: str = routing(
         "all", choices=("all", "sampling", "random"),
-        help="how each choice after the first is made: all, by score; sampling, in training sampled by "
+        help="choice of a token's experts after the first: all, by score; sampling, in training sampled by "
         "score; random, by score, but in training kept with probability top_k times its weight",
     )
     rsample: bool = routing(
@@ -225,8 +225,8 @@ class MoEConfig:
     )
     balance_bias: bool = balance(
         False,
-        help="balance the load by a bias on the scores, used only to choose experts, which rises after "
-        "every update for experts below the mean load and falls for others",
+        help="balance the load by a bias on the scores, which affects only the choice of experts; after "
+        "every update, the bias rises for experts below the mean load and falls for other experts",
     )
     bias_update_rate: float = balance(
         0.001, rule=NOT_NEGATIVE,
@@ -234,8 +234,8 @@ class MoEConfig:
     )
     expert_type: str | type = experts(  # noqa: RUF009
         "ffn", rule=one_of(EXPERT_TYPES, or_class=True), or_class=True,
-        help="ffn: two linear layers with an activation between them; glu: SwiGLU, silu(x W1) * (x W3), "
-        "then W2; or your own package.module.Class (in Python also the class itself), a torch module "
+        help="ffn, two linear layers with an activation between them; glu, the SwiGLU product of W2 and "
+        "silu(x W1) * (x W3); or a custom package.module.Class (in Python also the class), a torch module "
         "that is one expert",
     )
     shared_experts: int = experts(
@@ -279,25 +279,24 @@ class MoEConfig:
     )
     recompute_experts: bool = memory(
         False,
-        help="recompute the experts' hidden layer in the backward pass: less memory, more computation; the "
-        "result is the same",
+        help="recompute the experts' hidden layer in the backward pass, which saves memory and takes time",
     )
     fp32_products: str = kernels(
         "torch", choices=("torch", "tf32x3"),
         help="matrix products of fp32 experts on a GPU: torch uses torch's TF32 setting, which is off by "
-        "default; tf32x3 computes each as three TF32 products on tensor cores, with about 22 bits instead "
-        "of 24, on NVIDIA GPUs with Triton kernels",
+        "default; tf32x3 computes a product as three TF32 products on tensor cores, with about 22 bits "
+        "instead of 24, on NVIDIA GPUs with Triton kernels",
     )
     exchange: str = communication(
         "ragged", choices=("ragged", "padded"),
-        help="all-to-all buffers: ragged sends only the kept rows; padded sends buffers of equal size; the "
-        "result is the same",
+        help="all-to-all buffers: ragged sends only rows of assignments that have a slot; padded sends "
+        "buffers of equal size",
     )
     a2a_algorithm: str = communication(
         "linear", rule=ALGORITHM,
-        help="all-to-all algorithm: linear, every rank sends to every other; 2dh, first within the node; "
-        "auto, the faster of the two by the cost model; plan:NAME, a collective plan of "
-        "--moe-collective-plans; the result is the same",
+        help="all-to-all algorithm: linear, every rank sends to every other rank; 2dh, first within the "
+        "node, then between nodes; auto, linear or 2dh by the cost model; plan:NAME, a collective plan of "
+        "--moe-collective-plans",
     )
     a2a_dtype: str = communication(
         "same", choices=("same", "bf16", "fp8"),
@@ -306,25 +305,23 @@ class MoEConfig:
     )
     a2a_ffn_overlap_degree: int = communication(
         1, rule=OVERLAP,
-        help="number of row chunks whose all-to-all overlaps with the experts' computation; the result is "
-        "the same",
+        help="number of row chunks whose all-to-all overlaps with the experts' computation",
     )
     parallel_type: str = parallelism(
         "adaptive:1", rule=PARALLEL_TYPE,
-        help="adaptive:r with r as in --moe-adaptive-r; data, the same as adaptive:1; model, the largest "
-        "r; auto, the r that measures fastest; the result is the same",
+        help="way to use several ranks per expert: adaptive:r, with r as in --moe-adaptive-r; data, "
+        "adaptive:1; model, the largest r; auto, the fastest measured r",
     )
     adaptive_r: int = parallelism(
         -1, rule=whole(-1, MILLION),
-        help="if there are more ranks than experts, number of expert shards (parts of the hidden "
+        help="if there are more ranks than experts, number of expert shards (slices of the hidden "
         "dimension, one per rank) that each row is sent to: 0 gathers all experts on every rank and sends "
-        "no row; otherwise a divisor of the ranks per expert, which is also the maximum; -1 uses "
-        "--moe-parallel-type; the result is the same",
+        "no row; otherwise a divisor of the number of ranks per expert; -1 uses --moe-parallel-type",
     )
     adaptive: str = parallelism(
         "off", choices=("off", "auto"),
         help="auto: choose --moe-adaptive-r, --moe-a2a-ffn-overlap-degree and --moe-a2a-algorithm by "
-        "measuring updates; off: use the given values",
+        "measuring updates; off: use the values of these three options",
     )
     # fmt: on
 

@@ -1,9 +1,9 @@
-"""The decode path: a shorter path through a MoE layer for few tokens on a CPU without gradients.
+"""The decode path is a shorter path through a MoE layer for few tokens on a CPU without gradients.
 
-Reading the weights takes most of the time. The layer's output needs only each token's experts and weights.
-Slots, counts and row maps are computed at their first access. Results equal those of `routing.decide` and
-of the fused FFN (`expert_ffn`). T tokens, D model_dim, E experts, K top_k, N = T * K
-assignments, R rows, n rows of one expert.
+For few tokens, reading the weights takes most of the time. The layer's output needs only the experts and
+gate weights of each token. Slots, counts and row maps are therefore computed only at their first access.
+The decode path gives the same results as `routing.decide` and the fused FFN (`expert_ffn`). Shapes use T
+for tokens, D for model_dim, E for experts, K for top_k and N for T * K assignments.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
 from fairseq_tutel.moe.routing import GateOutput, Routing, placed, scaled
 from fairseq_tutel.moe.slots import MicroBatch
 
-# The decode path is faster up to this number of assignments.
+# The decode path is faster than the normal path up to this number of assignments.
 MOST_ASSIGNMENTS = 256
 
 
 def can_defer(training: bool) -> bool:
-    """Return whether losses and slots may be computed later: no training, gradients or tracing."""
+    """Return whether losses and slots can be computed later, without training, gradients or tracing."""
     return not (training or torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
@@ -35,11 +35,10 @@ def _later(name: str) -> Any:
 
 
 class DecodeRouting(Routing):
-    """The routing of a few tokens, which computes slots and rows only at their first access.
+    """The routing of a few tokens. Slots and rows are computed only at their first access.
 
-    Args:
-        place: returns the complete routing; None if `known` has all fields.
-        known: the fields of `Routing` that are known, by name.
+    Args: place: a function that returns the complete routing; None if `known` has all fields. known: fields
+        of `Routing` that are already computed, by name.
     """
 
     def __init__(self, place: Callable[[], Routing] | None = None, **known: Any) -> None:
@@ -47,7 +46,7 @@ class DecodeRouting(Routing):
 
     @cached_property
     def complete(self) -> Routing:
-        """The routing with all fields."""
+        """The routing of the few tokens with all fields computed."""
         return self.__dict__["place"]()
 
     slots_TK = _later("slots_TK")
@@ -61,24 +60,24 @@ class DecodeRouting(Routing):
 
     @cached_property
     def sources(self) -> list[list[int]]:
-        """The assignments t * K + j of each expert, without padding. The first access is a host read."""
+        """Each expert's assignments t * K + j, except padding."""
         num_experts, ids_TK = self.probs_TE.shape[1], self.expert_ids_TK
         if self.real_T is not None:
             ids_TK = torch.where(self.real_T.unsqueeze(1), ids_TK, num_experts)
         sources: list[list[int]] = [[] for _ in range(num_experts + 1)]
-        # For so few numbers, Python lists are faster than sorting a tensor.
+        # For so few assignments, Python lists are faster than sorting a tensor.
         for source, expert in enumerate(ids_TK.flatten().tolist()):
             sources[expert].append(source)
         return sources[:-1]
 
     @cached_property
     def groups(self) -> Groups:
-        """The groups of rows: the number of rows of each expert."""
+        """The groups of rows, as the number of rows of each expert."""
         return Groups.of_host([len(own) for own in self.sources], self.expert_ids_TK.device)
 
 
 def are_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> bool:
-    """Return whether `decide_few` can route a micro-batch: few tokens on a CPU that are never dropped."""
+    """Return whether `decide_few` can route a micro-batch: few tokens on a CPU, and never any dropping."""
     return (
         can_defer(batch.training)
         and 0 < len(logits_TE) * batch.top_k <= MOST_ASSIGNMENTS
@@ -91,7 +90,7 @@ def are_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> bool:
 
 
 def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: GateOutput) -> DecodeRouting:
-    """Choose experts for a few tokens and return the routing, as `routing.decide` does for many."""
+    """Choose experts for a few tokens and return the routing, like `routing.decide` for many tokens."""
     chosen = choose(logits_TE, config, batch)
     return DecodeRouting(
         partial(placed, chosen, config, batch),
@@ -105,13 +104,13 @@ def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: Ga
 
 
 def runs_few(experts: ExpertStack, routing: Routing) -> bool:
-    """Return whether `run_few` can compute a routing: it is from `decide_few`, and experts are fused."""
+    """Return whether `run_few` can run a routing, which must be from `decide_few` for fused experts."""
     is_few = isinstance(routing, DecodeRouting) and routing.__dict__["place"] is not None
     return is_few and can_defer(experts.training) and experts.can_fuse
 
 
 def run_few(experts: ExpertStack, x_TD: Tensor, routing: Any, weights: Weights) -> Tensor:
-    """Run the experts that have rows one by one, and return each token's weighted sum of outputs [T, D]."""
+    """Run the experts that have rows one by one; return each token's weighted sum of outputs [T, D]."""
     weights_TK, own = routing.weights_TK, [sources for sources in routing.sources if sources]
     top_k, of_each = weights_TK.shape[1], weights.of_each(experts, routing.groups)
     rows = (x_TD[[source // top_k for source in sources]] if len(x_TD) > 1 else x_TD for sources in own)

@@ -1,20 +1,20 @@
-"""Dispatch and combine, and dispatchers, which send the tokens of a layer to their experts and back.
+"""Dispatchers send the tokens of a layer to their experts (dispatch) and return the outputs (combine).
 
-Dispatch maps x_TD to rows_RD, and combine maps rows_RD to y_TD. They are adjoint to each other. Forward and
-backward of both are gathers that use the maps between assignments and rows. They use no scatters or
-atomics, so equal inputs give bit-identical results.
+Dispatch maps x_TD to rows_RD, and combine maps rows_RD to y_TD. Dispatch and combine are adjoint to each
+other. Forward and backward of dispatch and combine are gathers that use the maps between assignments and
+rows. Dispatch and combine use no scatters or atomics, so equal inputs give bit-identical results.
 
-- `Local`: all experts are on this rank.
-- `Gathering`: every rank gathers the weights of all experts for one forward (adaptive_r = 0).
-- `Exchange`: rows are sent to the ranks that own their experts.
-- `OwnExperts`: no rows are sent; this rank's experts replace the other ranks' (--moe-local-drop, training).
+- `Local` is the dispatcher if all experts are on this rank.
+- `Gathering` gathers the weights of all experts on every rank for one forward pass (adaptive_r = 0).
+- `Exchange` sends rows to the ranks that own their experts.
+- `OwnExperts` sends no rows, but runs this rank's experts instead (--moe-local-drop in training).
 
 Every dispatcher has these members:
 
 - `apply(x_TD, routing, weights)` returns each token's weighted sum of its experts' outputs, [T, D].
-- `run_without_tokens` joins the collectives of other ranks' `apply` with zero tokens.
+- `run_without_tokens` joins the collectives of `apply` on other ranks with zero tokens.
 
-T tokens, D model_dim, K top_k, R rows.
+Shapes use T for tokens, D for model_dim, K for top_k and R for rows.
 """
 
 import dataclasses
@@ -44,16 +44,14 @@ from fairseq_tutel.parallel.transfer import ExchangeTimer
 
 
 def dispatch(x_TD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False) -> Tensor:
-    """Copy tokens to rows sorted by expert; with `prescore`, multiply each row by its gate weight.
+    """Copy tokens to rows sorted by expert. With `prescore`, multiply each row by its gate weight.
 
-    Args:
-        x_TD: the tokens, in any float dtype, differentiable.
-        routing: the rows of each token.
-        backend: "reference" (plain torch), "triton", or "auto" for the best of the device.
-        prescore: multiply rows by weights, so that `combine` with `prescore` only adds them.
+    Args: x_TD: the tokens, in any float dtype, differentiable. routing: the rows of each token. backend:
+        "reference" (plain torch), "triton", or "auto" for the best backend of the device. prescore:
+        multiply rows by gate weights, so that `combine` with `prescore` only adds rows.
 
     Returns:
-        rows_RD in the dtype of x_TD. Empty rows are 0.
+        rows_RD in the dtype of x_TD. Rows without a token are 0.
 
     Example:
         >>> routing = ft.route(torch.tensor([[0.0, 9.0], [9.0, 0.0]]), top_k=1)
@@ -66,14 +64,14 @@ def dispatch(x_TD: Tensor, routing: Routing, backend: str = "auto", prescore: bo
 
 
 def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False) -> Tensor:
-    """Return each token's sum of expert outputs; the sum is weighted unless `prescore` is set.
+    """Return each token's sum of expert outputs, weighted unless `prescore` is set.
 
     Args:
-        rows_RD: the experts' outputs, in any float dtype, differentiable. It may be shorter than R,
-            because the unused tail of the compact layout can be cut.
-        routing: the rows and weights of each token.
+        rows_RD: the experts' outputs, in any float dtype, differentiable. rows_RD may have fewer than R
+            rows, because the unused tail of the compact layout can be cut.
+        routing: the rows and gate weights of each token.
         backend: as in `dispatch`.
-        prescore: whether `dispatch` has multiplied the rows by the weights.
+        prescore: whether `dispatch` has multiplied the rows by the gate weights.
 
     Returns:
         y_TD in the dtype of rows_RD; 0 for tokens without rows.
@@ -91,7 +89,7 @@ def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: 
 
 
 class _Dispatch(torch.autograd.Function):
-    """Copy a token to each row: rows[r] = x[token of r], times the assignment's weight if given."""
+    """Copy a token to each row: rows[r] = x[token of r], multiplied by the row's gate weight if given."""
 
     @staticmethod
     def forward(
@@ -118,7 +116,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Sum the rows of each token into y[t], weighted if weights are given; the adjoint of `_Dispatch`."""
+    """Sum each token's rows into y[t], weighted if weights are given (the adjoint of `_Dispatch`)."""
 
     @staticmethod
     def forward(
@@ -237,12 +235,12 @@ class Exchange:
 
 @dataclass(eq=False)
 class OwnExperts:
-    """A dispatcher that processes all rows of a rank with this rank's experts, and sends no rows.
+    """A dispatcher that processes all rows of a rank with the experts of this rank, and sends no rows.
 
-    The i-th expert of every rank is replaced by this rank's i-th expert. Weights and dropping do not
-    change. The experts must not be split into shards.
+    The i-th expert of every rank is replaced by this rank's i-th expert. Gate weights and dropped
+    assignments do not change. The experts must not be split into shards over ranks.
 
-    Source: Liu et al. 2022 (Gating Dropout), section 3, and Meta's nllb branch.
+    The method is Gating Dropout (Liu et al. 2022, section 3), also in Meta's nllb branch.
     """
 
     experts: ExpertStack
@@ -281,7 +279,7 @@ def choose_dispatcher(
         return Local(experts, config)
     slices = topology.slices(config.num_experts)
     degree = nearest_degree(strategy.adaptive_r, slices, config.hidden_layer_norm)
-    if not experts.weights.are_own:  # offloaded weights cannot be gathered
+    if not experts.weights.are_own:  # Offloaded weights cannot be gathered.
         degree = max(1, degree)
     if degree == 0:
         return Gathering(experts, config, topology, calls)

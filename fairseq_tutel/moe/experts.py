@@ -1,4 +1,4 @@
-"""Built-in and custom experts. R rows sorted by expert, D model_dim, H hidden_dim, e local experts."""
+"""Built-in and custom experts, for R rows sorted by expert, e experts, model_dim D and hidden_dim H."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -22,10 +22,10 @@ from fairseq_tutel.parallel.groups import Part
 
 
 class Experts(ExpertStack):
-    """The built-in expert types: `ffn` (two linear layers) and `glu` (SwiGLU).
+    """The built-in expert types are `ffn` (two linear layers) and `glu` (SwiGLU).
 
-    Parameters: fc1_weight [e, H, D], fc1_bias [e, H], fc2_weight [e, D, H], fc2_bias [e, D]. `glu` adds
-    fc3_weight [e, H, D] and fc3_bias [e, H]. Each expert's matrices have the layout of nn.Linear.
+    The parameters are fc1_weight [e, H, D], fc1_bias [e, H], fc2_weight [e, D, H] and fc2_bias [e, D]. The
+    type `glu` adds fc3_weight [e, H, D] and fc3_bias [e, H]. Each expert's matrices are as in nn.Linear.
     """
 
     slice_dims: ClassVar[dict[str, int]] = {
@@ -39,7 +39,7 @@ class Experts(ExpertStack):
         super().__init__(config, part)
         slices = self.part.slices
         hidden_dim = _part_of(config.hidden_dim, slices, "hidden_dim")
-        # fc2_bias is the only tensor that is split in model_dim.
+        # Only the tensor fc2_bias is split in model_dim.
         model_dim = _part_of(config.model_dim, slices, "model_dim") if config.expert_bias else 0
         shapes = {"fc1": (hidden_dim, hidden_dim, config.model_dim)}
         if config.expert_type == "glu":
@@ -55,7 +55,7 @@ class Experts(ExpertStack):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Initialize each expert as nn.Linear does, or from a normal distribution if `init_std` is set."""
+        """Initialize each expert as nn.Linear does, or with a normal distribution if `init_std` is set."""
         for tensor, parameter in self.expert_parameters().items():
             if parameter.is_meta:
                 continue
@@ -63,7 +63,7 @@ class Experts(ExpertStack):
             fan_in = self.whole_shape(f"{map_name}_weight")[1]
             for i in range(self.num_local):
                 generator = seeded_generator(seed, name, self.first + i, tensor)
-                # The complete expert is drawn and then split, so that a model is the same for every P.
+                # The complete expert is drawn and then split, so that the number of ranks has no effect.
                 whole = parameter.new_empty(self.whole_shape(tensor))
                 draw_linear(whole, fan_in, kind, self.config.init_std, generator)
                 parameter[i].copy_(self.own_part(tensor, whole.unsqueeze(0))[0])
@@ -76,7 +76,7 @@ class Experts(ExpertStack):
         return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
     def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
-        """Run each expert, or this rank's shard of it, on its group of rows."""
+        """Run each expert, or its shard on this rank, on the expert's group of rows."""
         tensors = self.prepared(tensors, rows_RD.device)
         rows_RD = rows_RD.to(tensors["fc1_weight"].dtype)
         if not self.is_one_node:
@@ -84,7 +84,7 @@ class Experts(ExpertStack):
         return ffn(rows_RD, tensors, self._call(groups, rows_RD.device, rows_RD.dtype))
 
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
-        """Dispatch, run the experts and combine, as one autograd node; return each token's weighted sum."""
+        """Dispatch tokens, run experts and return each token's weighted sum, as one autograd node."""
         maps = RowMaps(routing.weights_TK, routing.row_of_TK, routing.source_of_R, routing.token_of_R)
         return self._by_maps(x_TD, routing.groups, maps, weights)
 
@@ -96,7 +96,7 @@ class Experts(ExpertStack):
         to_row_R: Tensor,
         weights: Weights = OWN,
     ) -> Tensor:
-        """Run the experts on rows in any order; fused experts read the rows in place, without sorting."""
+        """Run the experts on rows in any order. Fused experts read the rows in place, without sorting."""
         if not self.can_fuse:
             return super().run_unsorted(rows_RD, groups, to_expert_R, to_row_R, weights)
         maps = RowMaps(None, to_row_R.unsqueeze(1), to_expert_R, to_expert_R)
@@ -110,9 +110,9 @@ class Experts(ExpertStack):
 
     @property
     def is_one_node(self) -> bool:
-        """Whether all experts can be one autograd node.
+        """Whether one autograd node can compute all experts.
 
-        Only an activation may be between fc1 and fc2, and no subclass may replace a step of the FFN.
+        Fused experts have only an activation between fc1 and fc2, and no subclass replaces a step.
         """
         own, drops = type(self), self.training and self.config.activation_dropout > 0
         is_replaced = own.run is not Experts.run or own.activate is not Experts.activate
@@ -150,7 +150,7 @@ def feed_forward(
     norm: nn.Module | None,
     training: bool,
 ) -> Tensor:
-    """Compute the FFN of x [..., D]; `linear` applies the linear layer with the given name, such as fc1."""
+    """Compute an expert's FFN of x [..., D]; `linear` applies a linear layer by its name, such as fc1."""
     hidden = activate(linear("fc1", x))
     if config.expert_type == "glu":
         hidden = hidden * linear("fc3", x)
@@ -166,11 +166,11 @@ def activation_of(config: MoEConfig) -> Callable[[Tensor], Tensor]:
 
 
 class CustomExperts(ExpertStack):
-    """Experts of a custom class: `kind(config)` is one expert, a module from rows [n, D] to rows [n, D].
+    """Experts of a user's class. `kind(config)` makes one expert, a module from rows [n, D] to rows [n, D].
 
-    Parameters are stacked by expert under their own names, in which a dot becomes __. They are exchanged,
-    saved and loaded as the parameters of built-in experts are. The constructor draws each expert with a
-    different seed.
+    Parameters of all experts are stacked under the name in the user's class, in which a dot becomes __.
+    Stacked parameters are exchanged, saved and loaded like the parameters of built-in experts. The
+    constructor initializes each expert with a different seed.
     """
 
     def __init__(
@@ -186,7 +186,8 @@ class CustomExperts(ExpertStack):
             not list(template.buffers()),
             f"{name} has buffers, which all experts would share; make them parameters or class constants.",
         )
-        # A list hides the module from nn.Module. Only the forward of this module is used.
+        # Keeping the module in a list hides the module from nn.Module, so its parameters are not registered
+        # twice. Only the forward method of the hidden module is used.
         self._template = [template]
         for name, parameter in template.named_parameters():
             shape = (self.num_local, *parameter.shape)
@@ -212,7 +213,8 @@ class CustomExperts(ExpertStack):
         template.train(self.training)
         counts = list(groups.host)
         rows_RD = rows_RD[: sum(counts)]
-        # unbind's backward makes one stack. Indexing would make a zero-filled stack for every expert.
+        # The backward of `unbind` makes one gradient for the stack. Indexing would make a zero-filled
+        # gradient of the complete stack for every expert.
         stacks = {name: tensors[_key(name)].unbind(0) for name, _ in template.named_parameters()}
 
         def run(i: int, rows: Tensor) -> Tensor:
@@ -220,7 +222,7 @@ class CustomExperts(ExpertStack):
 
         parts = rows_RD.split(counts)
         done = [run(i, rows_i) for i, rows_i in enumerate(parts) if len(rows_i)]
-        # Without rows, one call with zero rows gives the output's dtype and width, and zero gradients.
+        # Without rows, one call with zero rows gives the output's dtype and width, and gradients of zero.
         out = torch.cat(done) if done else run(0, rows_RD)
         if out.shape != rows_RD.shape:
             raise ValueError(
@@ -244,7 +246,7 @@ def _part_of(width: int, slices: int, name: str) -> int:
 
 
 def build_experts(config: MoEConfig, part: Part, device: str | None = None) -> ExpertStack:
-    """Build this rank's experts of type `config.expert_type`, built-in or custom."""
+    """Build this rank's experts of the configured type, built-in or custom."""
     if is_custom(config.expert_type):
         kind = load_class(config.expert_type)
         return CustomExperts(config, kind, part, device)
@@ -261,18 +263,18 @@ def grouped_linear(
 ) -> Tensor:
     """Apply each expert's linear map to its rows: rows[r] @ weight[i].T + bias[i] for r in group i.
 
-    Rows after the last group give 0. Shapes: rows [R, I], weight [e, O, I], bias [e, O]. The result
-    [R, O] has the dtype of weight.
+    Output rows after the last group are 0. The shapes are rows [R, I], weight [e, O, I] and bias [e, O].
+    The result [R, O] has the dtype of weight.
     """
     rows = rows.to(weight.dtype)
     ops = kernels.ops(backend, rows.device, rows.dtype, fp32_products)
-    if not torch.is_grad_enabled():  # without gradients the weights may be an expert tensor list
+    if not torch.is_grad_enabled():  # Without gradients, `weight` may be an expert tensor list.
         return ops.grouped_linear(rows, weight, bias, groups)
     return _GroupedLinear.apply(rows, weight, bias, groups, ops)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """All experts' linear maps as one autograd node; `weight[i]` would make a full-size gradient each."""
+    """All experts' linear maps as one autograd node, because `weight[i]` makes full-size gradients."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""Gates: modules that compute a logit for each token and expert, with noise in training.
+"""Gates are modules that compute a logit for each token and expert, with noise in training.
 
-T tokens, D model_dim, E experts. Noise comes from torch's global generator. fairseq seeds the generator in
-every update, and activation checkpointing restores it. Recomputed and resumed forwards therefore make the
-same choices.
+Shapes use T for tokens, D for model_dim and E for experts. The noise comes from torch's global generator.
+fairseq seeds this generator in every update, and activation checkpointing restores its state. Recomputed
+and resumed forward passes therefore choose the same experts.
 """
 
 import math
@@ -19,10 +19,10 @@ from fairseq_tutel.option import is_custom
 
 
 class LinearGate(nn.Module):
-    """A gate that is a linear map without bias; in fp32 (fp64 for fp64 input) if `gate_fp32` is set.
+    """A linear gate without bias. If `gate_fp32` is set, the gate computes in fp32 (fp64 for fp64 input).
 
-    With half-precision logits, rounding could change a token's experts between two forwards. On an NVIDIA
-    GPU, bf16 tokens and weights are multiplied without fp32 copies; see `kernels.gate_product`.
+    With half-precision logits, rounding could change a token's experts between two forward passes. On an
+    NVIDIA GPU, `kernels.gate_product` multiplies bf16 tokens and weights without making fp32 copies.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -31,12 +31,12 @@ class LinearGate(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.model_dim))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Initialize the weight from nn.Linear's initial distribution."""
+        """Initialize the gate's weight as nn.Linear does."""
         bound = 1 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound, generator=generator)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return the logits [T, E], in fp32 (or fp64) if `gate_fp32` is set, else in the weight's dtype."""
+        """Return the logits [T, E] in the weight's dtype, or in fp32 (or fp64) if `gate_fp32` is set."""
         if not self.fp32_gate:
             return F.linear(x_TD.to(self.weight.dtype), self.weight)
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
@@ -62,7 +62,7 @@ class BiasedGate(LinearGate):
         nn.init.zeros_(self.bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return the logits [T, E] in the dtype of LinearGate."""
+        """Return the logits [T, E] in the same dtype as LinearGate does."""
         logits_TE = super().forward(x_TD)
         return logits_TE + self.bias.to(logits_TE.dtype)
 
@@ -70,9 +70,9 @@ class BiasedGate(LinearGate):
 class CosineGate(nn.Module):
     """A gate that scores a token by the cosine between its projection and one direction per expert.
 
-    logits = exp(min(t, ln 100)) * normalize(W x + b) . normalize(s_e), with a learned temperature t.
+    The logits are exp(min(t, ln 100)) * normalize(W x + b) . normalize(s_e), with a learned temperature t.
 
-    Source: Chi et al. 2022 (X-MoE), section 3.2; initialisation as in Tutel's cosine_top.
+    The gate is from X-MoE (Chi et al. 2022, section 3.2), and is initialized as in Tutel.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -94,7 +94,7 @@ class CosineGate(nn.Module):
         nn.init.constant_(self.log_scale, -math.log(self.first_temperature))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return the logits [T, E], in fp32 (or fp64) if `gate_fp32` is set, else in the weights' dtype."""
+        """Return the logits [T, E] in the weights' dtype, or in fp32 (or fp64) if `gate_fp32` is set."""
         if not self.fp32_gate:
             return self._logits(x_TD.to(self.directions.dtype))
         with torch.autocast(x_TD.device.type, enabled=False):
@@ -113,14 +113,14 @@ GATES = {"linear": LinearGate, "biased": BiasedGate, "cosine": CosineGate}
 
 
 def build_gate(config: MoEConfig, kind: str | type) -> nn.Module:
-    """Build the configured gate: a built-in type, or a custom class called with the configuration."""
+    """Build the configured gate, which is a built-in gate or a user's class."""
     if is_custom(kind):
         return build_custom(kind, config)
     return GATES[str(kind)](config)
 
 
 def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
-    """Initialize a gate's parameters from (seed, name, tensor name), equally on every rank."""
+    """Initialize a gate's parameters from (seed, name, tensor name), with equal values on every rank."""
     if isinstance(gate, LinearGate | CosineGate):
         gate.reset_parameters(seeded_generator(seed, name, -1, tensor))
     elif hasattr(gate, "moe_config"):
@@ -128,11 +128,11 @@ def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
 
 
 def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Return the gate's input, in training with jitter (factor 1 ± j) and dropout (Fedus et al. 2021)."""
+    """Apply jitter (a factor 1 ± j) and dropout to the gate's input in training (Fedus et al. 2021)."""
     if not training:
         return x_TD
     if config.input_jitter > 0:
-        # The noise is computed in fp32, because half precision has few values near 1, unevenly spaced.
+        # The jitter is computed in fp32, because half precision has only few numbers near 1.
         wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
         low, high = 1 - config.input_jitter, 1 + config.input_jitter
         x_TD = (wide_TD * torch.empty_like(wide_TD).uniform_(low, high)).to(x_TD.dtype)

@@ -1,8 +1,8 @@
-"""The metrics of routing, in one table, `METRICS`, which defines logs and docs.
+"""The table `METRICS` defines the routing metrics for logs and docs.
 
-A metric is either a mean over tokens, whose sum each layer computes in its forward, or a function of the
-counts of assignments, computed once per micro-batch for all layers. Nothing is read on the host.
-T tokens, E experts, K top_k, L layers, S sums of a layer, N metrics of a layer.
+Each layer sums a token metric over tokens in its forward. A count metric is a function of assignment
+counts, computed once per micro-batch for all layers. No metric is read on the host. Shapes use T for
+tokens, E for experts, K for top_k, L for layers, S for a layer's token sums and N for a layer's metrics.
 """
 
 import math
@@ -18,43 +18,42 @@ from fairseq_tutel.moe.routing import Routing
 
 
 class RoutingCounts(NamedTuple):
-    """Routing counts and token sums of one layer in one micro-batch, on the device, without gradients.
+    """The routing counts and token sums of one layer in one micro-batch, on the device, without gradients.
 
-    For `Metric.of_counts`, every field has a first dimension for L layers with the same K and E, and counts
-    are in fp32.
+    `Metric.of_counts` gets all fields stacked for L layers with equal K and E, and counts in fp32.
     """
 
-    num_tokens: Tensor  # [] int64, real tokens
-    assigned_KE: Tensor  # int64, assignments of each choice to each expert, dropped or not
-    kept_E: Tensor  # int64, assignments that got a slot
-    dropped_K: Tensor  # int64, assignments of each choice that got no slot
-    sums_S: Tensor  # the sums over tokens of `METRICS`, in their order
+    num_tokens: Tensor  # The number [] int64 of tokens except padding.
+    assigned_KE: Tensor  # Assignments (int64) by choice and expert, dropped ones included.
+    kept_E: Tensor  # Assignments (int64) to each expert that got a slot.
+    dropped_K: Tensor  # Assignments (int64) of each choice that got no slot.
+    sums_S: Tensor  # The sum over tokens of each token metric, in the order of `METRICS`.
 
     @property
     def load(self) -> Tensor:
-        """The assignments of all choices to each expert of L layers, [L, E]."""
+        """The numbers of assignments of all choices to each expert of L layers, [L, E]."""
         return self.assigned_KE.sum(dim=1)
 
     @property
     def per_token(self) -> Tensor:
-        """The divisor of sums over tokens, at least 1, [L, 1]."""
+        """The number of tokens, but at least 1, by which sums over tokens are divided, [L, 1]."""
         return self.num_tokens.unsqueeze(1).clamp_min(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A logged number of a layer; either `token_sum` or `of_counts` is set and computes the number."""
+    """A metric of a layer that is logged. Either `token_sum` or `of_counts` computes the metric."""
 
-    name: str  # key in the log; for per-choice metrics, {} is replaced by the choice, from 1
-    help: str  # row in the docs
-    # Returns the sum over real tokens, [] or [K] (K = 1: [] or [1]). Arguments: probs_TE and weights_TK, in
-    # at least fp32 with zeros for padding, and real_T. The metric is its mean over real tokens.
+    name: str  # The metric's key in the log. A choice's number (from 1) replaces {} in the key.
+    help: str  # The metric's meaning in the docs.
+    # A function that returns the sum of the metric over tokens, [] or [K]. The arguments are probs_TE and
+    # weights_TK, in at least fp32 with zeros for padding, and real_T.
     token_sum: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-    of_counts: Callable[[RoutingCounts], Tensor] | None = None  # the metric by layer, [L] or [L, K]
-    layers: str = ""  # name of the list over layers in the JSON log; empty: no list is logged
+    of_counts: Callable[[RoutingCounts], Tensor] | None = None  # The metric of L layers, [L] or [L, K].
+    layers: str = ""  # The key of the list over layers in the JSON log; "" logs no list.
 
     def names(self, top_k: int, name: str | None = None) -> list[str]:
-        """Return the metric's log names: one name, or one per choice; `name` replaces `self.name`."""
+        """Return the metric's keys in the log: one key, or one per choice; `name` replaces `self.name`."""
         choices = range(1, top_k + 1) if self.is_per_choice else range(1)
         return [(name or self.name).format(choice) for choice in choices]
 
@@ -65,7 +64,7 @@ class Metric:
 
 
 def _entropies(probs_TE: Tensor, weights_TK: Tensor, real_T: Tensor | None) -> Tensor:
-    # A clamped logarithm and a dot product take half the time of torch.special.entr; 0 log 0 is 0.
+    # A clamped logarithm and a dot product take half the time of torch.special.entr.
     logs_TE = probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log_()
     return -torch.dot(probs_TE.flatten(), logs_TE.flatten())
 
@@ -77,7 +76,8 @@ def _fifth(counts: RoutingCounts, largest: bool) -> Tensor:
 
 
 def _overflow(counts: RoutingCounts) -> Tensor:
-    # Every token has a first choice. With expert choice, a token without an expert counts as dropped.
+    # Every token has a first choice, so the number of first choices is the number of tokens. With expert
+    # choice, a token that no expert chose counts as dropped.
     later_LK = counts.assigned_KE[:, 1:].sum(dim=2)
     asked_LK = torch.cat([counts.num_tokens.unsqueeze(1), later_LK], dim=1)
     return 100 * counts.dropped_K / asked_LK.clamp_min(1)
@@ -87,8 +87,8 @@ def _share(counts: RoutingCounts, values_L: Tensor) -> Tensor:
     return values_L / counts.load.sum(dim=1).clamp_min(1)
 
 
-# Sources: Meta's fairseq-moe for entropy, balance, unused and overflow; Wang et al. 2024 (Loss-Free
-# Balancing) for the violation, to which 1 is added here.
+# The metrics entropy, balance, unused and overflow are from Meta's fairseq-moe. The load violation is from
+# Wang et al. 2024 (Loss-Free Balancing), plus 1.
 METRICS = (
     Metric(
         name="entropy_gating", layers="entropy", token_sum=_entropies,
@@ -114,12 +114,12 @@ METRICS = (
     ),
     Metric(
         name="unused_expert{}_count", of_counts=lambda counts: counts.assigned_KE.eq(0).sum(dim=2),
-        help="experts that no token chose as choice J",
+        help="number of experts that no token chose as choice J",
     ),
     Metric(
         name="moe_dead_experts", layers="dead_experts",
         of_counts=lambda counts: counts.load.eq(0).sum(dim=1),
-        help="experts that no token chose",
+        help="number of experts that no token chose",
     ),
     Metric(
         name="moe_dropped", layers="dropped", help="percent of dropped assignments",
@@ -128,19 +128,19 @@ METRICS = (
     Metric(
         name="moe_max_violation", layers="max_violation",
         of_counts=lambda it: _share(it, it.load.shape[1] * it.load.amax(dim=1)),
-        help="load of the busiest expert over the mean load, before dropping; 1 is even, and Wang et al.'s "
-        "MaxVio is this minus 1",
+        help="load of the busiest expert divided by the mean load, before dropping; this metric minus 1 "
+        "is Wang et al.'s MaxVio",
     ),
 )  # fmt: skip
 
 
 @torch.no_grad()
 def count_routing(routing: Routing) -> RoutingCounts:
-    """Count the assignments of a routing and sum its per-token values, for the metrics."""
+    """Count the assignments of a routing, and sum the token metrics over its tokens."""
     top_k = len(routing.dropped_K)
-    # At least fp32: half precision can not hold sums over tokens.
+    # The dtype is at least fp32, because half precision cannot hold sums over tokens.
     dtype = torch.promote_types(routing.probs_TE.dtype, torch.float32)
-    # With expert choice, a token has more weights than K: one for each expert that chose it.
+    # With expert choice, a token has one gate weight for each expert that chose the token.
     probs_TE, weights_TK = routing.probs_TE.to(dtype), routing.weights_TK[:, :top_k]
     if routing.real_T is not None:
         real_T1 = routing.real_T.unsqueeze(1)
@@ -158,12 +158,12 @@ def count_routing(routing: Routing) -> RoutingCounts:
 
 
 def metric_names(top_k: int) -> list[str]:
-    """Return the names of all metrics of a layer with K choices, in the order of `metric_rows`."""
+    """Return the names of all metrics of a layer with K choices, in the column order of `metric_rows`."""
     return [name for metric in METRICS for name in metric.names(top_k)]
 
 
 def metric_rows(counted: Sequence[RoutingCounts]) -> tuple[Tensor, Tensor]:
-    """Return the metrics [L, N] in fp32 of layers with the same K, and their real tokens' counts [L, 1]."""
+    """Return the metrics [L, N] fp32 of layers with the same K, and their numbers of tokens [L, 1]."""
     same = groupby(counted, key=lambda counts: counts.assigned_KE.shape)
     parts = [_rows(list(layers)) for _, layers in same]
     if len(parts) == 1:
@@ -187,7 +187,7 @@ def _rows(counted: list[RoutingCounts]) -> tuple[Tensor, Tensor]:
 def routing_metrics(routing: Routing) -> dict[str, Tensor]:
     """Return the metrics of one micro-batch by name, as fp32 scalars on the device.
 
-    docs/flags.md lists their names, meanings and units.
+    The names, meanings and units of the metrics are in docs/flags.md.
 
     Example:
         >>> metrics = ft.routing_metrics(ft.route(torch.zeros(6, 4), top_k=2))

@@ -1,4 +1,4 @@
-"""Shared experts, which every token uses, and the residual expert. T tokens, D model_dim, H hidden_dim."""
+"""Shared and residual experts of an MoE layer, for T tokens, model_dim D and hidden_dim H."""
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,10 @@ from fairseq_tutel.option import is_custom
 
 
 class DenseExpert(nn.Module):
-    """The sum of n dense experts that every token uses. Every rank holds all of them.
+    """The sum of n dense experts that every token uses. Every rank holds all n shared experts.
 
-    The n experts are drawn separately and computed as one expert with n times the hidden dimension. A
-    hidden layer norm normalizes over the complete hidden dimension.
+    The n shared experts are initialized separately and computed as one expert with n times the hidden
+    dimension. A hidden layer norm normalizes over the n hidden dimensions together.
     """
 
     def __init__(self, config: MoEConfig, count: int) -> None:
@@ -29,7 +29,7 @@ class DenseExpert(nn.Module):
         self.hidden_layer_norm = nn.LayerNorm(hidden_dim) if config.hidden_layer_norm else None
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Initialize the weights of each of the n experts, from the distribution of routed experts."""
+        """Initialize each of the n shared experts with the same distribution as a routed expert."""
         for tensor, parameter in self.named_parameters():
             layer, _, kind = tensor.partition(".")
             if layer == "hidden_layer_norm" or parameter.is_meta:
@@ -39,7 +39,7 @@ class DenseExpert(nn.Module):
             draw_linear(parameter.data, fan_in, kind, self.config.init_std, generator)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return the summed output of the n experts for every token."""
+        """Return the summed output of the n shared experts for every token."""
         activate, norm = activation_of(self.config), self.hidden_layer_norm
         return feed_forward(
             x_TD, lambda name, x: getattr(self, name)(x), self.config, activate, norm, self.training
@@ -47,26 +47,26 @@ class DenseExpert(nn.Module):
 
 
 class CustomSum(nn.Module):
-    """The sum of n experts of a user's class, which every token uses."""
+    """The sum of n shared experts of a user's class, which every token uses."""
 
     def __init__(self, config: MoEConfig, count: int) -> None:
         super().__init__()
         self.parts = nn.ModuleList(build_custom(config.expert_type, config) for _ in range(count))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return the summed output of the n experts for every token."""
+        """Return the summed output of the n shared experts for every token."""
         return torch.stack([part(x_TD) for part in self.parts]).sum(0)
 
 
 class SharedResidualExperts(nn.Module):
-    """Combines the routed experts' output with shared experts and a residual expert.
+    """This module combines the routed experts' output with shared experts and a residual expert.
 
     y = c_0 * routed + c_1 * dense(x), c = softmax(W x + b)  with `residual`,
     y = g * routed + (1 - g) * dense(x), g = sigmoid(w x + b)  with `cmr`,
     y + sum of the shared experts of x                    with `shared_experts`.
 
-    Source: residual: Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.1; cmr: NLLB Team 2022, section
-    6.2, and Meta's nllb branch; shared: Dai et al. 2024 (DeepSeekMoE), section 3.2.
+    `residual` is from Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.1. `cmr` is from NLLB Team 2022,
+    section 6.2, and from Meta's nllb branch. Shared experts are from DeepSeekMoE (Dai et al. 2024).
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -79,7 +79,7 @@ class SharedResidualExperts(nn.Module):
         self.cmr_gate = nn.Linear(config.model_dim, 1) if config.cmr else None
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Initialize the parameters from (seed, name), so that all ranks get equal values."""
+        """Initialize all parameters from (seed, name), so that all ranks get equal values."""
         for part in ("shared", "dense"):
             module = getattr(self, part)
             if isinstance(module, DenseExpert):
@@ -95,10 +95,9 @@ class SharedResidualExperts(nn.Module):
                 draw_linear(parameter.data, self.config.model_dim, kind, 0.0, generator)
 
     def cmr_gate_of(self, x_TD: Tensor) -> Tensor | None:
-        """Return the gate g [T, 1], the share of the routed experts in each output; None without `cmr`.
+        """Return the gate g [T, 1], the weight of the routed experts in each output, or None without `cmr`.
 
-        In training, dropout sets g to 0 for some tokens and divides it by 1 - `cmr_gate_drop` for others,
-        as in Meta's branch.
+        In training, dropout sets g to 0 for some tokens, and otherwise divides g by 1 - `cmr_gate_drop`.
         """
         if self.cmr_gate is None:
             return None
@@ -109,14 +108,14 @@ class SharedResidualExperts(nn.Module):
     def forward(
         self, x_TD: Tensor, routed_TD: Tensor, real_T: Tensor | None, cmr_T1: Tensor | None
     ) -> Tensor:
-        """Return the layer's output after adding shared experts and the dense expert; 0 for padding.
+        """Return the layer's output with shared experts and the dense expert added; padding gives 0.
 
-        `cmr_T1` is the result of `cmr_gate_of`.
+        `cmr_T1` is the gate that `cmr_gate_of` returned.
         """
         y_TD = routed_TD
         if self.dense is not None:
             if self.mix is not None:
-                # On a GPU, autocast computes a softmax in fp32.
+                # Autocast computes a softmax in fp32 on a GPU.
                 mix_T2 = torch.softmax(self.mix(x_TD), dim=1).to(routed_TD.dtype)
                 of_routed_T1, of_dense_T1 = mix_T2[:, :1], mix_T2[:, 1:]
             else:
@@ -132,7 +131,7 @@ class SharedResidualExperts(nn.Module):
 
 
 def _experts_for_all(config: MoEConfig, count: int) -> nn.Module:
-    """Return a module that sums `count` experts of the layer's expert type for every token."""
+    """Build a module that sums `count` shared experts of the layer's expert type for every token."""
     if is_custom(config.expert_type):
         return CustomSum(config, count)
     return DenseExpert(config, count)

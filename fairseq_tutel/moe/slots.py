@@ -1,8 +1,8 @@
-"""Expert capacity: the number of slots of an expert, and the order in which assignments get slots.
+"""The capacity of an expert is its number of slots. A drop policy decides which assignments get slots.
 
-T tokens, E experts, K top_k, N = K * T assignments, where j * T + t is choice j of token t. A drop policy
-is the order in which assignments get slots; the last assignments are dropped. The kernel `assign_rows`
-numbers the assignments of every expert in that order.
+T is the number of tokens, E of experts, K is top_k, and N = K * T is the number of assignments. Index j * T
++ t is choice j of token t. Assignments get slots in the order of the drop policy, and the last assignments
+are dropped. The kernel `assign_rows` numbers each expert's assignments in the order of the policy.
 """
 
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from fairseq_tutel.option import CAPACITY, is_number
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """The rule that gives each expert's capacity (its number of slots) in one forward pass."""
+    """The rule that gives each expert's capacity (its number of slots) in a forward pass."""
 
-    # f > 0: K * ceil(f * T / E) slots; 0: no limit; f < 0: the limit of |f|, with buffers no larger than
-    # the busiest expert needs
+    # f > 0: A factor f > 0 gives K * ceil(f * T / E) slots; 0 gives no limit. With f < 0, the limit is that
+    # of -f, and buffers are no larger than the busiest expert needs.
     factor: float = 0.0
-    token_fraction: float = 0.0  # above 0: ceil(token_fraction * T) slots; replaces the factor
-    tokens: int = 0  # above 0: replaces T, the number of real tokens, in the token_fraction rule
-    minimum: int = 0  # smallest limit
-    multiple: int = 1  # a limit is rounded up to a multiple of this number
+    token_fraction: float = 0.0  # If above 0, the slots are ceil(token_fraction * T).
+    tokens: int = 0  # If above 0, this number replaces T in token_fraction * T.
+    minimum: int = 0  # The smallest number of slots of an expert.
+    multiple: int = 1  # The number of slots is rounded up to a multiple of this number.
 
     @property
     def is_limited(self) -> bool:
@@ -37,8 +37,8 @@ class Capacity:
     def slots(self, top_k: int, num_experts: int, num_tokens: Tensor) -> Tensor:
         """Return the number of slots per expert, an int64 scalar on the device of `num_tokens`.
 
-        Products are rounded to double precision before they are rounded up: 200 tokens, 4 experts and the
-        factor 1.1 give 56 slots, because 1.1 * 200 / 4 is slightly more than 55.
+        Products are rounded to double precision and then rounded up. For example, 200 tokens, 4 experts and
+        the factor 1.1 give 56 slots, because 1.1 * 200 / 4 is slightly more than 55.
         """
         tokens = num_tokens.double()
         if self.token_fraction > 0:
@@ -49,7 +49,7 @@ class Capacity:
         return self._rounded(limit.clamp_min(self.minimum))
 
     def most_slots(self, top_k: int, num_experts: int, num_tokens: int) -> int:
-        """Return an upper bound of the slots per expert for `num_tokens` tokens, without device reads."""
+        """Return an upper bound of the slots per expert for `num_tokens` tokens, without a device read."""
         if self.token_fraction > 0:
             num_tokens = self.tokens or num_tokens
         per_token = self.token_fraction or top_k * abs(self.factor) / num_experts
@@ -62,20 +62,20 @@ class Capacity:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """The arguments of routing one micro-batch, other than the gate's logits and the configuration."""
+    """The arguments of routing for one micro-batch, except the gate's logits and the layer's options."""
 
     top_k: int
     capacity: Capacity = Capacity()
-    real_T: Tensor | None = None  # bool, False for padding; None if there is no padding
-    # (time, batch) if token t is (t // batch, t % batch), as in fairseq. Slots are assigned in (sentence,
-    # time) order in both layouts.
+    real_T: Tensor | None = None  # Bool, False for padding. None means no padding.
+    # The pair (time, batch) if token t is at (t // batch, t % batch), as in fairseq. Slots are assigned in
+    # (sentence, time) order with and without this pair.
     time_first: tuple[int, int] | None = None
-    training: bool = False  # whether policies may draw random numbers
-    bias_E: Tensor | None = None  # added to the scores only for the choice of experts
+    training: bool = False  # In training, a drop policy may draw random numbers.
+    bias_E: Tensor | None = None  # This bias changes the choice of experts, not the gate weights.
 
 
 def evaluates_as_in_training(config: MoEConfig) -> bool:
-    """Whether evaluation uses the training capacity: if configured so, or if experts choose tokens."""
+    """Whether evaluation uses the training capacity, by an option or because experts choose tokens."""
     fraction = config.eval_capacity_token_fraction
     unset = fraction == 0 and config.eval_capacity_factor == 0
     return fraction < 0 or (config.choice == "experts" and unset)
@@ -84,9 +84,9 @@ def evaluates_as_in_training(config: MoEConfig) -> bool:
 def capacity_of(
     config: MoEConfig, training: bool, factor: float | Capacity | None = None, sentences: int = 1
 ) -> Capacity:
-    """Return the capacity rule of a forward pass: `factor` if it is given, else the configured rule.
+    """Return the capacity rule of a forward pass, which is `factor` if given, else the configured rule.
 
-    `sentences` is the number of sentences in the micro-batch, for `eval_sentence_length`.
+    The option `eval_sentence_length` needs `sentences`, the number of sentences in the micro-batch.
     """
     if isinstance(factor, Capacity):
         return factor
@@ -106,49 +106,49 @@ def capacity_of(
     )
 
 
-# A drop policy returns the order [N] int64 in which assignments get slots. Ties are in the order of
-# `position`. scores_TE is detached. position_T [T] int64 holds the tokens in (sentence, time) order. A
-# policy may draw from torch's global generator only in training.
+# A drop policy is a function that returns the order [N] int64 in which assignments get slots. Ties are in
+# the order of `position`. scores_TE has no gradient. position_T [T] int64 lists the tokens in (sentence,
+# time) order. A drop policy may draw from torch's global generator only in training.
 
 
 def by_position(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """Order assignments: first choices first, then by (sentence, time) of the token."""
+    """Order assignments with first choices first, and each choice by the token's (sentence, time)."""
     return _choice_by_choice(position_T.expand(expert_ids_TK.shape[1], -1))
 
 
 def by_largest_score(
     scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool
 ) -> Tensor:
-    """Order assignments: first choices first, then by the token's largest score (Riquelme et al. 2021)."""
+    """Order assignments with first choices first, then by token's largest score (Riquelme et al. 2021)."""
     importance_T = scores_TE.amax(dim=1)[position_T]
     position_T = position_T[importance_T.argsort(descending=True, stable=True)]
     return by_position(scores_TE, expert_ids_TK, position_T, training)
 
 
 def at_random(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """Order assignments: first choices first, and in training the tokens of each choice at random.
+    """Order assignments with first choices first, and the tokens of a choice at random in training.
 
-    In evaluation, the order is the order of `by_position`.
+    In evaluation, the order is that of `by_position`.
 
-    Source: DeepSpeed-MoE (Rajbhandari et al. 2022).
+    The drop policy is from DeepSpeed-MoE (Rajbhandari et al. 2022).
     """
     if not training:
         return by_position(scores_TE, expert_ids_TK, position_T, training)
     num_tokens, top_k = expert_ids_TK.shape
-    # In half precision many random numbers would be equal. Ties would favor earlier tokens.
+    # In half precision, many random numbers would be equal, and ties would favor earlier tokens.
     keys_KT = torch.rand(top_k, num_tokens, device=position_T.device, dtype=torch.float32)
     return _choice_by_choice(keys_KT.argsort(dim=1))
 
 
 def by_own_score(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """Order all assignments by the gate's score for their expert, regardless of first or later choice."""
+    """Order all assignments by the gate's score for their expert, whether first or later choices."""
     order_N = by_position(scores_TE, expert_ids_TK, position_T, training)
     scores_N = scores_TE.gather(1, expert_ids_TK).t().flatten()[order_N]
     return order_N[scores_N.argsort(descending=True, stable=True)]
 
 
 def _choice_by_choice(order_KT: Tensor) -> Tensor:
-    """Join the token orders of all choices to one order of assignments [N], first choices first."""
+    """Join the token orders of all choices to one order [N] of assignments, with first choices first."""
     top_k, num_tokens = order_KT.shape
     first_K1 = torch.arange(top_k, device=order_KT.device).unsqueeze(1) * num_tokens
     return (order_KT + first_K1).flatten()
@@ -163,7 +163,7 @@ DROP_POLICIES = {
 
 
 def sentence_order(num_tokens: int, time_first: tuple[int, int] | None, device: torch.device) -> Tensor:
-    """Return the token indices [T] int64 in (sentence, time) order."""
+    """Return the indices [T] int64 of the tokens in (sentence, time) order."""
     tokens_T = torch.arange(num_tokens, device=device)
     return tokens_T if time_first is None else tokens_T.view(time_first).t().reshape(-1)
 
@@ -176,12 +176,13 @@ def place_assignments(
     config: MoEConfig,
     batch: MicroBatch,
 ) -> Rows:
-    """Give each expert's requested assignments slots and, within the capacity, rows.
+    """Give slots to each expert's requested assignments, and rows to those within the capacity.
 
     Args:
         expert_ids_TK: int64, the chosen experts.
         scores_TE: detached, the experts' scores, which order assignments in some drop policies.
-        requested_TK: bool, False for assignments to leave out; None for none. Padding is always left out.
+        requested_TK: bool, False for assignments to leave out; None leaves out no assignment. Padding is
+            always left out.
         num_tokens: [] int64, the number of tokens without padding; None without a limit.
         config: the options of the layer.
         batch: the arguments of the micro-batch.

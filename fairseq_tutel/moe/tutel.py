@@ -1,6 +1,6 @@
-"""An MoE layer with Tutel's arguments; docs/tutel.md lists the arguments and the differences.
+"""A MoE layer with Tutel's arguments. The page docs/tutel.md lists the arguments and the differences.
 
-D model_dim, H hidden_dim, E experts, e local experts, s ranks that hold one expert.
+Letters: D model_dim, H hidden_dim, E experts, e experts on this rank, s ranks that hold one expert.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from fairseq_tutel.parallel.strategy import Strategy, degree_of
 logger = logging.getLogger(__name__)
 
 GATES = {"top": "linear", "cosine_top": "cosine"}
-# Tutel's key of a gate: (field of MoEConfig, Tutel's default).
+# This table maps each key of Tutel's gate dict to a field of MoEConfig and Tutel's default value.
 GATE_KEYS: dict[str, tuple[str, Any]] = {
     "k": ("top_k", 1),
     "capacity_factor": ("capacity_factor", 1.0),
@@ -42,13 +42,13 @@ GATE_KEYS: dict[str, tuple[str, Any]] = {
     "proj_dim": ("gate_projection_dim", 256),
     "init_t": ("gate_temperature", 0.5),
 }
-COUNTS = ("num_experts_per_device", "count_per_node")  # the second is the older name of the first
+COUNTS = ("num_experts_per_device", "count_per_node")  # The second key is an older name of the first.
 FFN_KEYS = ("hidden_size_per_expert", "activation_fn", "has_fc1_bias", "has_fc2_bias")
 EXPERT_KEYS = {"ffn": (*FFN_KEYS, *COUNTS), "llama_ffn": (*FFN_KEYS[:2], *COUNTS)}
 
 
 class TutelMoELayer(nn.Module):
-    """A MoELayer with Tutel's arguments for the constructor and for calls, described in docs/tutel.md.
+    """A MoELayer with Tutel's arguments for the constructor and for calls; docs/tutel.md explains both.
 
     Args:
         gate_type: the gate, such as {"type": "top", "k": 2, "capacity_factor": 1.25}, or a list of gates.
@@ -57,7 +57,7 @@ class TutelMoELayer(nn.Module):
             "hidden_size_per_expert": 256}.
 
     Raises:
-        ValueError: a key of a dict is unknown, or a value is invalid.
+        ValueError: a dict has an unknown key or an invalid value.
 
     Example:
         >>> experts = {"type": "ffn", "num_experts_per_device": 4, "hidden_size_per_expert": 256}
@@ -147,8 +147,9 @@ class TutelMoELayer(nn.Module):
         """Route every token of the input [..., D] through its experts.
 
         Return `result_func(y)`, or y in the dtype of the input without a `result_func`. `y.l_aux` is the
-        balance loss, a scalar with grad. As in Tutel, `a2a_ffn_overlap_degree` and `adaptive_r` also apply
-        to later calls. `inequivalent_tokens` has no effect: ranks may have different numbers of tokens.
+        balance loss, a scalar with gradient. As in Tutel, later calls keep the values of
+        `a2a_ffn_overlap_degree` and `adaptive_r`. `inequivalent_tokens` has no effect, because ranks may
+        always have different numbers of tokens.
         """
         self._follow(a2a_ffn_overlap_degree, adaptive_r)
         x = input if torch.is_autocast_enabled(input.device.type) else input.to(self.experts.dtype)
@@ -159,12 +160,13 @@ class TutelMoELayer(nn.Module):
         return y if self.result_func is None else self.result_func(y)
 
     def _follow(self, overlap: int | None, degree: int | None) -> None:
-        """Use another number of chunks or another r from now on; r becomes the nearest valid r below."""
+        """Set the overlap degree, and set adaptive_r to the nearest valid value below, from now on."""
         strategy = self.moe.strategy
         if overlap is not None:
             strategy = dataclasses.replace(strategy, overlap=overlap)
         if degree is not None:
-            # Without shards each rank already has its complete expert: every r above 0 is equal to 1.
+            # If experts are not split into shards, each rank already has its complete expert. Every
+            # adaptive_r above 0 therefore has the same effect as 1.
             degree = nearest_degree(max(degree, 0), self.experts.part.slices)
             strategy = dataclasses.replace(strategy, adaptive_r=degree)
         if strategy != self.moe.strategy:
@@ -173,7 +175,7 @@ class TutelMoELayer(nn.Module):
     def _topology(
         self, experts: Mapping[str, Any], model_dim: int, group: dist.ProcessGroup | None, use_2dh: bool
     ) -> Topology:
-        """Return the process groups; ranks that share an expert hold shards of it if its widths allow."""
+        """Return the layer's process groups. Ranks that share an expert shard it if its widths allow."""
         widths = [experts.get("hidden_size_per_expert", 0), *[model_dim] * (experts["type"] == "ffn")]
         shared = self.sharded_count > 1 and experts["type"] in EXPERT_KEYS
         sliced = shared and not any(width % self.sharded_count for width in widths)
@@ -184,24 +186,24 @@ class TutelMoELayer(nn.Module):
 
     @property
     def experts(self) -> ExpertStack:
-        """The experts of this rank."""
+        """The module of this rank's experts."""
         return self.moe.experts
 
     @property
     def gates(self) -> list[nn.Module]:
-        """The gates, in the order of `gate_index`."""
+        """The list of gates, which `gate_index` indexes."""
         return [self.moe.gate, *self.moe.other_gates]
 
     def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) pairs of the gates ('gate') or experts ('local_experts')."""
+        """Return (name, parameter) pairs of the gates ('gate') or the local experts ('local_experts')."""
         modules = {"gate": nn.ModuleList(self.gates), "local_experts": self.experts}
         return modules[param_type].named_parameters()
 
     @staticmethod
     def global_expert_count(num_local_experts: float, group: dist.ProcessGroup | None = None) -> int:
-        """Return E, the number of experts on all ranks of a group, from `num_experts_per_device`.
+        """Return E, the number of experts on all ranks of a group, for a `num_experts_per_device`.
 
-        n > 0 means n experts on each rank; -n or 1/n means one expert on every n ranks; -1 equals 1.
+        A value n > 0 means n experts on each rank; -n or 1/n means one expert on every n ranks.
         """
         count, ranks = num_local_experts, world.size(group)
         if isinstance(count, float) and 0 < count < 1:
@@ -218,7 +220,7 @@ moe_layer = TutelMoELayer
 
 
 class FFNExperts(Experts):
-    """FFN experts with a custom activation or only one bias."""
+    """FFN experts with a custom activation, or with only one of the two biases."""
 
     def __init__(self, config: MoEConfig, part: Part, options: Mapping[str, Any]) -> None:
         super().__init__(config, part)
@@ -230,7 +232,7 @@ class FFNExperts(Experts):
 
     @property
     def is_one_node(self) -> bool:
-        """Whether an FFN is a single autograd node: always False, because of the custom activation."""
+        """Whether one autograd node can compute an FFN, which a custom activation always prevents."""
         return False
 
     def activate(self, hidden_RH: Tensor) -> Tensor:
@@ -241,14 +243,14 @@ class FFNExperts(Experts):
 class ModuleExperts(ExpertStack):
     """A custom module for all local experts, which maps x [e, rows, D] and a context to [e, rows, any].
 
-    Rows are padded with zeros to the largest row count of an expert, at least 1. Parameters keep their
-    names, with __ instead of dots.
+    Rows of each expert are padded with zeros to the largest row count of an expert, at least 1. Parameters
+    keep their names, except that dots become __.
     """
 
     def __init__(self, config: MoEConfig, part: Part, module: nn.Module, context: Any) -> None:
         super().__init__(config, part)
         self.context = context
-        # In a list, so the module is not a submodule: only its forward is used.
+        # In a list, the module is not a submodule. Only the module's forward is used.
         self._module = [module]
         for name, parameter in module.named_parameters():
             require(
@@ -262,15 +264,15 @@ class ModuleExperts(ExpertStack):
             self.register_buffer(_key(name), buffer)
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Keep the weights that the module's constructor has drawn."""
+        """Do nothing, because the module's constructor has already initialized the weights."""
 
     def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
-        """Run the module once on the rows of all local experts."""
+        """Run the custom module once on the rows of all local experts."""
         (module,) = self._module
         module.train(self.training)
         counts = list(groups.host)
         x_eND = pad_sequence(list(rows_RD[: sum(counts)].split(counts)), batch_first=True)
-        if x_eND.shape[1] == 0:  # a row of padding keeps the autograd graph and its collectives
+        if x_eND.shape[1] == 0:  # A row of padding keeps the autograd graph.
             x_eND = F.pad(x_eND, (0, 0, 0, 1))
         own = {**dict(self.named_buffers()), **tensors}
         names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
@@ -283,7 +285,7 @@ def _key(name: str) -> str:
 
 
 def _check(name: str, options: Any, keys: Mapping[str, Iterable[str]]) -> None:
-    """Raise ValueError if a dict has no known type, or a key that its type does not have."""
+    """Raise ValueError if a dict's type is unknown, or if its type does not have one of the dict's keys."""
     kind = options.get("type", "") if isinstance(options, Mapping) else ""
     require(
         kind in (*keys, "custom"),
@@ -297,9 +299,9 @@ def _check(name: str, options: Any, keys: Mapping[str, Iterable[str]]) -> None:
 def _expert_fields(experts: Mapping[str, Any], model_dim: int) -> dict[str, Any]:
     """Return the MoEConfig fields that the `experts` dict sets."""
     if experts["type"] == "custom":
-        return {"hidden_dim": model_dim}  # not used, but MoEConfig needs one
+        return {"hidden_dim": model_dim}  # MoEConfig needs a hidden_dim, even if unused.
     fields = {"hidden_dim": experts.get("hidden_size_per_expert"), "activation": "relu"}
-    if experts["type"] == "llama_ffn":  # drawn as in Tutel
+    if experts["type"] == "llama_ffn":  # Weights are initialized as in Tutel.
         return {**fields, "expert_type": "glu", "expert_bias": False, "init_std": 0.01}
     biases = [experts.get(name, True) for name in ("has_fc1_bias", "has_fc2_bias")]
     return {**fields, "expert_bias": any(biases)}
@@ -308,7 +310,7 @@ def _expert_fields(experts: Mapping[str, Any], model_dim: int) -> dict[str, Any]
 def _build_experts(
     experts: Mapping[str, Any], config: MoEConfig, topology: Topology, group: Any, seed: int
 ) -> ExpertStack:
-    """Build this rank's experts; a custom module draws its weights from the seed and the first expert."""
+    """Build this rank's experts; a custom module's weights depend on the seed and the first expert."""
     part = topology.part(config.num_experts)
     if experts["type"] == "custom":
         sizes = {"model_dim": config.model_dim, "sharded_count": 1}
@@ -338,7 +340,7 @@ def _custom_gate(gate: Any, model_dim: int, num_experts: int, seed: int) -> nn.M
 
 
 def _gate_fields(gate: Any, module: nn.Module | None, num_experts: int) -> dict[str, Any]:
-    """Return the MoEConfig fields of a gate; `top_k` of a custom gate's module overrides its dict."""
+    """Return a gate's MoEConfig fields; the `top_k` attribute of a custom gate overrides its dict."""
     values = {field: gate.get(key, default) for key, (field, default) in GATE_KEYS.items()}
     return {
         **values,

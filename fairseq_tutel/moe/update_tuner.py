@@ -1,4 +1,4 @@
-"""Chooses the strategy of each training update, as Tutel does (Hwang et al. 2023, section 3.3)."""
+"""Chooses a strategy for each training update, as Tutel does (Hwang et al. 2023, section 3.3)."""
 
 import logging
 import math
@@ -24,25 +24,26 @@ from fairseq_tutel.parallel.strategy import ALGORITHMS, Strategy
 
 logger = logging.getLogger(__name__)
 
-WIDENING = 0.25  # least width of a bucket relative to its lower end, for long-tailed dropless loads
-WARM_UPDATES = 2  # the first allocates optimizer state; the second's memory peak is measured
-WINDOW = 128  # least width of a bucket, in slots of an expert
+WIDENING = 0.25  # A capacity bucket's least width, relative to its lower end.
+WARM_UPDATES = 2  # Update 1 allocates optimizer state. Update 2 measures peak memory.
+WINDOW = 128  # A capacity bucket's least width, in slots of an expert.
 
 
 class UpdateTuner:
     """Chooses an execution strategy for the MoE layers of a model in every training update.
 
     On every rank, call `begin` before the first micro-batch of an update, `add_micro_batch` before each
-    further micro-batch, and `end` after the last backward. `begin` needs one small all-reduce over all
-    ranks and one host synchronization. The first updates use the given strategy, because the free memory is
-    measured first.
+    later micro-batch, and `end` after the last backward pass. Each call of `begin` runs one small
+    all-reduce over all ranks and one host synchronization. The first updates use the configured strategy,
+    because free memory must be measured before a choice.
 
     Args:
         layers: all MoE layers of one model, on ranks that exchange tokens.
-        window: least width of a capacity bucket (R in the paper), in slots of an expert.
-        overlaps: the numbers of chunks to choose from.
-        algorithms: the all-to-all algorithms to choose from. None: all algorithms that the ranks allow.
-        machine: hardware profile for predictions, which limit the candidates. None: a typical profile.
+        window: least width of a capacity bucket (R in Tutel's paper), in slots of an expert.
+        overlaps: the overlap degrees to choose from.
+        algorithms: the all-to-all algorithms to choose from. None means all algorithms that the ranks
+            allow.
+        machine: hardware profile for predictions, which limit the candidates. None means a typical profile.
 
     Raises:
         ValueError: there is nothing to choose, because every rank has all experts.
@@ -78,20 +79,18 @@ class UpdateTuner:
             algorithms = ALGORITHMS if first.topology.grid is not None else ALGORITHMS[:1]
         self.static = first.strategy
         self._pairs, self._machine = (tuple(overlaps), tuple(algorithms)), machine
-        # The search is created after the warm-up updates. By then the model is on its device and its peak
-        # memory is known.
+        # The search is created after the warm-up updates, when the model's peak memory is known.
         self._tuner: StrategySearch | None = None
-        self._free: float | None = None  # free bytes on this rank at the peak of the last update
-        # The key and strategy of the last update, if the tuner chose its strategy, and its milliseconds on
-        # this rank.
+        self._free: float | None = None  # This rank's free bytes at the last memory peak.
+        # The last update's bucket, its strategy (if tuned), and its milliseconds on this rank.
         self._last: tuple[str, Strategy] | None = None
         self._milliseconds, self._is_timed = math.nan, False
-        self._tokens = 0  # of all micro-batches of the update on this rank
+        self._tokens = 0  # The number of tokens in this rank's micro-batches of the update.
         self._warm = 0
 
     @property
     def tuner(self) -> StrategySearch:
-        """The search over strategies, created at the first access. The first access is collective."""
+        """The search over strategies. The first access creates the search and is collective."""
         if self._tuner is None:
             self._tuner = StrategySearch(self._degrees(), *self._pairs, self.static)
             on_gpu = self._device().type == "cuda"
@@ -100,9 +99,9 @@ class UpdateTuner:
         return self._tuner
 
     def begin(self, num_tokens: int) -> Strategy:
-        """Choose the strategy of an update, from the largest first micro-batch of any rank.
+        """Choose the strategy of an update from the largest first micro-batch of all ranks. Collective.
 
-        Collective over all ranks. The previous update is recorded only if every rank called `end` for it.
+        The cost of the previous update is recorded only if every rank called `end` for this update.
         """
         tokens, milliseconds, of_update = self._agreed(num_tokens)
         if math.isfinite(milliseconds):
@@ -126,11 +125,11 @@ class UpdateTuner:
         return strategy
 
     def add_micro_batch(self, num_tokens: int) -> None:
-        """Add the tokens of a further micro-batch to the update, whose cost is its time per token."""
+        """Add the tokens of a later micro-batch to the update, because a cost is time per token."""
         self._tokens += num_tokens
 
     def end(self) -> None:
-        """Record the time at which the update ends. If called several times, the last call counts."""
+        """Record the time at which the training update ends; the last of several calls counts."""
         if self._tuner is None:
             self._free = _free_bytes(self._device())
         if self._is_timed:
@@ -138,7 +137,7 @@ class UpdateTuner:
             self._milliseconds = 1000 * (time.perf_counter() - self._started)
 
     def key(self, tokens: float) -> str:
-        """Return the name of the range of expert capacities (bucket) that an update belongs to.
+        """Return the name of the bucket (range of expert capacities) to which a training update belongs.
 
         `tokens` is the largest number of tokens of any rank in the micro-batch. Without a capacity limit,
         the load of an expert counts as its capacity, as if all experts had equal loads.
@@ -154,7 +153,7 @@ class UpdateTuner:
         return f"{low} to {above - 1} slots"
 
     def _predicted(self, tokens: int, strategy: Strategy) -> float:
-        """Return the predicted seconds of all layers' forward and backward with a strategy."""
+        """Return the predicted seconds of forward and backward of all MoE layers with a strategy."""
         assert self._machine is not None
         algorithm, seconds = "linear" if strategy.plan else strategy.algorithm, 0.0
         for layer in self.layers:
@@ -177,7 +176,7 @@ class UpdateTuner:
         key, strategy = self._last
         if self.tuner.settled(key):
             return
-        # The cost is per token, since updates in one bucket have different numbers of tokens.
+        # The cost is time per token, because updates in one bucket have different numbers of tokens.
         self.tuner.record(key, strategy, 1000 * milliseconds / max(tokens, 1))
         if self.tuner.settled(key) and world.is_first():
             best = self.tuner.best[key]
@@ -185,10 +184,10 @@ class UpdateTuner:
             logger.info("adaptive: %s: %s, %.4g ms per thousand tokens of a rank", key, best, cost)
 
     def _agreed(self, num_tokens: int) -> tuple[float, ...]:
-        """Return three measured values of an update, each the maximum over all ranks. Collective.
+        """Return three measurements of an update, each as the maximum over all ranks. Collective.
 
-        They are the number of tokens of this micro-batch, and the milliseconds (infinite if a rank did not
-        measure them) and the number of all tokens of the last update.
+        The measurements are the number of tokens of this micro-batch, and the last update's milliseconds
+        (infinite if a rank did not measure the time) and number of tokens.
         """
         milliseconds = self._milliseconds if math.isfinite(self._milliseconds) else math.inf
         own = [num_tokens, milliseconds, self._tokens]
@@ -197,10 +196,10 @@ class UpdateTuner:
         return tuple(numbers.tolist())
 
     def _degrees(self) -> tuple[int, ...]:
-        """Return the values of adaptive_r that the layers allow and that do not need too much memory.
+        """Return the values of adaptive_r that the layers allow and for which memory suffices.
 
-        Compared with the given r, gathered weights and their gradients may take at most half of the free
-        memory of the rank with the least free memory.
+        Gathered weights and their gradients may take half of the least free memory of all ranks, in
+        addition to their bytes with the configured adaptive_r.
         """
         every: set[int] = set()
         for layer in self.layers:
@@ -234,10 +233,10 @@ def _weights(layer: MoELayer) -> list[torch.Tensor]:
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Return the free bytes at this rank's memory peak, on its GPU or in its share of host memory."""
+    """Return the free bytes at this rank's memory peak, on its GPU or in its part of the host memory."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return float(free - torch.cuda.max_memory_allocated(device))
-    # A process keeps memory that it freed, so this is the free memory at the peak.
+    # A process keeps memory that it freed, so the memory available now is the free memory at the peak.
     left = host_memory.available()
     return math.inf if left is None else left / (ranks_per_node() or world.size())

@@ -1,1 +1,1 @@
-"""Code for several ranks: groups, failures, exchange of rows, gradients, ZeRO, and predicted times."""
+"""Communication between ranks: groups, failures, exchange of rows, gradients, ZeRO, predicted times."""

@@ -1,4 +1,4 @@
-"""Check that all ranks have the same options and environment before they exchange tensors."""
+"""Check that all ranks have the same options and environment before ranks exchange tensors."""
 
 import json
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ SHOWN_CHARACTERS = 80
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """Check that all ranks have the same facts, such as the values of command-line options. Collective.
+    """Check that all ranks have equal facts, such as the values of command-line options. Collective.
 
-    `facts` maps names, as users see them, to values.
+    `facts` maps the names of facts, as users see these names, to values.
 
     Raises:
-        ValueError: ranks differ; all ranks get the same message, with option, values and fix.
+        ValueError: the facts of ranks differ. All ranks raise the same message.
     """
     own = {name: _text(value) for name, value in facts.items()}
     gathered = world.all_gather_object(own, "the comparison of all ranks' options")

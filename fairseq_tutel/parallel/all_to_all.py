@@ -1,15 +1,15 @@
 """All-to-all exchanges of row counts and token rows, with autograd for dispatch and combine.
 
-Dispatch sends rows to the ranks of their experts, and combine sends them back. Each is the backward pass of
-the other.
+Dispatch sends rows to the ranks of their experts, and combine sends the outputs back. The backward pass of
+dispatch is a combine, and the backward pass of combine is a dispatch.
 
-R rows, D model_dim, e local experts. The group has P ranks, or N nodes of L ranks: rank = n * L + l.
+Shapes use R for rows and D for model_dim. A group has P ranks, on N nodes of L ranks (rank = n * L + l).
 
-The hierarchical all-to-all (2DH) first sends rows within each node, so few messages cross nodes. Rank
-(n, l) sends its rows for rank (n', l') to rank (n, l'). Rank (n, l') collects all rows of node n for rank
-(n', l') and sends these rows in one message. Each rank sends N - 1 messages to other nodes, not P - L. Each
-message is L times as large, and the result is the same.
-Source: Tutel (Hwang et al. 2023), section 3.4.
+The hierarchical all-to-all (2DH) first sends rows within each node, so that few messages cross nodes. In
+the first hop, rank (n, l) sends its rows for rank (n', l') to rank (n, l'). In the second hop, rank (n, l')
+sends all rows of node n for rank (n', l') in one message. In 2DH, each rank sends N - 1 messages to other
+nodes, instead of P - L. Each 2DH message is L times as large as in a linear all-to-all, and the result is
+the same. Section 3.4 of Tutel (Hwang et al. 2023) describes 2DH.
 """
 
 from collections.abc import Callable
@@ -33,18 +33,18 @@ Splits = tuple[int, ...]
 
 
 class Counts(NamedTuple):
-    """The numbers of rows of an exchange, int64."""
+    """The int64 numbers of rows that an all-to-all exchange sends and receives."""
 
-    leaving_PE: Tensor  # from this rank to each local expert of each rank
-    arriving_PE: Tensor  # from each rank to each local expert of this rank
-    # For 2DH, from each rank of this node to the ranks with this local index on all nodes [L, N, e]; for a
-    # plan, from each rank to each rank [P, P, e]; for linear, no elements.
+    leaving_PE: Tensor  # Rows from this rank to each local expert of each rank.
+    arriving_PE: Tensor  # Rows from each rank to each local expert of this rank.
+    # 2DH needs the rows from each rank of this node to the ranks with this local index on all nodes [L, N,
+    # e]. A collective plan needs the rows between all pairs of ranks [P, P, e]. Linear has none.
     transit: Tensor
 
     def chunk(self, index: int, number: int) -> "Counts":
         """Split every block of rows into `number` chunks, and return the row counts of chunk `index`.
 
-        All ranks split blocks in the same way.
+        All ranks split their blocks of rows in the same way.
         """
         return self if number == 1 else Counts(*(chunk_of(counts, index, number) for counts in self))
 
@@ -59,8 +59,9 @@ def exchange_counts(
 ) -> tuple[Counts, Counts]:
     """Send each rank the number of rows for each of its experts, and compare call IDs. Collective.
 
-    Returns the counts on the device and on the host; the host waits once. With a grid, counts are sent in
-    two hops. With `every_pair`, which only plans need, a rank gets P * P * e counts, else P * e per hop.
+    The row counts are returned on the device and on the host; the host waits once. With a grid of nodes,
+    the row counts are sent in two hops. With `every_pair`, which only collective plans need, a rank gets P
+    * P * e counts. Without `every_pair`, a rank gets P * e counts per hop.
     """
     what, rank = "the exchange of row counts", dist.get_rank(group)
     leaving_PX = call_id.prepended_to(counts_PE)
@@ -83,7 +84,7 @@ def exchange_counts(
 
 
 def even_counts(leaving_PE: Tensor, rank: int, grid: Grid | None, every_pair: bool) -> Counts:
-    """Return what `exchange_counts` returns if all ranks send equal counts, without communication."""
+    """Return the result of `exchange_counts` for equal counts on all ranks, without communication."""
     transit = leaving_PE.expand(len(leaving_PE) if every_pair else 0, -1, -1)
     if grid is not None:
         for_my_rail = leaving_PE.view(grid.nodes, grid.local, -1)[:, rank % grid.local]
@@ -96,7 +97,7 @@ class AllToAll:
     """An all-to-all exchange of rows with known row counts, with methods for dispatch and combine.
 
     `forth` sends rows in the transfer dtype, without autograd, and returns the received rows. `back` sends
-    them back.
+    the rows back to their source ranks.
     """
 
     forth: Move
@@ -105,7 +106,7 @@ class AllToAll:
     timer: ExchangeTimer | None = None
 
     def exchange(self, rows_RD: Tensor, combine: bool) -> Tensor:
-        """Convert rows to the transfer dtype, exchange them, and convert them back, without autograd."""
+        """Convert rows to the transfer dtype, exchange the rows and convert them back, without autograd."""
         packed = pack(rows_RD, self.transfer_dtype).contiguous()
         move = self.back if combine else self.forth
         timer = self.timer
@@ -117,28 +118,28 @@ class AllToAll:
         return _AllToAll.apply(rows_RD, self, False)
 
     def combine(self, rows_RD: Tensor) -> Tensor:
-        """Send rows back to their source ranks; return this rank's rows in the order of their dispatch.
+        """Send rows back to their source ranks; return this rank's rows in the order before dispatch.
 
-        The input is sorted by source rank.
+        The input rows are sorted by source rank.
         """
         return _AllToAll.apply(rows_RD, self, True)
 
     def start(self, rows_RD: Tensor, combine: bool) -> "Started":
-        """Start `dispatch` or `combine` in the background; `Started.finish` returns the rows."""
+        """Start a dispatch or combine in the background; `Started.finish` waits and returns the rows."""
         return Started(self, combine, rows_RD)
 
 
 class Started:
-    """A dispatch or combine that runs in the background, and later its backward pass."""
+    """A dispatch or combine of rows, whose forward and backward pass run in the background."""
 
     def __init__(self, owner: AllToAll, combine: bool, rows_RD: Tensor) -> None:
         self.owner, self.combine = owner, combine
         self.pending: list[background.Wait] = []
-        # A tensor without elements, which connects `finish` to the autograd graph.
+        # A tensor without elements that connects `finish` to the autograd graph.
         self.tokens = [_Start.apply(rows_RD, self)]
 
     def begin(self, rows: Tensor, combine: bool) -> None:
-        """Start the exchange of rows, or of their gradients."""
+        """Start the exchange of rows, or in the backward pass the exchange of their gradients."""
         self.pending.append(background.start(lambda r: self.owner.exchange(r, combine), rows))
 
     def wait(self) -> Tensor:
@@ -146,7 +147,7 @@ class Started:
         return self.pending.pop()()
 
     def finish(self) -> Tensor:
-        """Wait for the rows and return them."""
+        """Wait for the background exchange, and return the received rows with autograd."""
         return _Finish.apply(self.tokens.pop(), self)
 
 
@@ -163,9 +164,9 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """Autograd function: forward starts a transfer, and backward waits for the transfer of gradients.
+    """Autograd function whose forward starts a transfer and whose backward waits for the gradients.
 
-    Forward of `_Finish` waits for the first transfer, and its backward starts the second.
+    `_Finish` waits for the rows in its forward pass, and sends their gradients in its backward pass.
     """
 
     @staticmethod
@@ -203,7 +204,7 @@ def linear(host: Counts, group: dist.ProcessGroup, operation: str) -> tuple[Move
 
 
 def hierarchical(device: Counts, host: Counts, grid: Grid, operation: str) -> tuple[Move, Move]:
-    """Return the functions `forth` and `back` of an all-to-all within nodes, then between nodes."""
+    """Return the functions `forth` and `back` of an all-to-all within nodes and then between nodes."""
     shape = grid.nodes, grid.local
     leaving_NL = host.leaving_PE.sum(1).view(shape)
     passing_LN = host.transit.sum(2)
@@ -225,9 +226,9 @@ def hierarchical(device: Counts, host: Counts, grid: Grid, operation: str) -> tu
 
 
 def planned(host: Counts, group: dist.ProcessGroup, plan: str, operation: str) -> tuple[Move, Move]:
-    """Return the functions `forth` and `back` of an all-to-all by the collective plan of this name.
+    """Return the functions `forth` and `back` of an all-to-all by the named collective plan.
 
-    The plan's chunks are blocks of rows. It may forward rows through any rank.
+    The chunks of the plan are blocks of rows. The plan may forward rows through any rank.
     """
     sizes_PP = tuple(map(tuple, host.transit.sum(2).tolist()))
     reverse_PP = tuple(zip(*sizes_PP, strict=True))
@@ -242,9 +243,9 @@ def _splits(counts_AX: Tensor) -> Splits:
 
 
 def _regrouping(counts_AB: Tensor, host_AB: Tensor) -> tuple[Move, Move]:
-    """Return two functions that transpose a matrix of blocks of rows, from (a, b) to (b, a), and back."""
+    """Return a function that reorders an (a, b) matrix of row blocks to (b, a), and its inverse."""
     (a, b), size = host_AB.shape, int(host_AB[0, 0])
-    if bool((host_AB == size).all()):  # blocks of equal size, such as padded buffers, need no row maps
+    if bool((host_AB == size).all()):  # Blocks of equal size need no row maps.
 
         def transposed(rows: Tensor, outer: int, inner: int) -> Tensor:
             return rows.unflatten(0, (outer, inner, size)).transpose(0, 1).flatten(0, 2)

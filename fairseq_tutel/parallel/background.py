@@ -1,6 +1,6 @@
-"""Run communication in parallel to the computation: in a thread on a CPU, on another stream on a GPU.
+"""Run communication in parallel to computation, in a thread on a CPU or on another stream on a GPU.
 
-There is only one thread, so collectives start in the same order on every rank.
+A process has only one communication thread, so collectives start in the same order on every rank.
 """
 
 import atexit
@@ -23,15 +23,16 @@ Wait = Callable[[], Tensor]
 
 
 def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
-    """Start `function(rows)` in the background, without autograd; return a function that waits for it.
+    """Run `function(rows)` in the background without autograd. Return a function that awaits the result.
 
-    The returned function returns the result. On a CPU it blocks the thread, on a GPU the stream. After a
-    failure, later jobs fail without sending. Otherwise a peer would use their rows for the failed job.
+    The returned function returns the result of `function`. Waiting blocks the thread on a CPU, and the
+    stream on a GPU. After a failure, later jobs fail without sending rows. Otherwise, a peer would mistake
+    the rows of a later job for rows of the failed job.
     """
     if rows.is_cuda:
         return _start_on_stream(function, rows)
     global _worker
-    if _worker is None or not _worker.is_alive():  # a forked process has no thread
+    if _worker is None or not _worker.is_alive():  # A forked process does not have its parent's thread.
         _worker = _Worker()
     future = Future[Tensor]()
     _worker.jobs.put((function, rows, future))
@@ -39,7 +40,7 @@ def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
 
 
 class _Worker(threading.Thread):
-    """The communication thread; it is a daemon, because after an error it may wait for a peer forever."""
+    """The communication thread is a daemon, because after an error it may wait for a peer forever."""
 
     def __init__(self) -> None:
         super().__init__(name="communication", daemon=True)
@@ -55,10 +56,10 @@ class _Worker(threading.Thread):
                     raise failure
                 with torch.no_grad():
                     future.set_result(function(rows))
-            except BaseException as error:  # `wait` raises it again
+            except BaseException as error:  # `future.result` raises the error again.
                 failure = error
                 future.set_exception(error)
-            # Free the tensors before waiting for the next job.
+            # Free the tensors of a job before waiting for the next job.
             del job, function, rows, future
 
 
@@ -68,13 +69,13 @@ _worker: _Worker | None = None
 def _leave() -> None:
     """End the communication thread before the interpreter exits; after an error, exit with status 1.
 
-    After an error, this thread or a gloo thread may still wait for a peer. Such a thread aborts the process
-    at interpreter exit, and a launcher would report a crash.
+    After an error, the communication thread or a gloo thread may still wait for a peer. A waiting thread
+    would abort the process at interpreter exit, and a launcher would report a crash.
     """
     if _worker is None:
         return
     _worker.jobs.put(None)
-    failed = hasattr(sys, "last_type")  # the interpreter has printed an uncaught error
+    failed = hasattr(sys, "last_type")  # The interpreter has printed an uncaught error.
     if not failed:
         _worker.join(LEAVE_SECONDS)
     if failed or _worker.is_alive():
@@ -83,20 +84,20 @@ def _leave() -> None:
         os._exit(1)
 
 
-# Exit functions run in reverse order, so exit functions that are registered later run earlier.
+# Exit functions that are registered after `_leave` run before `_leave`.
 atexit.register(_leave)
 
 
-# With the default priority, a combine would wait until the next experts' products have started.
+# With the default stream priority, a combine would wait until the next experts' products have started.
 _exchange_stream = functools.cache(lambda device: torch.cuda.Stream(device, priority=-1))
 _waiting_stream = functools.cache(lambda device: torch.cuda.Stream(device))
 
 
 def free_after(work: Any, sent: Tensor) -> None:
-    """Free the memory of a sent tensor after its collective has finished; the caller drops the tensor.
+    """Free the memory of a sent tensor after its collective has finished, if the caller drops the tensor.
 
-    NCCL's handle keeps its tensors until a stream waits for the handle. If the computation's stream waited,
-    ranks that send later could wait for this rank. So another stream waits.
+    NCCL's work handle keeps its tensors until a stream waits for the handle. If the computation's stream
+    waited, later sends could be late, so a separate stream waits.
     """
     if sent.is_cuda:
         stream = _waiting_stream(sent.device)

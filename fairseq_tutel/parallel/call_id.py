@@ -1,4 +1,4 @@
-"""Call IDs identify a layer and its call; ranks compare them before an exchange.
+"""A call ID identifies a layer and its call. Ranks compare call IDs before an exchange.
 
 Without call IDs, ranks that call different layers would exchange rows without an error.
 """
@@ -14,24 +14,24 @@ from torch import Tensor
 
 from fairseq_tutel.parallel.guard import CommunicationError, name_ranks
 
-_LAYER_BIT, _TRAINING_BIT = 40, 39  # lower bits: the number of calls
+_LAYER_BIT, _TRAINING_BIT = 40, 39  # The lower bits count a layer's calls.
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-# The layers of each group in the order of their construction, which is equal on all ranks.
+# This table lists the layers of each group in the order of their construction, which is equal on all ranks.
 _layers: WeakKeyDictionary[dist.ProcessGroup, list["CallCounter"]] = WeakKeyDictionary()
 
 
 def _untraced(function: Function) -> Function:
     """Exclude a function from torch.compile, which would recompile it for every call ID."""
-    # torch.compiler.disable has the same effect, but would import all of torch.compile.
+    # torch.compiler.disable has the same effect, but imports all of torch.compile.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 class CallCounter:
-    """Counts the calls of one layer, for call IDs; all ranks build the same layers in the same order."""
+    """Counts the calls of one layer for call IDs. All ranks construct the same layers in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, name: str, num_local: int) -> None:
         self.layers = _layers.setdefault(group, [])
@@ -42,7 +42,7 @@ class CallCounter:
 
 @dataclass(frozen=True)
 class CallId:
-    """Identifies a layer's next call and mode, so that ranks can check that they make the same call."""
+    """Identifies a layer's next call and mode, so that ranks can check whether their calls match."""
 
     counter: CallCounter
     training: bool = False
@@ -51,8 +51,8 @@ class CallId:
     def prepended_to(self, counts_PX: Tensor) -> Tensor:
         """Return row counts with the call ID as a new first column, padded to the widest layer's width.
 
-        Call this method once per layer call. Without padding, ranks in different layers would exchange
-        unequal sizes, which gives an unclear error or a hang.
+        Call this method once per layer call. Without padding, ranks that run different layers would
+        exchange unequal sizes, and raise an unclear error or hang.
         """
         counter = self.counter
         mode_and_count = self.training << _TRAINING_BIT | counter.count
@@ -67,7 +67,7 @@ def compare(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> Non
     """Check on the host that all ranks of a group have the same call ID.
 
     Raises:
-        CommunicationError: call IDs differ; the message names each rank's layer and call.
+        CommunicationError: the call IDs of ranks differ. The message names each rank's layer and call.
     """
     numbers = call_ids_P.tolist()
     if len(set(numbers)) == 1:
@@ -92,13 +92,13 @@ def _call(number: int, group: dist.ProcessGroup) -> str:
     return f"call {1 + (number & ((1 << _TRAINING_BIT) - 1))} of {name}, for {mode}"
 
 
-# Call IDs that are being copied to the host: the event of the copy, and the arguments of `compare`.
+# Call IDs that are being copied to the host, with the copy's event and the arguments of `compare`.
 _pending: list[tuple[Any, Tensor, str, dist.ProcessGroup]] = []
 
 
 @_untraced
 def compare_later(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
-    """Check that all ranks have the same call ID; on a GPU, check at the next call, to avoid a wait."""
+    """Check that all ranks have the same call ID. On a GPU, check at the next call, to avoid a wait."""
     if not call_ids_P.is_cuda:
         compare(call_ids_P, operation, group)
         return

@@ -1,9 +1,9 @@
-"""The only module that calls torch.distributed collectives of tensors.
+"""Only this module calls the torch.distributed collectives of tensors.
 
-Each call is guarded: if a rank fails, errors on the other ranks name that rank and the operation.
-`operation` completes the sentence "rank 1 could not finish …". A group of None means all ranks, or one rank
+If a rank fails, the error on other ranks names the failed rank and the collective. The argument `operation`
+completes the sentence "rank 1 could not finish …". A group of None means all ranks of the job, or one rank
 without torch.distributed. Tensors must be on the device of the group's backend, because NCCL cannot send
-host memory. G is the number of ranks in a group. `ranks.world` sends Python objects.
+host memory. Shapes use G for the number of ranks in a group. `parallel/world.py` sends Python objects.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,23 +17,23 @@ from fairseq_tutel.parallel import background, world
 from fairseq_tutel.parallel.guard import guarded
 
 Group = dist.ProcessGroup | None
-# torch 2.13 renamed these functions.
+# torch 2.13 renamed these collectives to reduce_scatter_single and all_gather_single.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# The object that runs some collectives instead of torch; the same on all ranks.
+# This object runs some collectives instead of torch, and is the same on all ranks.
 _backend: Any = None
 
 
 def use(backend: Any) -> None:
-    """Set the `PlanBackend` that runs collectives from now on; with None, torch runs all collectives."""
+    """Set the `PlanBackend` that runs collectives from now on; with None, torch runs all."""
     global _backend
     _backend = backend
 
 
 def is_replaced(collective: str, group: Group) -> bool:
-    """Return whether a backend, not torch, runs a collective for at least some tensor sizes."""
+    """Return whether a plan backend, not torch, runs a collective for at least some tensor sizes."""
     return _backend is not None and bool(_backend.has(collective, group))
 
 
@@ -42,32 +42,32 @@ def _chosen(collective: str, own: Tensor, operation: str, group: Group) -> Any:
 
 
 class Started:
-    """A collective that has started, and a function to call after it finishes."""
+    """A collective that has started, with a function to call after the collective finishes."""
 
     def __init__(self, work: Any, operation: str, group: Group) -> None:
         self.work, self.operation, self.group = work, operation, group
         self.arrived: Callable[[], Any] = lambda: None
 
     def then(self, arrived: Callable[[], Any]) -> "Started":
-        """Set a function that `wait` calls after the collective finishes; return this object."""
+        """Set a function that `wait` calls after the collective finishes. Return this object."""
         self.arrived = arrived
         return self
 
     def is_done(self) -> bool:
-        """Return whether the collective has finished, so that `wait` returns at once."""
+        """Return whether the collective has finished, so that `wait` would return at once."""
         return self.work.is_completed()
 
     def wait(self) -> None:
-        """Wait for the collective, then call the function that `then` set; on a GPU, the stream waits."""
+        """Wait for the collective, and call the function set with `then`; on a GPU, the stream waits."""
         with guarded(self.operation, self.group):
             self.work.wait()
         self.arrived()
 
 
 def start_all_reduce(own: Tensor, operation: str, group: Group = None) -> tuple[Started, Tensor]:
-    """Start to sum all ranks' tensors; return a handle and the tensor that will hold the sum.
+    """Start to sum all ranks' tensors. Return a handle and the tensor that will hold the sum.
 
-    That tensor is `own` or a new tensor.
+    The sum is written to `own` or to a new tensor.
     """
     with guarded(operation, group):
         program = _chosen("all_reduce", own, operation, group)
@@ -79,7 +79,7 @@ def start_all_reduce(own: Tensor, operation: str, group: Group = None) -> tuple[
 
 
 def all_reduce(tensor: Tensor, operation: str, group: Group = None, op: Any = dist.ReduceOp.SUM) -> None:
-    """Replace each rank's tensor by the sum of all ranks' tensors, or by their reduction with `op`."""
+    """Replace each rank's tensor by the sum of all ranks' tensors, or by a reduction with `op`."""
     if group is None and world.size() == 1:
         return
     with guarded(operation, group):
@@ -108,8 +108,8 @@ def start_reduce_scatter(
 ) -> Started:
     """Start a reduce-scatter: sum all ranks' `whole` [G * m] and write part g to `own` [m] on rank g.
 
-    Both tensors are contiguous. With `as_list`, gloo gets a list of G tensors and sums in another
-    order. NCCL would copy the list.
+    The tensors `whole` and `own` are contiguous. With `as_list`, gloo gets a list of G tensors, and sums in
+    another order than with one tensor. NCCL would copy a list of tensors.
     """
     own, whole = own.view(-1), whole.view(-1)
     with guarded(operation, group):
@@ -128,7 +128,7 @@ def start_reduce_scatter(
 def gather(own: Tensor, operation: str, group: Group = None) -> list[Tensor] | None:
     """Gather every rank's tensor on rank 0 of the job; return None on the other ranks.
 
-    Rank 0 must be a member of the group.
+    Rank 0 of the job must be a member of the group.
     """
     parts = list(own.new_empty(world.size(group), *own.shape)) if world.rank() == 0 else None
     with guarded(operation, group):
@@ -145,7 +145,7 @@ def all_to_all(
 ) -> Tensor:
     """Send block p of the contiguous rows to rank p; return the received rows, sorted by source rank.
 
-    `receive` and `send` are the numbers of rows from and to each rank; None if all G blocks are equal.
+    `receive` and `send` are the numbers of rows from and to each rank, or None for G equal blocks.
     """
     out = rows.new_empty(len(rows) if receive is None else sum(receive), *rows.shape[1:])
     with guarded(operation, group):
@@ -156,9 +156,9 @@ def all_to_all(
 def all_to_all_by(
     name: str, rows: Tensor, operation: str, group: dist.ProcessGroup, sizes_GG: tuple[tuple[int, ...], ...]
 ) -> Tensor:
-    """Run an all-to-all with the backend's program of this name, instead of with torch.
+    """Run an all-to-all of rows with the plan backend's program of this name, instead of with torch.
 
-    `sizes_GG` has the numbers of rows by source and destination.
+    `sizes_GG` has the numbers of rows by source rank and destination rank.
     """
     program = _backend.named(name, rows, group) if _backend else None
     if program is None:
@@ -174,7 +174,7 @@ def all_to_all_by(
 
 
 def barrier() -> None:
-    """Wait until all ranks have called this function."""
+    """Wait until all ranks of the group have called `barrier`."""
     if world.size() > 1:
         with guarded("the barrier of all ranks"):
             dist.barrier()

@@ -1,8 +1,8 @@
-"""Cost model: predicts the time and memory of one training step on a cluster (an alpha-beta-gamma model).
+"""The cost model predicts time and memory of a training step on a cluster (an alpha-beta-gamma model).
 
-There are W ranks on nodes of L ranks, EP groups of P ranks, and E experts. s = max(1, P // E) ranks share
-an expert's hidden dimension. The model assumes even load and no other traffic on links. docs/scaling.md has
-the formulas and sources.
+W ranks are on nodes of L ranks. EP groups have P ranks, and a layer has E experts. s = max(1, P // E) ranks
+share an expert's hidden dimension. The cost model assumes even expert loads and no other traffic on links.
+docs/scaling.md has the formulas and sources.
 """
 
 import math
@@ -23,17 +23,17 @@ _COUNT_BYTES = 8
 class Work:
     """The work of one rank in one training step: tokens, model sizes and training options."""
 
-    tokens: int  # T
-    model_dim: int  # D
-    hidden_dim: int  # H, for one expert
-    experts: int  # E, the experts of a layer on all ranks
-    top_k: int = 2  # K
-    bytes_per_element: int = 2  # for weights, gradients and rows: 2 or 4
-    glu: bool = False  # whether experts have three matrices instead of two
-    layers: int = 1  # MoE layers
-    dense_parameters: int = 0  # parameters that are trained by data parallelism
+    tokens: int  # T, the number of tokens of a rank.
+    model_dim: int  # D, the width of a token.
+    hidden_dim: int  # H, the hidden dimension of one expert.
+    experts: int  # E, the number of experts of a layer on all ranks.
+    top_k: int = 2  # K, the experts of each token.
+    bytes_per_element: int = 2  # Weights, gradients and rows have elements of 2 or 4 bytes.
+    glu: bool = False  # Whether experts have three matrices instead of two.
+    layers: int = 1  # The number of MoE layers.
+    dense_parameters: int = 0  # The number of parameters trained by data parallelism.
     zero_stage: int = 0
-    offload: bool = False  # whether the optimizer state is in host memory
+    offload: bool = False  # Whether the optimizer state is in host memory.
 
     @property
     def rows(self) -> int:
@@ -42,7 +42,7 @@ class Work:
 
     @property
     def matrices(self) -> int:
-        """The number of weight matrices of an expert."""
+        """The number of weight matrices of an expert (2 or 3)."""
         return 3 if self.glu else 2
 
     @property
@@ -53,11 +53,11 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The nodes, ranks and EP groups of a cluster; P divides L, or is a multiple of L that divides W."""
+    """The nodes, ranks and EP groups of a cluster. P divides L, or P is a multiple of L that divides W."""
 
     nodes: int
-    local: int  # L, the ranks of a node
-    expert_parallel_size: int  # P consecutive ranks: a part of a node, or several nodes
+    local: int  # L, the number of ranks of a node.
+    expert_parallel_size: int  # P, the number of consecutive ranks of an EP group.
 
     @property
     def world(self) -> int:
@@ -66,12 +66,12 @@ class Cluster:
 
     @property
     def group_local(self) -> int:
-        """The number of ranks of an EP group on one node."""
+        """The number of ranks of an EP group that are on one node."""
         return min(self.expert_parallel_size, self.local)
 
     @property
     def group_nodes(self) -> int:
-        """The number of nodes of an EP group."""
+        """The number of nodes over which an EP group is spread."""
         return self.expert_parallel_size // self.group_local
 
 
@@ -79,21 +79,21 @@ class Held(NamedTuple):
     """The bytes that one rank holds for weights, gradients and optimizer state, without activations."""
 
     weights: int = 0
-    gradients: int = 0  # after the backward pass, which is the maximum
-    state: int = 0  # optimizer state on the device, with fp32 masters
-    host: int = 0  # optimizer state in host memory
+    gradients: int = 0  # Gradient bytes at the end of the backward pass.
+    state: int = 0  # Optimizer state and fp32 masters on the device.
+    host: int = 0  # Optimizer state in host memory.
 
 
 def held_bytes(
-    dense: Iterable[int],  # elements of each dense parameter
-    experts: Iterable[int],  # elements of each expert parameter on this rank
+    dense: Iterable[int],  # The number of elements of each dense parameter.
+    experts: Iterable[int],  # The number of elements of each expert parameter on this rank.
     world_size: int,
     expert_parallel_size: int,
     stage: int = 0,
     offload: bool = False,
     weight_bytes: int = 2,
 ) -> Held:
-    """Return the bytes of weights, gradients and Adam state on a rank; docs/scaling.md has the formula."""
+    """Return the bytes of weights, gradients and Adam state on a rank, as docs/scaling.md explains."""
     half, weights, gradients, state = weight_bytes < 4, 0, 0, 0
     for sizes, ranks in ((dense, world_size), (experts, world_size // expert_parallel_size)):
         for numel in sizes:
@@ -101,8 +101,8 @@ def held_bytes(
             weights += weight_bytes * numel
             gradients += weight_bytes * (own if stage == 2 else numel)
             if half and stage == 0 and not offload:
-                gradients += 4 * numel  # fairseq's optimizer keeps a full fp32 copy
-            # Two moments and master weights. fp32 weights need no master copy, except in host memory.
+                gradients += 4 * numel  # fairseq's optimizer keeps a full fp32 copy of the gradients.
+            # Adam keeps two moments. fp32 weights need a master copy only in host memory.
             state += 4 * own * (2 + (half or offload))
     on_device, on_host = (0, state) if offload else (state, 0)
     return Held(weights, gradients, on_device, on_host)
@@ -112,11 +112,11 @@ def held_bytes(
 class _Layer:
     """The numbers of row copies, stored weights and gathered weights of one MoE layer on a rank."""
 
-    sends_rows: bool  # whether rows are sent to other ranks
-    copies: int  # copies of each row; each copy is computed with hidden_dim / copies
-    stored: float  # weights that the rank stores
-    computed: float  # weights with which the rank computes, including gathered weights
-    gathering: int  # ranks that gather weights together
+    sends_rows: bool  # Whether rows are sent to other ranks.
+    copies: int  # Each row has this many copies, each computed with hidden_dim / copies.
+    stored: float  # The number of weights that the rank stores.
+    computed: float  # Weights that the rank computes with, gathered ones included.
+    gathering: int  # The number of ranks that gather weights together.
 
 
 def _layer_of(work: Work, cluster: Cluster, strategy: Strategy) -> _Layer:
@@ -130,10 +130,10 @@ def _layer_of(work: Work, cluster: Cluster, strategy: Strategy) -> _Layer:
 
 
 def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
-    """Return the predicted seconds of each part of one training step (forward and backward, all layers).
+    """Return the predicted seconds of each part of a training step (forward and backward, all layers).
 
-    "exchange" is the time of all-to-alls that does not overlap with the experts. One of E and P must divide
-    the other, and r must be 0 or divide s.
+    "exchange" is the time of all-to-alls that does not overlap with the experts' computation. One of E and
+    P must divide the other. adaptive_r must be 0 or divide s.
     """
     layer, chunks, dense = _layer_of(work, cluster, strategy), strategy.overlap, work.dense_parameters
 
@@ -143,7 +143,7 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
         shape = cluster.group_nodes, cluster.group_local
         return exchange_seconds(num_bytes, machine, *shape, strategy.algorithm)
 
-    # The forward pass exchanges the row counts and reads them on the host. The backward pass reuses them.
+    # Only the forward pass exchanges row counts and reads these counts on the host.
     counts_bytes = _COUNT_BYTES * max(work.experts, cluster.expert_parallel_size)
     parts = {
         "gate": 6 * work.tokens * work.model_dim * work.experts / machine.gate_flops_per_s,
@@ -165,7 +165,7 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
         parts["experts"] += chunks * chunk_experts
         parts["exchange"] += pipelined - chunks * chunk_experts
     parts = {part: work.layers * seconds for part, seconds in parts.items()}
-    # All EP groups of a node sum gradients over their replicas at the same time.
+    # All EP groups of a node sum gradients over their EP replicas at the same time.
     replicas = cluster.world // cluster.expert_parallel_size
     local = cluster.local // cluster.group_local
     expert_s = _gradients_seconds(layer.stored, work, machine, replicas // local, local)
@@ -178,14 +178,14 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
 
 
 def step_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
-    """Return the predicted seconds of one training step, without the optimizer and data loading."""
+    """Return the predicted seconds of a training step, without the optimizer and data loading."""
     return sum(step_parts(work, machine, cluster, strategy).values())
 
 
 def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
-    """Return the predicted bytes of each kind of data on a rank, for training with Adam.
+    """Return the predicted bytes of each kind of data on a rank that trains with Adam.
 
-    All kinds except HOST are in device memory. Only activations of MoE layers are counted.
+    All kinds of data except HOST are in device memory. Only the activations of MoE layers are counted.
     """
     layer = _layer_of(work, cluster, strategy)
     bytes_held = held_bytes(
@@ -209,15 +209,15 @@ def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, 
         HOST: bytes_held.host,
         "activations": work.layers * saved * size,
         "row buffers": buffers * layer.copies * rows * dim * size,
-        # Gathered weights of all layers are kept for the backward pass, and the gradients of one layer.
+        # Gathered weights of all layers are kept for backward, but gathered gradients of only one layer.
         "gathered weights": (work.layers + 1) * (layer.computed - layer.stored) * size,
     }
 
 
 def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, Strategy]]:
-    """Yield each possible pair of a cluster configuration and a strategy for a run.
+    """Yield each possible pair of a cluster configuration and a strategy for a training run.
 
-    They differ in the expert-parallel size, adaptive_r, overlap and all-to-all algorithm.
+    The pairs differ in the expert-parallel size, adaptive_r, overlap degree and all-to-all algorithm.
     """
     world = nodes * local
     for size in _divisors(world):
@@ -225,7 +225,7 @@ def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, St
         if not fits or (work.experts % size and size % work.experts):
             continue
         cluster = Cluster(nodes=nodes, local=local, expert_parallel_size=size)
-        if size == 1:  # no gathering and no all-to-all
+        if size == 1:  # Nothing is gathered or exchanged.
             yield cluster, Strategy()
             continue
         yield cluster, Strategy(adaptive_r=0)
@@ -238,19 +238,19 @@ def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, St
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration of a run, with its predicted time and memory."""
+    """A candidate configuration of a training run, with its predicted time and memory."""
 
     cluster: Cluster
     strategy: Strategy
-    parts: dict[str, float]  # seconds by part of a step
+    parts: dict[str, float]  # The seconds of each part of a training step.
     seconds: float
-    memory: dict[str, float]  # bytes on a rank by kind
-    bytes: float  # in device memory
-    fits: bool  # whether it fits in device memory
+    memory: dict[str, float]  # The bytes on a rank of each kind of data.
+    bytes: float  # The bytes in device memory.
+    fits: bool  # Whether the configuration fits in device memory.
 
 
 def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate]:
-    """Return all candidate configurations from fast to slow; those that fit in memory come first."""
+    """Return all candidate configurations, with those that fit in memory first, then by speed."""
     found = []
     for cluster, strategy in candidates(work, nodes, local):
         parts = step_parts(work, machine, cluster, strategy)
@@ -264,7 +264,7 @@ def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate
 def _experts_seconds(work: Work, machine: Machine, layer: _Layer, chunks: int) -> float:
     """Return the predicted seconds that the experts of a rank need for one row chunk.
 
-    This is the larger of two times: the arithmetic, and the memory traffic of weights and rows.
+    The result is the larger of two times, for arithmetic and for memory traffic of weights and rows.
     """
     rows = work.rows / chunks
     flops = 2 * rows * work.expert_parameters
@@ -274,18 +274,18 @@ def _experts_seconds(work: Work, machine: Machine, layer: _Layer, chunks: int) -
 
 
 def _local_seconds(work: Work, machine: Machine, layer: _Layer) -> float:
-    """Return a rank's seconds for reading and writing rows in dispatch, reordering and combine."""
+    """Return a rank's seconds to read and write rows in dispatch, reordering and combine."""
     dispatch = (1 + layer.copies) * work.rows
     regroup = 4 * layer.copies * work.rows if layer.sends_rows else 0
     combine = layer.copies * work.rows + work.tokens
-    # The backward pass has the same traffic, and reads the rows twice more for the gate's gradient.
+    # The backward pass has the same memory traffic, and reads the rows twice more for the gate's gradient.
     touched = 2 * (dispatch + regroup + combine) + 2 * work.rows
     return touched * work.model_dim * work.bytes_per_element / machine.memory_bytes_per_s
 
 
 def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, layer: _Layer) -> float:
-    """Return the seconds to gather the weights of one layer and to reduce-scatter their gradients."""
-    tensors = 2 * work.matrices  # each matrix and each bias has a separate collective
+    """Return the seconds to all-gather one layer's weights and to reduce-scatter their gradients."""
+    tensors = 2 * work.matrices  # Each matrix and each bias has a separate collective.
     size = layer.stored * work.bytes_per_element / tensors
     local = min(layer.gathering, cluster.local)
     gather = all_gather_seconds(size, machine, math.ceil(layer.gathering / local), local)
@@ -296,7 +296,7 @@ def _gradients_seconds(parameters: float, work: Work, machine: Machine, nodes: i
     num_bytes = parameters * work.bytes_per_element
     if work.zero_stage == 0:
         return all_reduce_seconds(num_bytes, machine, nodes, local)
-    # A ring's reduce-scatter takes as long as its all-gather.
+    # In a ring algorithm, a reduce-scatter takes as long as an all-gather.
     return 2 * all_gather_seconds(num_bytes / (nodes * local), machine, nodes, local)
 
 

@@ -1,13 +1,14 @@
-"""Exchange: send rows to the ranks that own their experts, run the experts, and send the outputs back.
+"""The exchange sends rows to the ranks that own their experts, runs the experts, and returns the outputs.
 
-R rows, D model_dim, E experts (e local), P ranks of the EP group, C capacity. Rows may be sent in chunks
-while experts compute. The forward pass of three chunks (d: dispatch, x: experts, c: combine):
+R rows, D model_dim, E experts (e of them local), P ranks of the EP group, and C slots per expert. Rows may
+be sent in chunks while the experts compute earlier chunks. With three chunks, the forward pass runs
+dispatch (d), experts (x) and combine (c) of each chunk in this order:
 
     exchange  d0 d1 d2 c0 c1 c2
     experts      x0 x1 x2
 
-The backward pass has the reverse order, because autograd runs the last node first.
-Source: Tutel (Hwang et al. 2023), section 3.3.
+The backward pass runs in the reverse order, because autograd runs the last node first. Section 3.3 of Tutel
+(Hwang et al. 2023) describes this overlap.
 """
 
 from collections.abc import Callable
@@ -42,8 +43,8 @@ from fairseq_tutel.parallel.regroup import (
 from fairseq_tutel.parallel.strategy import Strategy
 from fairseq_tutel.parallel.transfer import ExchangeTimer
 
-# A function that runs the local experts on rows sorted by rank: (rows, row counts, map to the experts'
-# order, inverse map) -> outputs in the order of the rows.
+# A function that runs the local experts on rows sorted by rank, and returns outputs in the order of the
+# rows. The arguments are the rows, the row counts, and an index map to the experts' order with its inverse.
 ExpertFn = Callable[[Tensor, Groups, Tensor, Tensor], Tensor]
 
 
@@ -52,39 +53,39 @@ class ExchangeOptions:
     """Options of a layer's row exchange: process group, strategy, and transfer dtype."""
 
     group: dist.ProcessGroup
-    grid: Grid | None = None  # for 2dh
-    strategy: Strategy = field(default_factory=Strategy)  # with an adaptive_r of at least 1
-    slices: int = 1  # s, the number of ranks that share one expert
-    padded: bool = False  # every expert has the same number of rows on every rank
+    grid: Grid | None = None  # The nodes of the EP group, for the algorithm 2dh.
+    strategy: Strategy = field(default_factory=Strategy)  # adaptive_r is at least 1.
+    slices: int = 1  # s, the number of ranks that share an expert.
+    padded: bool = False  # Every expert has equally many rows on every rank.
     transfer_dtype: str = "same"
     timer: ExchangeTimer | None = None
-    name: str = ""  # of the layer, for error messages
+    name: str = ""  # The layer's name for error messages.
 
     def __deepcopy__(self, memo: Any) -> "ExchangeOptions":
-        """Return a copy with the same process groups, which cannot be copied."""
+        """Return a deep copy that shares the process groups, because process groups cannot be copied."""
         return replace(self, timer=deepcopy(self.timer, memo))
 
     @property
     def operation(self) -> str:
-        """The name of this exchange in error messages."""
+        """The name of this row exchange in error messages."""
         return f"the exchange of rows of {self.name}" if self.name else "the exchange of rows"
 
     @property
     def hops(self) -> Grid | None:
-        """The node grid for a hierarchical all-to-all; None for other algorithms."""
+        """The node grid for a hierarchical all-to-all, or None for other all-to-all algorithms."""
         return self.grid if self.strategy.algorithm == "2dh" else None
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the rows that is exchanged separately, with row counts on the device and on the host."""
+    """A chunk of the rows that is exchanged separately, with its row counts on device and host."""
 
     all_to_all: AllToAll
     device: Counts
     host: Counts
 
     def regrouping(self) -> tuple[Groups, Tensor, Tensor]:
-        """Return the row counts, an index map that sorts received rows by expert, and its inverse."""
+        """Return the row counts, an index map that sorts received rows by expert, and the inverse map."""
         per_expert = self.host.arriving_PE.sum(0).tolist()
         to_expert, to_source = regroup_maps(self.device.arriving_PE, sum(per_expert))
         return Groups(self.device.arriving_PE.sum(0), per_expert), to_expert, to_source
@@ -97,11 +98,11 @@ def exchange_rows(
     expert_fn: ExpertFn,
     call_id: CallId,
 ) -> Tensor:
-    """Dispatch rows to the ranks of their experts, run `expert_fn` on them, and combine. Collective.
+    """Dispatch rows to the ranks of their experts, run `expert_fn` on the rows, and combine. Collective.
 
-    The rows [R, D] are sorted by expert. They are compact, with unused rows at the end that the result
-    omits, or padded to E * C. `counts_E` int64 is the number of kept rows of each expert. Without padding,
-    ranks first exchange row counts and compare call IDs.
+    The rows [R, D] are sorted by expert. The rows are either compact or padded to E * C. Unused compact
+    rows at the end are omitted from the result. `counts_E` int64 is the number of kept rows of each expert.
+    Without padding, ranks first exchange row counts and compare call IDs.
     """
     capacity = len(rows_RD) // len(counts_E)
     if options.padded:
@@ -120,7 +121,7 @@ def exchange_rows(
         received_RD = chunk.all_to_all.dispatch(rows_RD)
         out_RD = expert_fn(received_RD, *chunk.regrouping())
         rows_RD = chunk.all_to_all.combine(out_RD)
-    else:  # in parallel to the experts
+    else:  # The exchange runs in parallel to the experts.
         blocks_BC = torch.stack([chunk.device.leaving_PE.reshape(-1) for chunk in chunks], 1)
         to_chunk, to_block = regroup_maps(blocks_BC, len(rows_RD))
         sizes = [int(chunk.host.leaving_PE.sum()) for chunk in chunks]
@@ -137,9 +138,9 @@ def exchange_rows(
 
 
 def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId) -> int:
-    """Return the largest row count of any expert on any rank, at least 1. Collective.
+    """Return the largest row count of any expert on any rank, but at least 1. Collective.
 
-    The padded forward pass synchronizes with the host only here.
+    The padded forward pass synchronizes with the host only in this function.
     """
     need_P1 = counts_E.max().clamp_min(1).expand(dist.get_world_size(options.group), 1)
     _, host = exchange_counts(need_P1, options.group, options.operation, call_id, options.hops)
@@ -149,12 +150,12 @@ def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId)
 def _counts(
     counts_E: Tensor, capacity: int, options: ExchangeOptions, call_id: CallId
 ) -> tuple[Counts, Counts]:
-    """Return an exchange's row counts, on the device and on the host. Collective unless rows are padded."""
+    """Return an exchange's row counts on device and host, by a collective unless rows are padded."""
     group, paths = options.group, (options.hops, bool(options.strategy.plan))
     leaving_PE = _leaving(counts_E, options)
     if not options.padded:
         return exchange_counts(leaving_PE, group, options.operation, call_id, *paths)
-    # All ranks have the same counts. Building them on device and host is cheaper than a copy.
+    # All ranks have equal counts, which are cheaper to make on device and host than to copy.
     host_PE = _leaving(torch.full(counts_E.shape, capacity), options)
     rank = dist.get_rank(group)
     return even_counts(leaving_PE, rank, *paths), even_counts(host_PE, rank, *paths)

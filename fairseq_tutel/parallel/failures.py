@@ -1,9 +1,9 @@
-"""Ends all ranks within seconds after a rank has failed, with a sentence that names the failed rank.
+"""The failure watch ends all ranks within seconds after a rank fails, and names the failed rank.
 
-The rendezvous store keeps the first failure of a job under one key. A rank with an error writes the key
-itself. If a rank is killed, another rank of its machine writes it, because the kernel reports the end of a
-process without delay. A thread of every rank reads the key, because the main thread may wait in C code for
-a collective.
+The rendezvous store keeps the first failure of a job under one key. A rank with an error writes the failure
+key itself. If a rank is killed, another rank of its machine writes the failure key, because the kernel
+reports the end of a process without delay. On every rank a thread reads the failure key, because the main
+thread may wait in C code for a collective.
 """
 
 import contextlib
@@ -22,25 +22,25 @@ from fairseq_tutel.files import error_line
 FAILED = "fairseq_tutel/failed"
 PROCESSES = "fairseq_tutel/processes"
 POLL_SECONDS = 1.0
-# The time that the main thread has to end this process with an error.
+# After a failure, the main thread has this time to end its process with an error.
 GRACE_SECONDS = 2.0
-# The time limit of one check of the store. Requests to a store whose process is stopped never return.
+# One check of the store takes at most this time. Requests to a store whose process is stopped never return.
 LOOK_SECONDS = 2.0
-# The longest time from an error of this rank to the end of its process.
+# The process of a rank ends at most this time after an error.
 END_SECONDS = 10.0
 SHOWN_CHARACTERS = 300
 NEVER = float("inf")
-# The environment variable with the path of torchrun's file for a rank's error.
+# This environment variable has the path of the file in which torchrun expects a rank's error.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def publish(store: dist.Store, failure: str) -> None:
-    """Write a failure, a clause such as "rank 1 failed: …", to the store, unless the store has one."""
+    """Write a failure, a clause such as "rank 1 failed: …", to the store if the store has no failure."""
     store.compare_set(FAILED, "", failure)
 
 
 def published(store: dist.Store) -> str:
-    """Return the failure in the store; "" if there is none."""
+    """Return the first failure of the job that the store has, or "" without a failure."""
     return store.get(FAILED).decode() if store.check([FAILED]) else ""
 
 
@@ -53,13 +53,13 @@ def keeps_the_store(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def no_store() -> str:
-    """Return a clause for a rendezvous store that does not answer."""
+    """Return a clause for error messages, for a rendezvous store that does not answer."""
     keeper = "the launcher" if keeps_the_store() else "rank 0"
     return f"{keeper}, which runs the rendezvous store, has ended or is stopped; look at its log"
 
 
 def write_for_torchrun(line: str) -> None:
-    """Write an error line to the file that torchrun reads, so that torchrun's summary has this line."""
+    """Write an error line to torchrun's error file, so that torchrun's summary shows this line."""
     if path := os.environ.get(ERROR_FILE):
         message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError), open(path, "w") as file:
@@ -67,22 +67,22 @@ def write_for_torchrun(line: str) -> None:
 
 
 def end_process(sentence: str, code: int = 1, publishes: str = "") -> NoReturn:
-    """Print an error and end this process, from any thread, even if the error cannot be printed.
+    """Print an error and end this process from any thread, even if printing fails.
 
-    `publishes`: what this rank did, such as "received SIGTERM", so that the other ranks name this reason.
+    `publishes` is a reason such as "received SIGTERM", which the other ranks' errors name.
     """
     try:
         if publishes and _watch is not None:
             _watch.publish(publishes)
         line = error_line(sentence)
         write_for_torchrun(line)
-        os.write(2, f"{line}\n".encode())  # the main thread may hold the lock of sys.stderr
+        os.write(2, f"{line}\n".encode())  # The main thread may hold sys.stderr's lock.
     finally:
         os._exit(code)
 
 
 def look() -> str:
-    """Return the job's first failure, or "" if there is none or this process has no watch."""
+    """Return the job's first failure, or "" without a failure or without a failure watch."""
     return "" if _watch is None else _watch.look()
 
 
@@ -99,11 +99,11 @@ class FailureWatch:
         self._store, self._rank = store.clone(), rank
         self._failure, self._own_error = "", ""
         self._is_closing = False
-        self._due = NEVER  # when the thread ends this process
-        self._lock = threading.Lock()  # the thread holds the lock while it ends this process
+        self._due = NEVER  # The time when the thread ends this process.
+        self._lock = threading.Lock()  # The thread holds this lock while it ends this process.
         self._wakes = threading.Event()
         self._has_looked = threading.Event()
-        # Every process of a machine appends "rank:PID" to one key, and "rank:0" before an ordinary end.
+        # Every process of a machine appends "rank:PID" to this key, and "rank:0" before an ordinary end.
         self._key = f"{PROCESSES}/{_machine()}"
         self._store.append(self._key, f"{rank}:{os.getpid()} ")
         self._thread = threading.Thread(target=self._run, name="failures", daemon=True)
@@ -111,8 +111,8 @@ class FailureWatch:
         _watch = self
 
     def look(self) -> str:
-        """Make the thread check for a failure immediately, and return it; see the function `look`."""
-        # A check that has already started may end before this request, so two checks are awaited.
+        """Make the thread check for a failure immediately, and return the failure (see `look`)."""
+        # A check that has already started may miss a newer failure, so this method waits for two checks.
         for _ in range(2):
             self._has_looked.clear()
             self._wakes.set()
@@ -120,23 +120,23 @@ class FailureWatch:
         return self._failure
 
     def report(self, error: BaseException) -> None:
-        """Report an error of this rank to all ranks; the process must end now, within END_SECONDS."""
+        """Report an error of this rank to all ranks. The process must end within END_SECONDS."""
         text = next(iter(str(error).splitlines()), "")[:SHOWN_CHARACTERS].removeprefix("error: ")
         is_sentence = isinstance(error, SystemExit) and isinstance(error.code, str) and text
         name = "" if is_sentence else type(error).__name__
         self.publish(f"failed: {': '.join(filter(None, (name, text)))}")
 
     def publish(self, own_error: str) -> None:
-        """Publish what this rank did, such as "failed: …"; the process must end now, within END_SECONDS."""
+        """Publish why this rank ends, such as "failed: …". The process must end within END_SECONDS."""
         with self._lock:
             self._own_error = own_error
             self._due = time.monotonic() + END_SECONDS
         self.look()
         if self._rank == 0 and dist.get_world_size() > 1 and not keeps_the_store():
-            time.sleep(POLL_SECONDS + LOOK_SECONDS / 4)  # the other ranks read from this process
+            time.sleep(POLL_SECONDS + LOOK_SECONDS / 4)  # Other ranks read this process's store.
 
     def close(self) -> None:
-        """Announce the ordinary end of this process, unless the store has ended, and end the thread."""
+        """Announce the ordinary end of this process, unless the store has ended, and stop the thread."""
         global _watch
         _watch = None
         self._is_closing = True
@@ -148,14 +148,14 @@ class FailureWatch:
             self._wakes.wait(max(0.0, min(POLL_SECONDS, self._due - time.monotonic())))
             self._wakes.clear()
             if self._is_closing:
-                with contextlib.suppress(Exception):  # rank 0, which runs the store, may have ended
+                with contextlib.suppress(Exception):  # Rank 0 runs the store and may have ended.
                     self._store.append(self._key, f"{self._rank}:0 ")
                 return
             try:
                 self._failure = self._failure or self._find()
             except dist.DistNetworkError:
                 self._failure = no_store()
-            except Exception:  # for example a slow store: check again
+            except Exception:  # The store may be slow, so check again.
                 pass
             if self._failure and not self._own_error:
                 self._due = min(self._due, time.monotonic() + GRACE_SECONDS)
@@ -167,7 +167,7 @@ class FailureWatch:
         if self._own_error:
             publish(self._store, f"rank {self._rank} {self._own_error.rstrip('.')}")
         ended = [rank for rank, process in self._processes().items() if process and _has_ended(process)]
-        # A rank may have announced its end after the first read.
+        # A rank may have announced its ordinary end after the first read of process IDs.
         processes = self._processes() if ended else {}
         for rank in filter(processes.get, ended):
             publish(
@@ -178,14 +178,14 @@ class FailureWatch:
         return published(self._store)
 
     def _processes(self) -> dict[int, int]:
-        """Return the process IDs of this machine's ranks; 0 for a rank that is about to end normally."""
+        """Return the process IDs of this machine's ranks, or 0 for a rank that is about to end normally."""
         entries = self._store.get(self._key).decode().split()
         return {int(rank): int(process) for rank, _, process in (entry.partition(":") for entry in entries)}
 
     def _end(self) -> None:
         with self._lock:
             if self._own_error and time.monotonic() < self._due:
-                return  # the main thread has reported its own error meanwhile
+                return  # The main thread has reported an error meanwhile.
             if self._own_error:
                 end_process(f"rank {self._rank} could not end within {END_SECONDS:g} s after its error.")
             end_process(f"rank {self._rank} ends, because {self._failure}.")
@@ -195,7 +195,7 @@ _watch: FailureWatch | None = None
 
 
 def _machine() -> str:
-    """Return a name that is equal for all processes that can see each other's process IDs."""
+    """Return a machine name that is equal for processes that can see each other's process IDs."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -204,7 +204,7 @@ def _machine() -> str:
 
 
 def _has_ended(process: int) -> bool:
-    """Return whether a process of this machine has ended; False if the system cannot tell."""
+    """Return whether a process of this machine has ended, or False if the system cannot tell."""
     try:
         handle = os.pidfd_open(process)
     except ProcessLookupError:
@@ -212,6 +212,6 @@ def _has_ended(process: int) -> bool:
     except (AttributeError, OSError):
         return False
     try:
-        return bool(select.select([handle], [], [], 0)[0])  # also if its parent has not waited for it
+        return bool(select.select([handle], [], [], 0)[0])  # A zombie process counts as ended.
     finally:
         os.close(handle)

@@ -1,11 +1,12 @@
-"""Gradients across ranks: reduction, overflow, global norm and clipping.
+"""Reduction, overflow handling, global norm and clipping of gradients across ranks.
 
-After the backward pass, an expert's gradient is a sum over the tokens of its EP group. Gradients of dense
-parameters are averaged over the W ranks. Expert gradients get the same scale: they are summed over EP
-replicas and divided by W.
+After the backward pass, an expert's gradient is the sum over the tokens of its EP group. Gradients of dense
+parameters are averaged over the W ranks. Expert gradients are summed over EP replicas and divided by W, and
+so get the same scale as dense gradients.
 
-gloo reduces one parameter at a time, because the order of its sum depends on an element's position in the
-tensor. NCCL and collective plans reduce buckets. Nothing is reduced during the backward pass:
+gloo reduces one parameter at a time, because the order of gloo's sum depends on an element's position in
+the tensor. NCCL and collective plans reduce buckets of several parameters. No gradient is reduced during
+the backward pass, for two reasons.
 
 - The last backward pass of an update is not known in advance.
 - With NCCL, simultaneous row exchanges would change the order of sums.
@@ -23,32 +24,32 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def mark_expert(parameter: nn.Parameter) -> None:
-    """Mark a parameter as belonging to this rank's experts."""
+    """Mark a parameter as a parameter of this rank's experts."""
     parameter.expert = True  # type: ignore[attr-defined]  # skipped by fairseq's data parallelism
     parameter._tutel_expert = True  # type: ignore[attr-defined]  # skipped by Tutel's optimizer
 
 
 def unmark_expert(parameter: nn.Parameter) -> None:
-    """Remove the mark of a parameter that every rank has, which fairseq would neither reduce nor clip."""
+    """Remove the expert mark from a parameter of every rank; fairseq neither reduces nor clips experts."""
     if hasattr(parameter, "expert"):
         del parameter.expert
 
 
 def mark_root_scaled(parameter: nn.Parameter) -> None:
-    """Mark an expert parameter whose summed gradient is divided by sqrt(world size), not by world size.
+    """Mark an expert parameter whose summed gradient is divided by sqrt(world size).
 
-    This is Meta's sqrt_world_size.
+    This divisor is Meta's option sqrt_world_size; the default divisor is the world size.
     """
     parameter.root_scaled = True  # type: ignore[attr-defined]
 
 
 def gradient_divisor(parameter: Tensor, world_size: int) -> float:
-    """Return the divisor of a summed gradient: the world size W, or sqrt(W) after `mark_root_scaled`."""
+    """Return the divisor of a summed gradient, which is W, or sqrt(W) after `mark_root_scaled`."""
     return world_size**0.5 if getattr(parameter, "root_scaled", False) else world_size
 
 
 def rescale_expert_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> None:
-    """Multiply gradients by sqrt(world size), in place, if `mark_root_scaled` marked the parameter.
+    """Multiply gradients by sqrt(world size) in place, if `mark_root_scaled` marked the parameter.
 
     The gradients have already been divided by the world size.
     """
@@ -58,12 +59,12 @@ def rescale_expert_gradients(parameters: Iterable[nn.Parameter], world_size: int
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Return whether a parameter, or the original of an fp32 copy, was marked by `mark_expert`."""
+    """Return whether `mark_expert` marked a parameter, or the original of an fp32 copy."""
     return getattr(parameter, "expert", False)
 
 
 def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topology) -> None:
-    """Sum each expert gradient over EP replicas and divide it by the world size, in place. Collective."""
+    """Sum each expert gradient over EP replicas and divide by the world size, in place. Collective."""
     experts = [parameter for parameter in parameters if is_expert(parameter)]
     divide_gradients(experts, topology.world_size)
     if topology.replica_group is not None:
@@ -92,7 +93,7 @@ def _sum(parameters: Iterable[nn.Parameter], operation: str, group: Group) -> No
     previous: Started | None = None
     for bucket in _buckets(trained, BUCKET_BYTES if in_buckets else 0):
         started = _start_sum(bucket, operation, group)
-        # At most two buckets at a time: one is stacked while the other is reduced.
+        # Only two buckets are in memory, one that is stacked and one that is reduced.
         if previous is not None:
             previous.wait()
         previous = started
@@ -118,7 +119,7 @@ def _start_sum(bucket: Sequence[nn.Parameter], operation: str, group: Group) -> 
 
 
 def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """Split parameters into lists of one dtype and device; a list is complete at `limit` bytes."""
+    """Split parameters into lists (buckets) of one dtype and device; `limit` bytes fill a bucket."""
     full: list[list[nn.Parameter]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -131,11 +132,11 @@ def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Par
 
 
 def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor:
-    """Return the L2 norm of the gradients of dense parameters and all ranks' experts. Collective.
+    """Return the L2 norm of all gradients, of dense parameters and of the experts of all ranks. Collective.
 
-    Each parameter counts once: the sum over all W ranks is divided by the number of EP replicas. Every rank
-    gets the same bits. A NaN or infinity on one rank gives a NaN or infinity on all ranks. The dtype is
-    fp32 (fp64 for fp64 gradients).
+    Each expert parameter counts once, because the sum over all W ranks is divided by the number of EP
+    replicas. Every rank gets bit-identical norms. A NaN or infinity on one rank gives a NaN or infinity on
+    all ranks. The norm has the dtype fp32 (fp64 for fp64 gradients).
     """
     dense: list[Tensor] = []
     experts: list[Tensor] = []
@@ -152,7 +153,7 @@ def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Multiply every gradient by min(1, max_norm / norm), in place; max_norm <= 0 disables clipping."""
+    """Multiply every gradient by min(1, max_norm / norm) in place. max_norm <= 0 disables clipping."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if max_norm <= 0 or not grads:
         return
@@ -161,15 +162,15 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) 
 
 
 def square_norm(grads: list[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares of all gradients, in fp32 (fp64 for fp64); without gradients, return 0."""
+    """Return the sum of squares of all gradients in fp32 (fp64 for fp64), or 0 without gradients."""
     return _norms(grads, device).square().sum()
 
 
 def local_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the L2 norm of this rank's gradients, bit-identical to fairseq's `clip_grad_norm_` on a CPU.
+    """Return the L2 norm of this rank's gradients, bit-identical to fairseq's `clip_grad_norm_` on CPU.
 
-    fairseq moves the norm to a GPU if the machine has one, even under --cpu. This norm stays where the
-    gradients are. The dtype is fp32 (fp64 for fp64 gradients).
+    If the machine has a GPU, fairseq moves its norm to the GPU, even under --cpu. The norm of this function
+    stays on the gradients' device. The norm has the dtype fp32 (fp64 for fp64 gradients).
     """
     parameters = list(parameters)
     device = parameters[0].device if parameters else torch.device("cpu")
@@ -178,7 +179,7 @@ def local_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def _norms(grads: list[Tensor], device: torch.device) -> Tensor:
-    """Return the L2 norm of each gradient; without gradients, return a single 0."""
+    """Return the L2 norm of each gradient, or a single 0 without gradients."""
     if not grads:
         return torch.zeros(1, device=device, dtype=torch.float32)
     dtype = torch.promote_types(grads[0].dtype, torch.float32)

@@ -1,8 +1,9 @@
-"""Process groups for expert parallelism, and the experts that each rank holds.
+"""Process groups for expert parallelism (EP), and the experts that each rank holds.
 
-W world_size, P expert_parallel_size, E experts (e local). P consecutive ranks form an EP group and exchange
-tokens. Ranks that are equal modulo P are EP replicas and hold the same experts. If P exceeds a layer's E,
-each of s = P / E consecutive ranks holds one shard of an expert.
+W is world_size, P is expert_parallel_size, E is the number of experts and e of local experts. Each P
+consecutive ranks form an EP group and exchange tokens. Ranks that are equal modulo P are EP replicas and
+hold the same experts. If P exceeds a layer's E, each of s = P / E consecutive ranks holds one shard (part
+of the hidden dimension) of an expert.
 """
 
 import math
@@ -31,7 +32,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Part:
-    """The experts of a layer that a rank holds: `num_local` experts, starting at global ID `first`.
+    """The experts of a layer that a rank holds, which are `num_local` experts from ID `first` on.
 
     If an expert's hidden dimension is split over s = `slices` ranks, this rank holds shard `index`.
     """
@@ -46,8 +47,7 @@ class Part:
 class Grid:
     """The ranks of an EP group on N nodes of L ranks: rank n * L + l has local index l on node n.
 
-    node_group has the ranks of this rank's node. rail_group has one rank of each node, with the same local
-    index as this rank.
+    node_group has the ranks of this node. rail_group has one rank with this local index from each node.
     """
 
     nodes: int
@@ -58,15 +58,15 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The process groups that one rank uses for expert parallelism; a group of one rank is None.
+    """The process groups that a rank uses for expert parallelism. A group of one rank is None.
 
-    `make_topology` creates a topology. `ft.Topology()` is the topology of one rank with all experts.
+    `make_topology` creates a topology. `ft.Topology()` is a topology of one rank with all experts.
 
     Attributes:
-        world_size: W.
+        world_size: the number of ranks, W.
         rank: this rank, from 0 to W - 1.
         group: the W ranks; None for all ranks of the job.
-        expert_parallel_size: P.
+        expert_parallel_size: the number of ranks of an EP group, P.
         expert_group: the P ranks of the EP group.
         replica_group: the W / P ranks that hold the same experts.
         grid: the nodes of the EP group; None if the group has only one node.
@@ -87,12 +87,12 @@ class Topology:
     share_groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> "Topology":
-        """Return this object, because process groups cannot be copied; copied layers share groups."""
+        """Return this object, because process groups cannot be copied. Copied layers share groups."""
         return self
 
     @property
     def num_replicas(self) -> int:
-        """The number of ranks that hold the same experts, W / P."""
+        """W / P, the number of ranks that hold the same experts."""
         return self.world_size // self.expert_parallel_size
 
     def part(self, num_experts: int) -> Part:
@@ -110,12 +110,12 @@ class Topology:
         return Part(count, which * count, slices, index)
 
     def local_experts(self, num_experts: int) -> range:
-        """Return the global IDs of this rank's experts."""
+        """Return the global IDs of the experts that this rank holds."""
         part = self.part(num_experts)
         return range(part.first, part.first + part.num_local)
 
     def share_group(self, slices: int, degree: int) -> dist.ProcessGroup | None:
-        """Return the group of ranks that gather an expert's shards; None if the group has only one rank.
+        """Return the group of ranks that gather an expert's shards, or None for a single rank.
 
         The group has `slices` / `degree` ranks.
         """
@@ -128,7 +128,7 @@ class Topology:
 
 
 def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requested: int = 0) -> int:
-    """Return P, the number of ranks in an EP group: `requested`, or a number that fits if `requested` is 0.
+    """Return P, the number of ranks in an EP group. If `requested` is 0, choose P automatically.
 
     The default P is the greatest common divisor of the numbers of ranks and experts.
     """
@@ -150,29 +150,28 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
 
 
 def share_sizes(size: int, expert_counts: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes of the groups of ranks that gather the shards of an expert, without size 1.
+    """Return the sizes above 1 of the rank groups that gather the shards of an expert.
 
-    An expert with s shards is gathered by groups of s / r ranks, for every divisor r of s.
+    Groups of s / r ranks gather an expert with s shards, for every divisor r of s.
     """
     shards = {size // n for n in expert_counts if size > n}
     return tuple(n for n in range(2, size + 1) if any(s % n == 0 for s in shards))
 
 
-# All layers and models share groups, because creating a group is collective. A group lives as long as the
-# group from which it was split.
+# All layers and models share process groups, because creating a group is collective. A process group lives
+# as long as the group from which it was split.
 _topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
 
 
 def make_topology(expert_counts: Sequence[int], requested: int = 0, ranks_per_node: int = 0) -> Topology:
-    """Create or reuse this rank's process groups for layers with these numbers of experts. Collective.
+    """Create or reuse this rank's process groups for layers with the given expert counts. Collective.
 
-    Every rank must give the same arguments; ranks compare them.
+    Every rank must give the same arguments, which ranks compare.
 
     Args:
         expert_counts: the number of experts of every layer.
-        requested: P; 0 for the greatest P that fits.
-        ranks_per_node: L of the grid; 0 for no grid. There is a grid if an EP group has several complete
-            nodes of more than one rank.
+        requested: the requested P, or 0 for the greatest P that fits.
+        ranks_per_node: the number of ranks per node, or 0 for no grid. A grid needs several nodes.
 
     Raises:
         ValueError: P does not fit the numbers of ranks and experts, or ranks gave different arguments.
@@ -184,7 +183,7 @@ def make_topology(expert_counts: Sequence[int], requested: int = 0, ranks_per_no
     """
     count, whole = world.size(), dist.group.WORLD
     if whole is not None and count > 1:
-        # Ranks that created different groups would wait for each other forever.
+        # Ranks that created different process groups would wait for each other forever.
         agree(
             {
                 "--moe-expert-parallel-size": requested,
@@ -199,10 +198,10 @@ def make_topology(expert_counts: Sequence[int], requested: int = 0, ranks_per_no
 
 
 def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
-    """Create or reuse process groups for expert parallelism in a group of ranks. Collective over it.
+    """Create or reuse process groups for expert parallelism inside a group of ranks. Collective over it.
 
-    If `sliced`, all ranks of the group hold shards of fewer experts. Otherwise P is the greatest common
-    divisor of the numbers of ranks and experts.
+    If `sliced`, all ranks of the group hold shards of experts, because there are fewer experts than ranks.
+    Without `sliced`, P is the greatest common divisor of the numbers of ranks and experts.
     """
     count = dist.get_world_size(group)
     size = count if sliced else math.gcd(count, num_experts)
@@ -223,11 +222,11 @@ def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tupl
     count = dist.get_world_size(group)
 
     def strided(number: int, step: int = 1) -> dist.ProcessGroup:
-        """Create groups of ranks at distance `step` within each `number` consecutive ranks."""
+        """Create the groups of ranks at distance `step` within each `number` consecutive ranks."""
         parts = range(0, count, number)
         return _new(group, [range(part + i, part + number, step) for part in parts for i in range(step)])
 
-    # P = W also gets a new communicator, so that EP and data parallelism need no common order.
+    # For P = W, EP also gets a new communicator, so EP and data parallelism need no common order.
     expert_group = strided(size) if size > 1 else None
     replica_group = strided(count, size) if 1 < size < count else None
     grid = None
@@ -250,10 +249,10 @@ def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tupl
 
 
 def _new(callers: dist.ProcessGroup | None, groups: Sequence[range]) -> dist.ProcessGroup:
-    """Create groups of ranks of `callers`, and return this rank's group; None means all ranks of the job.
+    """Create the given groups of ranks, and return this rank's group.
 
-    All ranks of the job must create all groups. In a smaller group, each rank creates only its own group,
-    because ranks outside that group do not take part.
+    If `callers` is None, all ranks of the job must create all groups. Within a smaller group `callers`,
+    each rank creates only the group to which it belongs, because ranks outside that group do not join.
     """
     rank = dist.get_rank(callers)
     own = next(ranks for ranks in groups if rank in ranks)
@@ -269,25 +268,25 @@ def _new(callers: dist.ProcessGroup | None, groups: Sequence[range]) -> dist.Pro
 
 
 def group_of_threads() -> dist.ProcessGroup:
-    """Create a group of all ranks in which threads wait up to a day for each other. Collective."""
+    """Create a group of all ranks for threads, in which a thread waits up to a day. Collective."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 def mark_slice(parameter: nn.Parameter, slicing: Slice) -> None:
-    """Store the sharding of a parameter as an attribute, which fairseq's fp32 copy also gets."""
-    # fairseq copies only this attribute. fairseq's composite optimizer also uses this attribute, but
-    # experts do not support that optimizer.
+    """Store how a parameter is sharded as an attribute, which fairseq's fp32 copy also gets."""
+    # fairseq copies only the attribute `param_group`. fairseq's composite optimizer also uses this
+    # attribute, but experts do not support that optimizer.
     parameter.param_group = slicing  # type: ignore[attr-defined]
 
 
 def slice_of(parameter: Tensor) -> Slice:
-    """Return the sharding that `mark_slice` stored in a parameter; the default is no sharding."""
+    """Return a parameter's sharding that `mark_slice` stored. The default is no sharding."""
     slicing = getattr(parameter, "param_group", None)
     return slicing if isinstance(slicing, Slice) else Slice()
 
 
 def join(parts: Sequence[Tensor], slicing: Slice) -> Tensor:
-    """Concatenate tensors of consecutive ranks: first the shards of each expert, then the experts."""
+    """Concatenate tensors of consecutive ranks. First join the shards of each expert, then the experts."""
     n = slicing.count
     if n > 1:
         parts = [torch.cat(list(parts[i : i + n]), slicing.dim) for i in range(0, len(parts), n)]
@@ -295,6 +294,6 @@ def join(parts: Sequence[Tensor], slicing: Slice) -> Tensor:
 
 
 def cut(whole: Tensor, slicing: Slice, index: int) -> Tensor:
-    """Return shard `index` of a complete tensor, as a view."""
+    """Return shard `index` of a complete expert tensor, as a view."""
     width = whole.shape[slicing.dim] // slicing.count
     return whole.narrow(slicing.dim, index * width, width)

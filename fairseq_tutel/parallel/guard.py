@@ -1,8 +1,8 @@
-"""Convert failures of collectives to errors that name the rank, the operation and missing ranks.
+"""Converts failures of collectives to errors that name the rank, the operation and missing ranks.
 
-torch's errors name at most a socket. After such an error, a rank reads the job's failure from the
-rendezvous store (`failures`). If there is none, it runs a health check and names the ranks that did not
-answer. No code catches the CommunicationError, so it ends the process.
+The errors of torch itself name at most a socket. After a failed collective, a rank reads the job's first
+failure from the rendezvous store (`failures`). If the store has no failure, the rank runs a health check
+and names the ranks that did not answer. No code catches a CommunicationError, so the process ends.
 """
 
 import contextlib
@@ -17,37 +17,37 @@ from torch.distributed import distributed_c10d
 
 from fairseq_tutel.parallel import failures
 
-# The longest time of a health check in seconds; a shorter time-out replaces it.
+# A health check takes at most this number of seconds, or the time-out of collectives if that is shorter.
 LONGEST_CHECK = 3.0
-# Additional seconds to wait for a store that hangs. Rank 0 may run the store, so rank 0 exits later by
-# this time.
+# A rank waits this many additional seconds for a store that hangs. Rank 0 may run the store, so rank 0
+# exits later by this number of seconds.
 GRACE_SECONDS = 1.0
 WAIT_LONGER = "raise --moe-comm-timeout"
 PRESENT = "fairseq_tutel/health_check"
-# Texts in gloo's errors, which are plain RuntimeErrors. The last text is from a file store.
+# gloo raises plain RuntimeErrors with one of these texts. The text "Wait timeout" is from a file store.
 MARKS = ("gloo/transport", "gloo/rendezvous", "Gloo connectFullMesh failed", "Wait timeout")
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed; the message names the rank, the operation and missing ranks."""
+    """A collective failed. The error message names the rank, the operation and missing ranks."""
 
 
 _timeout: timedelta | None = None
 
 
 def set_timeout(seconds: int) -> None:
-    """Set the time-out of collectives for groups created from now on; 0 keeps torch's default."""
+    """Set the time-out of collectives for groups created from now on. 0 keeps torch's default."""
     global _timeout
     _timeout = timedelta(seconds=seconds) if seconds else None
 
 
 def timeout_of_groups() -> timedelta | None:
-    """Return the time-out for new groups that `set_timeout` has set; None means torch's default."""
+    """Return the time-out of collectives for new groups, or None for torch's default."""
     return _timeout
 
 
 def limit(group: dist.ProcessGroup | None) -> None:
-    """Apply the time-out of `set_timeout` to an existing group; None means the default group."""
+    """Apply the time-out of `set_timeout` to an existing group, or to the default group for None."""
     if _timeout:
         distributed_c10d._set_pg_timeout(_timeout, group)
 
@@ -55,8 +55,8 @@ def limit(group: dist.ProcessGroup | None) -> None:
 class guarded:  # noqa: N801 - a context manager
     """Context manager that converts a failed collective to a CommunicationError with an explanation.
 
-    Usage: `with guarded("the exchange of …", group): collective`. Other errors, and errors that an inner
-    guard has explained, are not changed. `operation` completes "rank 1 could not finish …".
+    Other errors are not changed, nor are errors that an inner guard has explained. `operation`, such as
+    "the exchange of rows", completes the sentence "rank 1 could not finish …".
     """
 
     __slots__ = ("group", "operation")
@@ -78,7 +78,7 @@ class guarded:  # noqa: N801 - a context manager
 def is_of_communication(error: BaseException) -> bool:
     """Return whether torch raised this error because communication with another rank failed.
 
-    The result is False for errors that a guard has already explained.
+    The result is False for an error that an inner guard has already explained.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
         return False
@@ -86,7 +86,7 @@ def is_of_communication(error: BaseException) -> bool:
 
 
 def absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that have no key `prefix/rank` in the store, with few requests by bisection."""
+    """Return the ranks without a key `prefix/rank` in the store, found with few requests by bisection."""
     if not ranks or store.check([f"{prefix}/{rank}" for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -96,7 +96,7 @@ def absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return text such as "rank 3" or "ranks 0-2, 5" for ranks in ascending order."""
+    """Return a text such as "rank 3" or "ranks 0-2, 5" for ranks in ascending order."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -108,10 +108,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _check_health(group: dist.ProcessGroup | None) -> str:
-    """Run a health check of a group's ranks; return a clause that names the missing ranks.
+    """Run a health check of a group's ranks. Return a clause that names the missing ranks.
 
-    Each rank marks itself as present in the store and waits for the others' marks. A failed job does not
-    continue, so one set of keys suffices.
+    Each rank marks itself as present in the store and waits for the marks of the other ranks. A failed job
+    does not continue, so every health check can use the same keys.
     """
     ranks = range(dist.get_world_size()) if group is None else sorted(dist.get_process_group_ranks(group))
     seconds = min(_timeout.total_seconds() if _timeout else LONGEST_CHECK, LONGEST_CHECK)
@@ -131,7 +131,7 @@ def _check_health(group: dist.ProcessGroup | None) -> str:
     thread.start()
     thread.join(seconds + GRACE_SECONDS)
     if dist.get_rank() == 0:
-        time.sleep(GRACE_SECONDS)  # other ranks may still read from the store in this process
+        time.sleep(GRACE_SECONDS)  # Other ranks may still read this process's store.
     if missing is None:
         return failures.no_store()
     if missing:

@@ -1,4 +1,4 @@
-"""Reads how much host memory is available on this machine, or in this container."""
+"""Reads how much host memory is available on this machine or in this container."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,11 +6,10 @@ from pathlib import Path, PurePosixPath
 
 
 def available(root: Path = Path("/")) -> int | None:
-    """Return the smallest of MemAvailable and the available bytes of each cgroup of this process.
+    """Return the least of MemAvailable and the available bytes of each cgroup of this process.
 
-    The available bytes are the cgroup's limit, minus its usage, plus its inactive page cache. `root` is
-    the root of the file system, in which /proc and /sys/fs/cgroup are read. None if the system has no
-    MemAvailable.
+    A cgroup's available bytes are its limit, minus its usage, plus its inactive page cache. `root` is the
+    folder of /proc and /sys/fs/cgroup. The result is None if the system has no MemAvailable.
     """
     of_machine = _value_of(root / "proc/meminfo", "MemAvailable:")
     if of_machine is None:
@@ -26,17 +25,17 @@ def _left_by_cgroups(root: Path) -> Iterator[int]:
         return
     path = next((line[3:] for line in text.splitlines() if line.startswith("0::")), "")  # version 2
     inner = PurePosixPath(path.lstrip("/"))
-    # Inside a container, the cgroup's folder may be mounted as the top folder, and no other folder exists.
+    # Inside a container, the cgroup's folder may be mounted as the top folder, without other folders.
     for part in (inner, *inner.parents):
         folder = root / "sys/fs/cgroup" / part
-        with contextlib.suppress(OSError, ValueError):  # no such folder, or the limit "max"
+        with contextlib.suppress(OSError, ValueError):  # The folder is missing, or the limit is "max".
             left = int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
-            # The kernel first frees the inactive page cache.
+            # The kernel frees the inactive page cache before it refuses memory.
             yield left + (_value_of(folder / "memory.stat", "inactive_file") or 0)
 
 
 def _value_of(path: Path, key: str) -> int | None:
-    """Return the number after a key in a file with a key and a number per line; None if it is missing."""
+    """Return the number after a key in a file with one key and number per line, or None without the key."""
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():
             words = line.split()

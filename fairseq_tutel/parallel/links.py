@@ -1,4 +1,4 @@
-"""Predicts the time of collectives by an alpha-beta model of links. There are N nodes with L ranks each."""
+"""Predicts the time of collectives by an alpha-beta model of links, for N nodes with L ranks each."""
 
 import math
 
@@ -9,9 +9,9 @@ from fairseq_tutel.parallel.strategy import ALGORITHMS
 def exchange_seconds(
     bytes_per_rank: float, machine: Machine, nodes: int, local: int, algorithm: str
 ) -> float:
-    """Return the predicted seconds of an all-to-all with equal shares for all ranks.
+    """Return the predicted seconds of an all-to-all in which all ranks send equal amounts to all ranks.
 
-    `bytes_per_rank` is the size of a rank's input, including the share that stays on this rank.
+    `bytes_per_rank` is the bytes of a rank's input, including the part that stays on this rank.
     """
     if nodes * local == 1:
         return 0.0
@@ -22,19 +22,19 @@ def exchange_seconds(
             2 * machine.launch_s
             + machine.intra.seconds(within, within * nodes * share)
             + machine.inter.seconds(nodes - 1, across * share)
-            # All rows are copied twice, and each copy reads and writes each byte.
+            # All rows are copied twice. Each copy reads and writes each byte.
             + 4 * bytes_per_rank / machine.memory_bytes_per_s
         )
-    # Linear uses both kinds of links at the same time, so the slower kind determines the time.
+    # The linear all-to-all uses both kinds of links at once, so the slower kind determines the time.
     return machine.launch_s + max(
         machine.intra.seconds(within, within * share), machine.inter.seconds(across, across * share)
     )
 
 
 def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_rank: float) -> str:
-    """Return the faster all-to-all algorithm, linear or 2dh; linear if the two take equal time.
+    """Return the faster all-to-all algorithm, linear or 2dh, and linear if both take equal time.
 
-    Without a hardware profile, the profile of A100s is used.
+    If there is no hardware profile, the typical profile of an A100 is used.
     """
     known = machine or PRESETS["a100"]
     return min(ALGORITHMS, key=lambda a: exchange_seconds(bytes_per_rank, known, nodes, local, a))
@@ -43,7 +43,7 @@ def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_
 def all_gather_seconds(num_bytes: float, machine: Machine, nodes: int, local: int) -> float:
     """Return the predicted seconds of a ring all-gather, or of a ring reduce-scatter.
 
-    `num_bytes` is the size of a rank's share.
+    `num_bytes` is the number of bytes that one rank contributes.
     """
     ranks = nodes * local
     if ranks == 1:

@@ -1,4 +1,4 @@
-"""Hardware profiles: the speed of links, memory and arithmetic, from a file or for a known type of GPU."""
+"""A hardware profile has the speed of links, memory and arithmetic, from a file or for a type of GPU."""
 
 import re
 from dataclasses import dataclass, replace
@@ -11,11 +11,11 @@ from fairseq_tutel.files import json_of
 class Link:
     """The speed of a rank's link: the latency of a message and the bytes per second."""
 
-    alpha_s: float  # the latency of each message
-    bytes_per_s: float  # in one direction
+    alpha_s: float  # The latency of each message.
+    bytes_per_s: float  # The bandwidth in one direction.
 
     def seconds(self, messages: float, num_bytes: float) -> float:
-        """Return the seconds to send a number of messages with `num_bytes` bytes in total."""
+        """Return the seconds to send a number of messages that have `num_bytes` bytes in total."""
         return messages * self.alpha_s + num_bytes / self.bytes_per_s
 
 
@@ -24,19 +24,19 @@ class Machine:
     """The hardware profile of one rank: the speed of links, memory and arithmetic."""
 
     name: str
-    intra: Link  # from a rank to other ranks of its node
-    inter: Link  # from a rank to other nodes, while all ranks of the node send
-    memory_bytes_per_s: float  # reads and writes together
-    flops_per_s: float  # achieved by the experts
-    gate_flops_per_s: float  # achieved by the gate, in fp32
+    intra: Link  # The link from a rank to other ranks of its node.
+    inter: Link  # A rank's link to other nodes, while all ranks of the node send.
+    memory_bytes_per_s: float  # The bandwidth of reads plus writes.
+    flops_per_s: float  # The FLOP/s that experts achieve.
+    gate_flops_per_s: float  # The FLOP/s that the gate achieves in fp32.
     memory_bytes: float
-    launch_s: float = 0.0  # time of a collective before its first message
+    launch_s: float = 0.0  # The time before a collective's first message.
 
     @classmethod
     def from_json(cls, path: Path) -> "Machine":
-        """Read a hardware profile from a JSON file; raise ValueError if the file has no valid profile.
+        """Read a hardware profile from a JSON file. Raise ValueError if the file has no valid profile.
 
-        The file has a profile, or is the output of the tool `plan`, which has a profile as `machine`.
+        The JSON file is a hardware profile, or output of the tool `plan` (profile under `machine`).
         """
         try:
             values = json_of(path)
@@ -56,13 +56,12 @@ class Machine:
         return machine
 
 
-# The achieved fractions of datasheet numbers; docs/scaling.md lists the sources.
+# These fractions of datasheet numbers are achieved in practice. docs/scaling.md lists their sources.
 _NVLINK, _INFINIBAND = 370 / 450, 47 / 50
-_EXPERTS = 413 / 989  # bf16, forward and backward of a Triton MoE layer on H100
-_LAUNCH_S = 10e-6  # the launch time of a collective
-_INTRA_ALPHA_S = 0.6e-6  # the latency of an NVLink step with the LL protocol in NCCL's own model
-# The latency of one of many concurrent messages. With this value, 2DH becomes faster than linear between
-# 128 and 256 A100s.
+_EXPERTS = 413 / 989  # The fraction that a Triton MoE layer achieves in bf16 on an H100.
+_LAUNCH_S = 10e-6  # The launch time of a collective.
+_INTRA_ALPHA_S = 0.6e-6  # The latency of an NVLink step (LL protocol) in NCCL's model.
+# With this latency per concurrent message, 2DH is faster than linear from 256 A100s on.
 _INTER_ALPHA_S = 1.0e-6
 
 
@@ -87,16 +86,15 @@ def _preset(
     )
 
 
-# Datasheet numbers of one GPU, with links in one direction. For an MI250, they are those of one of its two
-# dies.
+# Datasheet numbers of one GPU (or one of an MI250's two dies), with link bandwidth in one direction.
 PRESETS = {
-    "a100": _preset("A100", 300, 25, 2039, 312, 19.5, 80),  # NDm A100 v4: NVLink 3, one HDR adapter a GPU
-    "h100": _preset("H100", 450, 50, 3350, 989, 67, 80),  # DGX H100: NVLink 4, one NDR adapter a GPU
+    "a100": _preset("A100", 300, 25, 2039, 312, 19.5, 80),  # An NDm A100 v4 has one HDR adapter a GPU.
+    "h100": _preset("H100", 450, 50, 3350, 989, 67, 80),  # A DGX H100 has one NDR adapter a GPU.
     "h200": _preset("H200", 450, 50, 4800, 989, 67, 141),
     "mi250": _preset("MI250 (one die)", 15 * 75 / 16, 16, 3276.8 / 2, 362.1 / 2, 45.3 / 2, 64),
 }
 
-# Rough numbers for a rank on a CPU: loopback, 10 Gb/s Ethernet for four ranks, FLOP/s of a core.
+# Rough numbers for a rank on a CPU: loopback links, 10 Gb/s Ethernet for four ranks, and one core's FLOP/s.
 CPU = Machine(
     name="CPU",
     intra=Link(20e-6, 2e9),
@@ -109,13 +107,13 @@ CPU = Machine(
 
 
 def typical(gpu: str | None) -> Machine:
-    """Return the typical hardware profile for a GPU name, or for a CPU if `gpu` is None.
+    """Return the typical hardware profile of a GPU type, or of a CPU if `gpu` is None.
 
-    An unknown GPU gets the profile of an A100.
+    An unknown type of GPU gets the profile of an A100.
     """
     if gpu is None:
         return CPU
     for key, machine in PRESETS.items():
-        if re.search(rf"{key}(?!\d)", gpu.lower()):  # "RTX A1000" is not an A100
+        if re.search(rf"{key}(?!\d)", gpu.lower()):  # An "RTX A1000" is not an A100.
             return machine
     return replace(PRESETS["a100"], name=f"A100, because {gpu} is unknown")

@@ -7,24 +7,24 @@ from collections.abc import Callable, Iterator
 
 from fairseq_tutel.parallel import world
 
-DELAY_SECONDS = 1.0  # shorter work has no bar
+DELAY_SECONDS = 1.0  # Shorter work has no progress bar.
 
 
 @contextlib.contextmanager
 def progress(text: str, total: int, unit: str) -> Iterator[Callable[[int], object]]:
     """Context manager that shows a progress bar, which disappears at the end of the block.
 
-    The block gets a function that adds an amount of finished work to the bar. `total` is the amount of all
-    work, in `unit`, which is B for bytes. There is no bar if stderr is not a terminal, or on ranks other
-    than 0.
+    The block gets a function that adds an amount of finished work to the progress bar. `total` is the total
+    amount of work, in the unit `unit`, such as B for bytes. There is no progress bar if stderr is not a
+    terminal, or on ranks other than 0.
     """
     if not (world.is_first() and sys.stderr is not None and sys.stderr.isatty()):
         yield lambda amount: None
         return
-    from tqdm import tqdm  # its import takes time
+    from tqdm import tqdm  # Importing tqdm takes time.
 
     class Bar(tqdm):  # type: ignore[type-arg]
-        # tqdm's own lock would fix the start method of multiprocessing; its monitor is a thread.
+        # tqdm's default lock would fix multiprocessing's start method, and its monitor is a thread.
         _lock = threading.RLock()
         monitor_interval = 0
 

@@ -1,7 +1,7 @@
-"""Reorder many blocks of rows in one gather, repeat rows, and sum the copies of a row.
+"""Functions that reorder blocks of rows in one gather, repeat rows, and sum the copies of a row.
 
-R rows, D model_dim, E experts (e local), P ranks, s shards of an expert, r ranks that receive a row,
-M copies of a row. Block (a, b) has counts_AB[a, b] rows.
+Shapes use R for rows, D for model_dim, E for experts (e of them local), P for ranks and M for copies of a
+row. An expert has s shards, and r ranks receive each row. Block (a, b) has counts_AB[a, b] rows.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from fairseq_tutel.kernels.first_order import first_order
 
 
 def regroup_maps(counts_AB: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return two index maps [R]: one sorts blocks (a, b) of rows by b, then a; the other reverses this.
+    """Return two index maps [R] for blocks (a, b) of rows: one sorts by b, then a, and one sorts back.
 
-    The input is sorted by a, then b. Row r of the result is row to_b_major[r] of the input. `num_rows` is
-    R, known on the host.
+    The input rows are sorted by a, then b. Row r of the sorted result is row to_b_major[r] of the input.
+    `num_rows` is R and is already on the host.
     """
     starts_AB = _block_starts(counts_AB)
     starts_BA = _block_starts(counts_AB.t())
@@ -27,14 +27,14 @@ def regroup_maps(counts_AB: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def permute(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Return rows[index]; the backward pass gathers gradients by the inverse permutation."""
+    """Return rows[index]. The backward pass gathers gradients by the inverse permutation."""
     return gather(rows_RD, index_R, inverse_R.unsqueeze(0))
 
 
 def gather(rows_RD: Tensor, index_X: Tensor, copies_MR: Tensor) -> Tensor:
-    """Return rows[index] [X, D]; the backward pass sums the gradients of each row's copies.
+    """Gather rows[index] [X, D]. The backward pass sums the gradients of each row's copies.
 
-    The copies of row r are at positions copies[:, r].
+    The copies of row r are at the positions copies[:, r].
     """
     return _Copies.apply(rows_RD, index_X, copies_MR, False)
 
@@ -42,7 +42,7 @@ def gather(rows_RD: Tensor, index_X: Tensor, copies_MR: Tensor) -> Tensor:
 def sum_of_copies(rows_XD: Tensor, copies_MR: Tensor) -> Tensor:
     """Return the sum of each row's copies [R, D], without autograd.
 
-    Copy m of row r is rows[copies[m, r]]; copies are added in the order of m.
+    Copy m of row r is rows[copies[m, r]]. Copies are added in the order of m.
     """
     out = rows_XD.index_select(0, copies_MR[0])
     for copy_R in copies_MR[1:]:
@@ -56,12 +56,12 @@ def _block_starts(counts: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
-    """Repeat each block's value for all rows of the block [R], without a host synchronization."""
+    """Repeat the value of each block for all rows of the block [R], without a host synchronization."""
     return torch.repeat_interleave(values.reshape(-1), counts.reshape(-1), output_size=num_rows)
 
 
 class _Copies(torch.autograd.Function):
-    """Gathers the copies of rows, or sums them; each is the backward pass of the other."""
+    """Gathers the copies of rows or sums the copies; each operation is the other's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index_X: Tensor, copies_MR: Tensor, sums: bool) -> Tensor:
@@ -78,15 +78,15 @@ class _Copies(torch.autograd.Function):
 
 
 def chunk_of(count: Tensor, index: int, number: int) -> Tensor:
-    """Return the size of chunk `index` if `count` rows are split into `number` almost equal chunks."""
+    """Return the length of chunk `index` if `count` rows are split into `number` almost equal chunks."""
     return count * (index + 1) // number - count * index // number
 
 
 def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:
     """Return the number of rows to send to each expert of each rank [P, e].
 
-    With s > 1 shards, ranks are ordered as (expert, m, j). Rank (expert, m, j) gets part j of the expert's
-    rows, which have s / r parts. All r values of m get the same rows.
+    With s > 1 shards, ranks are in the order of (expert, m, j). An expert's rows are split into s / r
+    parts, and rank (expert, m, j) gets part j. The r ranks that differ only in m get equal rows.
     """
     if slices == 1:
         return counts_E.unsqueeze(1)
@@ -98,7 +98,7 @@ def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:
 def repeat_blocks(counts_E: Tensor, num_rows: int, degree: int) -> tuple[Tensor, Tensor]:
     """Return index maps that repeat each expert's block of rows r = `degree` times.
 
-    The first map has the row of each copy [r * R], the second the copies of each row [r, R].
+    The first map has the row of each copy [r * R]. The second map has the copies of each row [r, R].
     """
     counts_ER = counts_E.unsqueeze(1).expand(-1, degree)
     shift_ER = _block_starts(counts_ER) - _block_starts(counts_E).unsqueeze(1)
@@ -109,5 +109,5 @@ def repeat_blocks(counts_E: Tensor, num_rows: int, degree: int) -> tuple[Tensor,
 
 
 def sum_copies(rows_XD: Tensor, source_X: Tensor, copies_MR: Tensor) -> Tensor:
-    """Return the sum of each row's copies [R, D]; the backward pass repeats each row's gradient."""
+    """Return the sum of each row's copies [R, D]. The backward pass repeats each row's gradient."""
     return _Copies.apply(rows_XD, source_X, copies_MR, True)

@@ -1,8 +1,8 @@
-"""The rendezvous of all ranks at start, with a time-out; it also works after torchrun restarts ranks.
+"""The rendezvous of all ranks at start has a time-out, and works after torchrun restarts ranks.
 
-torchrun keeps one store for all restarts. Restarted ranks find the addresses of dead ranks in it and fail
-at once (pytorch/pytorch issue 167288). With `METHOD`, rank 0 draws a random name for each start, and the
-name prefixes all keys. A start is complete when every rank has confirmed the start's name.
+torchrun keeps the same store for all restarts. With env://, restarted ranks find addresses of dead ranks in
+the store and fail (pytorch/pytorch issue 167288). With `METHOD`, rank 0 draws a random name for each start,
+which prefixes all keys in the store. A start is complete when every rank has confirmed this name.
 """
 
 import contextlib
@@ -22,34 +22,34 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from fairseq_tutel.parallel import failures, guard
 
-# The names of torch's variables that hold the default time-outs of `init_process_group`.
+# torch keeps the default time-outs of `init_process_group` in these variables.
 DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
 SCHEME = "restarted"
-# The URL for init_process_group, instead of env://.
+# `METHOD` is the URL for init_process_group, instead of env://.
 METHOD = f"{SCHEME}://"
 PREFIX = "fairseq_tutel/start"
 NAME, NO_NAME = f"{PREFIX}/name", "none"
-# Keys without a prefix that NCCL errors leave in the store. torch's monitor would treat these keys as
-# errors of the next start, and would end that start after about 8 minutes.
+# NCCL errors leave these keys without a prefix in the store. torch's monitor would treat these keys as
+# errors of the next start, and end that start after about 8 minutes.
 LEFT_BY_NCCL = ("exception_dump", "remote_error")
-# Seconds beyond the time-out until a rank ends, so that torch's own error comes first.
+# A rank ends this many seconds after the time-out, so that torch's error comes first.
 WATCH_SECONDS = 16.0
-# Seconds that a rank waits for the other ranks before it reads the name of the start again.
+# A rank waits this many seconds for the other ranks before it reads the name of the start again.
 PAUSE_SECONDS = 0.2
 
 _spawned_ranks = 0
 
 
 def set_spawned_ranks(count: int) -> None:
-    """Record how many ranks a process has spawned on this node; 0 if a launcher started the ranks."""
+    """Record how many ranks a process has spawned on this node, or 0 if a launcher started the ranks."""
     global _spawned_ranks
     _spawned_ranks = count
 
 
 def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks per node: of spawned ranks, or as set by torchrun, OpenMPI or Slurm.
+    """Return the number of ranks per node, as spawned or as set by torchrun, OpenMPI or Slurm.
 
-    Slurm's SLURM_NTASKS_PER_NODE may be "8" or "8(x4)"; nodes of different sizes ("8,4") give 0: unknown.
+    Slurm's SLURM_NTASKS_PER_NODE may be "8" or "8(x4)". Nodes of different sizes ("8,4") give 0 (unknown).
     """
     if _spawned_ranks:
         return _spawned_ranks
@@ -68,10 +68,10 @@ def own_gpu(environment: Mapping[str, str] = os.environ) -> int:
 
 @contextlib.contextmanager
 def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], None]]:
-    """Context manager that explains errors of a rendezvous and limits its time to `seconds`.
+    """Context manager that explains errors of a rendezvous and limits the rendezvous to `seconds`.
 
-    The block calls the yielded function after the rendezvous. Until then `seconds` is the default time-out
-    of groups; 0 keeps torch's default.
+    The block calls the yielded function after the rendezvous. Before that call, `seconds` is the default
+    time-out of groups. 0 keeps torch's default.
     """
     start, waiting = time.perf_counter(), [True]
     with contextlib.ExitStack() as until_met:
@@ -101,13 +101,13 @@ def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], N
 def _end(rank: int, seconds: float) -> None:
     """End this process, because torch has no time-out for a stopped store or a hanging start of NCCL."""
     reason = failures.no_store()
-    if dist.is_initialized():  # the store has answered
+    if dist.is_initialized():  # The store has answered.
         reason = "a rank, its GPU or the network hangs; look at the logs of all ranks with NCCL_DEBUG=INFO"
     failures.end_process(f"rank {rank} could not finish the rendezvous within {seconds:.0f} s: {reason}.")
 
 
 def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a view of the store without keys of earlier starts of the job. Every rank must call it."""
+    """Return a view of the store without keys of earlier starts of the job."""
     deadline = time.monotonic() + timeout.total_seconds()
     if rank == 0:
         for key in LEFT_BY_NCCL:
@@ -122,9 +122,9 @@ def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store
         return PrefixStore(f"{PREFIX}/{name}", store)
     name = NO_NAME
     while True:
-        # Returns the value of the key, or `NO_NAME` without a wait.
+        # compare_set returns the value of the key, or `NO_NAME` without waiting.
         found = store.compare_set(NAME, NO_NAME, NO_NAME).decode()
-        if found != NO_NAME:  # perhaps the name of an earlier start, which never becomes complete
+        if found != NO_NAME:  # An earlier start's name never becomes complete.
             name = found
             store.set(f"{PREFIX}/{name}/{rank}", "here")
         if _wait(store, [f"{PREFIX}/{name}/complete"], min(deadline, time.monotonic() + PAUSE_SECONDS)):
@@ -134,7 +134,7 @@ def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store
 
 
 def _wait(store: Store, keys: list[str], deadline: float) -> bool:
-    """Wait for all keys without polling; return whether they were set before the deadline."""
+    """Wait for all keys without polling. Return whether all keys were set before the deadline."""
     try:
         store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except DistStoreError:
@@ -145,7 +145,7 @@ def _wait(store: Store, keys: list[str], deadline: float) -> bool:
 def _rendezvous(
     url: str, timeout: timedelta = constants.default_pg_timeout, **options: Any
 ) -> Iterator[tuple[Store, int, int]]:
-    """Run torch's env:// rendezvous in a part of the store without keys of earlier starts."""
+    """Run torch's env:// rendezvous, and return a view of the store without keys of earlier starts."""
     of_torch = "env" + url.removeprefix(SCHEME)
     store, rank, world_size = next(rendezvous(of_torch, timeout=timeout, **options))
     yield fresh(store, rank, world_size, timeout), rank, world_size

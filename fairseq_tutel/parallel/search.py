@@ -1,10 +1,11 @@
-"""Finds the fastest strategy for each range of capacities (bucket) by measuring training updates.
+"""Finds the fastest strategy for each bucket (range of expert capacities) by measuring training updates.
 
-Updates in the same bucket share one choice. The cost model proposes the candidates of a bucket. They are
-measured in rounds, one update for each candidate in a round. After a round, candidates that are too slow
-drop out. The choice depends only on recorded costs, so ranks with the same costs choose the same strategy.
+All updates in a bucket share one choice of strategy. The cost model proposes the candidate strategies of a
+bucket. Candidates are measured in rounds. A round is one update for each candidate. After each round,
+candidates that are too slow drop out. The choice depends only on recorded costs. Ranks with equal costs
+therefore choose the same strategy.
 
-Source: Tutel (Hwang et al. 2023), section 3.3, for the dictionary of buckets. The search is new here.
+Tutel (Hwang et al. 2023), section 3.3, describes the buckets. The search is not from Tutel.
 """
 
 import math
@@ -15,10 +16,10 @@ from statistics import median_low
 from fairseq_tutel.parallel.strategy import Strategy
 
 MOST_CANDIDATES = 12
-MOST_PREDICTED = 3.0  # a candidate's largest predicted time, relative to the best candidate's
+MOST_PREDICTED = 3.0  # A candidate's largest predicted time, as a multiple of the best.
 ROUNDS = 7
-# After each round, candidates that cost more than this factor times the best drop out. The last factor
-# applies to all later rounds.
+# After each round, candidates drop out that cost more than this factor times the best candidate. The last
+# factor of the list applies to all later rounds.
 LIMITS = (math.inf, 1.7, 1.3, 1.1)
 
 Costs = dict[Strategy, list[float]]
@@ -26,9 +27,9 @@ Predict = Callable[[Strategy], float]
 
 
 class StrategySearch:
-    """Chooses the strategy of the next update: measures candidates, and then keeps the fastest.
+    """Chooses the strategy of the next update by measuring candidates and then keeping the fastest.
 
-    `given`, the strategy of the options, is always tried.
+    The strategy of the command line (`given`) is always a candidate.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class StrategySearch:
         self._warm: set[tuple[str, Strategy]] = set()
 
     def choose(self, key: str, predict: Predict | None = None) -> Strategy:
-        """Return the best strategy for a range of capacities (`key`), or the next candidate to measure.
+        """Return the best strategy for the bucket `key`, or the next candidate to measure.
 
         `predict` returns the predicted seconds of a strategy.
         """
@@ -57,26 +58,26 @@ class StrategySearch:
         return self.best[key] if key in self.best else self._next[key]
 
     def record(self, key: str, strategy: Strategy, cost: float) -> None:
-        """Record the cost of an update that used `strategy`; all costs of a `key` have the same unit."""
+        """Record the cost of an update with `strategy`. All costs of a bucket `key` have the same unit."""
         if not math.isfinite(cost):
             return
         if strategy == self._next.get(key):
-            # The first update of each candidate is not recorded, because it allocates new buffers.
+            # The first update with each candidate is not recorded, because it allocates new buffers.
             if (key, strategy) in self._warm:
                 self.costs[key].setdefault(strategy, []).append(cost)
                 self._advance(key)
             self._warm.add((key, strategy))
 
     def settled(self, key: str) -> bool:
-        """Return whether the search for the best strategy for a range of capacities (`key`) has ended."""
+        """Return whether the search for the best strategy of the bucket `key` has ended."""
         return key in self.best
 
     def _pruned(self, predict: Predict | None) -> list[Strategy]:
-        """Return the strategies to measure, in the order of their predicted seconds."""
+        """Return the strategies to measure, from the lowest to the highest predicted time."""
         every = [
             Strategy(adaptive_r=r, overlap=overlap, algorithm=algorithm)
             for r, overlap, algorithm in product(self.rs, self.overlaps, self.algorithms)
-            # With r = 0, no rows are sent, so overlap and algorithm have no effect.
+            # With adaptive_r = 0, no rows are sent, so overlap and all-to-all algorithm have no effect.
             if r > 0 or (overlap, algorithm) == (self.overlaps[0], self.algorithms[0])
         ]
         if predict is None:
@@ -90,14 +91,14 @@ class StrategySearch:
         return kept
 
     def _advance(self, key: str) -> None:
-        """Choose the next candidate to measure for `key` or, after the last round, the best strategy."""
+        """Choose the next candidate to measure for `key` or, after the last round, the best candidate."""
         costs, active = self.costs.setdefault(key, {}), self.candidates[key]
         for n in range(1, ROUNDS + 1):
             waiting = [strategy for strategy in active if len(costs.get(strategy, ())) < n]
             if waiting:
                 self._next[key] = waiting[0]
                 return
-            # Outliers are slow updates, so the lower median is used for an even number of costs.
+            # Outliers are slow updates, so an even number of costs uses the lower median.
             middle = {strategy: median_low(costs[strategy][:n]) for strategy in active}
             limit = LIMITS[min(n, len(LIMITS)) - 1] * min(middle.values())
             active = [strategy for strategy in active if middle[strategy] <= limit]

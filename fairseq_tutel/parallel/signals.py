@@ -1,9 +1,9 @@
 """Receives signals that ask this process to save its work and end, such as SIGTERM before a preemption.
 
-A launcher also sends SIGTERM to the other ranks after one has failed. Then `failures` ends this process.
+A launcher also sends SIGTERM after one rank has failed. The failure watch then ends this process.
 
-Python calls a signal's handler only in the main thread, which may wait in a collective. Therefore a thread
-reads the numbers of received signals from a socket, and ends the process if it does not end in time.
+Python calls a signal handler only in the main thread, which may wait in a collective. Therefore a thread
+reads the numbers of received signals from a socket. The thread ends a process that is too slow to end.
 """
 
 import logging
@@ -22,32 +22,32 @@ from fairseq_tutel.parallel import failures
 
 logger = logging.getLogger(__name__)
 
-# Exit code of a run that saved its work after a signal: EX_TEMPFAIL of sysexits.h, "try again later".
+# A run that saved its work after a signal exits with EX_TEMPFAIL ("try again later") of sysexits.h.
 EXIT_CODE = 75
-# A launcher forwards a signal that the process also gets directly, so signals within this time are one.
+# Signals within this time count as one, because a launcher forwards signals that a process also gets.
 MERGE_SECONDS = 1.0
-# The number that ends the thread when it is read from the socket; no signal has this number.
+# Reading this number from the socket ends the thread. No signal has this number.
 CLOSE = 0
 SAVES, HAS_NOTHING = "all ranks will save", "there is nothing to save before the first update"
-# Handlers that may be replaced. Handlers of other libraries are kept.
+# Only these handlers are replaced, so the handlers of other libraries are kept.
 OF_PYTHON = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class SignalWatch:
-    """Context manager that records the first of some signals, and ends a process that is too slow to end.
+    """Context manager that records the first signal, and ends a process that does not end in time.
 
-    A second signal, more than MERGE_SECONDS after the first, ends the process at once. Child processes,
-    such as those that load data, ignore the signals unless this process sends them. If other code
-    has set a handler for a signal, that handler is kept.
+    A second signal, more than MERGE_SECONDS after the first signal, ends the process at once. Child
+    processes, such as those that load data, ignore the signals unless this process sends a signal. If other
+    code has set a handler for a signal, the existing handler is kept.
 
     Args:
         names: names of signals, such as SIGTERM.
         seconds: the time from the first signal to the end of the process.
-        forwards: whether to send the signals to child processes; this process ends when they have ended.
+        forwards: whether to send the signals to child processes and to end after the children.
     """
 
     def __init__(self, names: Iterable[str], seconds: float, forwards: bool = False) -> None:
-        self.received: str | None = None  # name of the first signal
+        self.received: str | None = None  # The name of the first signal.
         self.seconds, self._forwards = seconds, forwards
         self._begin, self._has_work = 0.0, False
         self._reader, self._writer = socket.socketpair()
@@ -66,11 +66,11 @@ class SignalWatch:
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the first signal; 0 if there was none."""
+        """The seconds since the first signal, or 0 without a signal."""
         return time.monotonic() - self._begin if self.received else 0.0
 
     def begin_work(self) -> None:
-        """Record that from now on the process has work that it can save."""
+        """Record that from now on the process has work to save."""
         self._has_work = True
 
     def __enter__(self) -> "SignalWatch":
@@ -78,7 +78,7 @@ class SignalWatch:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Restore the handlers. After a signal, further signals are ignored while the process ends."""
-        # Now a signal ends this process. Perhaps another rank has already received a signal.
+        # From now on a signal ends this process. Another rank may already have received a signal.
         is_ending = isinstance(error, SystemExit) and error.code == EXIT_CODE
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_IGN if is_ending or self.received else before)
@@ -131,10 +131,9 @@ class SignalWatch:
         )
 
     def _shield_child(self) -> None:
-        """In a forked child, ignore the signals, except SIGTERM from this process.
+        """Ignore the signals in a forked child, except a SIGTERM that this process sends.
 
-        A scheduler sends signals to all processes. Without its data loading processes, a rank cannot finish
-        the current update.
+        Schedulers signal all processes, but a rank needs its data loaders to finish its update.
         """
         if not self._before:
             return
@@ -148,7 +147,7 @@ class SignalWatch:
 
 
 def _obey_parent(parent: int) -> None:
-    """Wait for SIGTERM; end this process if its parent sent the signal, or if the parent has ended."""
+    """Wait for SIGTERM. End this process if its parent sent the signal or has ended."""
     while True:
         info = signal.sigwaitinfo({signal.SIGTERM})
         if info.si_pid == parent or os.getppid() != parent:
@@ -156,4 +155,4 @@ def _obey_parent(parent: int) -> None:
 
 
 def _no_action(number: int, frame: Any) -> None:
-    """Handle a signal: the thread of the watch, not this function, acts on it."""
+    """Handle a signal by doing nothing, because the thread of the watch acts on the signal."""

@@ -1,21 +1,21 @@
-"""Strategy: the execution options of a MoE layer that may change between updates."""
+"""A strategy has the execution options of a MoE layer that may change between updates."""
 
 import re
 from dataclasses import dataclass
 
 ALGORITHMS = ("linear", "2dh")
-PLAN = "plan:"  # prefix of the name of a collective plan
+PLAN = "plan:"  # The prefix of a collective plan's name.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """The options with which a MoE layer runs; all strategies give the same results up to rounding.
+    """The options with which a MoE layer runs. All strategies give the same results up to rounding.
 
     Attributes:
-        adaptive_r: 0: every rank gathers the weights of all experts, and no row is sent. Above 0: a row is
-            sent to this many ranks of its expert, and each computes with 1 / `adaptive_r` of the hidden
-            dimension.
-        overlap: row chunks whose all-to-alls overlap with the experts, at least 1.
+        adaptive_r: With 0, every rank gathers the weights of all experts, and no row is sent. Above 0, a
+            row is sent to this many ranks of its expert, and each rank computes with 1 / `adaptive_r` of
+            the hidden dimension.
+        overlap: the number of row chunks (at least 1), whose all-to-alls overlap with the experts.
         algorithm: the all-to-all algorithm: linear, 2dh or plan:NAME.
 
     Raises:
@@ -23,7 +23,7 @@ class Strategy:
 
     Example:
         >>> layer = ft.MoELayer(ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8))
-        >>> layer.follow(ft.Strategy(overlap=2))  # on several ranks: the same on each
+        >>> layer.follow(ft.Strategy(overlap=2))  # On several ranks, the same on each.
     """
 
     adaptive_r: int = 1
@@ -40,7 +40,7 @@ class Strategy:
 
     @property
     def plan(self) -> str:
-        """The name of the collective plan for the all-to-all; empty for other algorithms."""
+        """The name of the collective plan for the all-to-all, or empty for other algorithms."""
         return self.algorithm.removeprefix(PLAN) if self.algorithm.startswith(PLAN) else ""
 
 

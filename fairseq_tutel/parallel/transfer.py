@@ -1,6 +1,6 @@
 """Convert rows [R, D] to and from the transfer dtype, and measure the time of their exchange.
 
-bf16 and fp8 round values. Apart from this rounding, the execution strategy does not change results.
+The transfer dtypes bf16 and fp8 round values. Apart from rounding, a strategy does not change results.
 """
 
 import time
@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-FP8_LARGEST = 448.0  # of e4m3; the largest value of each row is scaled to this number
+FP8_LARGEST = 448.0  # The largest e4m3 number, to which each row's maximum is scaled.
 SCALE_BYTES = 4
 
 
 def pack(rows_RD: Tensor, transfer_dtype: str) -> Tensor:
-    """Convert rows to the transfer dtype: [R, D] unchanged or in bf16, or [R, D + 4] uint8 for fp8.
+    """Convert rows [R, D] to the transfer dtype, as [R, D] or, for fp8, as [R, D + 4] uint8.
 
-    A row with an infinity or NaN never arrives with only finite numbers: fp8 turns an infinity into a NaN.
+    A row with an infinity or NaN never arrives as finite numbers. fp8 turns an infinity into a NaN.
     """
     if transfer_dtype == "bf16" and rows_RD.dtype.itemsize > 2:
         return rows_RD.to(torch.bfloat16)
     if transfer_dtype != "fp8":
         return rows_RD
     wide_RD = rows_RD.float()
-    # A row of zeros gets the smallest normal number as scale: its inverse is still finite.
+    # A row of zeros gets the smallest normal number as scale, because the inverse of this number is finite.
     smallest = torch.finfo(torch.float32).tiny * FP8_LARGEST
     scale_R1 = wide_RD.abs().amax(1, keepdim=True).clamp_min(smallest) / FP8_LARGEST
     narrow_RD = (wide_RD / scale_R1).to(FP8).view(torch.uint8)
@@ -33,7 +33,7 @@ def pack(rows_RD: Tensor, transfer_dtype: str) -> Tensor:
 
 
 def unpack(sent_RX: Tensor, transfer_dtype: str, dtype: torch.dtype) -> Tensor:
-    """Convert rows from the transfer dtype back to `dtype`."""
+    """Convert rows from the transfer dtype back to the dtype `dtype`."""
     if transfer_dtype != "fp8":
         return sent_RX.to(dtype)
     narrow_RD = sent_RX[:, :-SCALE_BYTES].view(FP8)
@@ -47,7 +47,7 @@ def _fresh(tensor: Tensor) -> Tensor:
 
 
 class ExchangeTimer:
-    """Measures the duration of row exchanges in ms, by the host clock and, on a GPU, by CUDA events."""
+    """Measures the time of row exchanges in ms, by the host clock and, on a GPU, by CUDA events."""
 
     def __init__(self) -> None:
         self.cpu_ms = 0.0
@@ -68,7 +68,7 @@ class ExchangeTimer:
         return received
 
     def read_and_reset(self) -> dict[str, float]:
-        """Return the total times in ms since the last call, after waiting for the GPU, and reset them."""
+        """Wait for the GPU, return the total times in ms since the last call, and reset these times."""
         times = {"all_to_all_cpu_time_ms": self.cpu_ms}
         if self._events:
             self._events[-1][1].synchronize()

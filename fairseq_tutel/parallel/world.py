@@ -1,6 +1,6 @@
-"""The number of ranks, this process's rank, their common end, and collectives of pickled Python objects.
+"""The number of ranks, this process's rank, the common end of all ranks, and collectives of objects.
 
-Without torch.distributed there is one rank. `operation` names a collective in errors, see `guarded`.
+Without torch.distributed, this process is the only rank. `operation` names a collective in errors.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from fairseq_tutel.parallel.failures import FailureWatch
 from fairseq_tutel.parallel.guard import guarded
 from fairseq_tutel.parallel.signals import EXIT_CODE
 
-# Rank 0 reports at this interval whether its function has ended.
+# Rank 0 reports at this interval (in seconds) whether its function has ended.
 PAUSE_SECONDS = 0.5
 
 
@@ -35,22 +35,22 @@ def is_first() -> bool:
 
 
 def rank_in_job(rank: int, group: dist.ProcessGroup | None) -> int:
-    """Convert a rank within a group to the rank within the job; None is the group of all ranks."""
+    """Convert a rank within a group to the rank within the job. None is the group of all ranks."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
 @contextlib.contextmanager
 def ending_together(operation: str) -> Iterator[None]:
-    """Context manager for the work of a rank: an error in it ends all ranks. Collective at its end.
+    """Context manager for a rank's work: an error ends all ranks, and the block's end is collective.
 
-    After the block, or an exit from the block with code 0 or EXIT_CODE, all ranks wait for each other and
-    then destroy all process groups. Otherwise the process can abort in NCCL at exit.
+    After the block, or after an exit from the block with code 0 or EXIT_CODE, all ranks wait for each other
+    and then destroy all process groups. Without this wait, the process can abort in NCCL at exit.
     """
     if not dist.is_initialized():
         yield
         return
     store: Any = distributed_c10d._get_default_store()
-    # A file as a store has no extended API.
+    # A file store has no extended API, which the failure watch needs.
     watch, end = FailureWatch(store, rank()) if store.has_extended_api() else None, None
     try:
         with guarded(operation):
@@ -73,7 +73,7 @@ def ending_together(operation: str) -> Iterator[None]:
 
 
 def all_gather_object(own: Any, operation: str, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the objects of all ranks of a group, in rank order; None means all ranks. Collective."""
+    """Return the objects of all ranks of a group, in rank order. None means all ranks. Collective."""
     objects: list[Any] = [own] * size(group)
     if len(objects) > 1:
         with guarded(operation, group):
@@ -91,7 +91,7 @@ def broadcast_object(own: Any, operation: str, group: dist.ProcessGroup | None =
 
 
 def run_on_rank_zero(action: Callable[[], Any], operation: str) -> Any:
-    """Call a function on rank 0 and return its result, or raise its error, on all ranks. Collective.
+    """Call a function on rank 0. On all ranks, return the function's result or raise its error. Collective.
 
     The function may take longer than the time-out of collectives, for example to read a large file.
     """
@@ -101,14 +101,14 @@ def run_on_rank_zero(action: Callable[[], Any], operation: str) -> Any:
         ended, result, sentence = broadcast_object(work and work.look(), operation)
     error = None if work is None else work.error
     if error is not None and not isinstance(error, ValueError | OSError):
-        raise error  # a bug; only rank 0 has its traceback
+        raise error  # A bug's traceback is printed only on rank 0.
     if sentence is not None:
         raise ValueError(sentence) from error
     return result
 
 
 class Work:
-    """Runs a function in a thread, so that rank 0 can meanwhile send its status to the other ranks."""
+    """Runs a function in a thread, so that rank 0 can meanwhile send its status to other ranks."""
 
     def __init__(self, action: Callable[[], Any]) -> None:
         self.result: Any = None
@@ -117,7 +117,7 @@ class Work:
         def run() -> None:
             try:
                 self.result = action()
-            except Exception as error:  # the other ranks also wait for the error
+            except Exception as error:  # Other ranks also get the error.
                 self.error = error
 
         self._thread = threading.Thread(target=run, daemon=True)
@@ -125,11 +125,11 @@ class Work:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the function has ended."""
+        """Whether the function in the thread has ended."""
         return not self._thread.is_alive()
 
     def look(self) -> tuple[bool, Any, str | None]:
-        """Wait briefly; return whether the function has ended, its result, and its error message if any."""
+        """Wait briefly. Return whether the function has ended, its result, and any error message."""
         self._thread.join(PAUSE_SECONDS)
         if not self.has_ended:
             return False, None, None

@@ -1,8 +1,8 @@
-"""ZeRO partitions: each rank keeps the optimizer state of an equal part of a parameter's elements.
+"""ZeRO partitions, in which each rank keeps the optimizer state of an equal part of each parameter.
 
-A parameter with n elements and a group of G ranks has m = ceil(n / G) elements per rank. Parameters of one
-group and dtype share buckets. Each bucket needs one collective. A bucket has M elements per rank and is
-stacked as [G, M]: row g belongs to rank g. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
+For a parameter with n elements and a group of G ranks, each rank has m = ceil(n / G) elements. Parameters
+with the same group and dtype share buckets, and each bucket needs one collective. A bucket has M elements
+per rank and is stacked as [G, M], where row g belongs to rank g. ZeRO is from Rajbhandari et al. 2020.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,13 +28,13 @@ class Share:
     """
 
     size: int = 1
-    index: int = 0  # this rank's index in the group
+    index: int = 0  # This rank's index in the group.
     group: dist.ProcessGroup | None = None
-    divisor: float = 1  # the sum of gradients is divided by this number
+    divisor: float = 1  # The sum of gradients is divided by this number.
 
 
 def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
-    """Return the ranks over which a parameter's state is sharded: an expert's EP replicas, or all ranks."""
+    """Return the group that shards a parameter's state, which is an expert's EP replicas or all ranks."""
     world = topology.world_size
     divisor = gradient_divisor(parameter, world)
     if is_expert(parameter):
@@ -50,21 +50,21 @@ def own_elements(tensor: Tensor, share: Share) -> Tensor:
 
 
 class Partition:
-    """A parameter, and the part of its elements that this rank updates (`own`).
+    """A parameter, and the elements of it that this rank updates (`own`).
 
-    `own` is a view of an fp32 (or fp64) parameter, an fp32 master copy of a half-precision parameter, or
-    with `offload` a copy in host memory.
+    `own` is a view of an fp32 (or fp64) parameter, or an fp32 master copy of a half-precision parameter.
+    With `offload`, `own` is a copy in host memory.
     """
 
     def __init__(self, parameter: nn.Parameter, share: Share, offload: bool) -> None:
         self.parameter, self.share = parameter, share
-        self.length = -(-parameter.numel() // share.size)  # elements per rank, with padding
-        self.num_bytes = parameter.numel() * parameter.element_size()  # of the complete parameter
+        self.length = -(-parameter.numel() // share.size)  # The number of elements per rank, with padding.
+        self.num_bytes = parameter.numel() * parameter.element_size()  # The complete parameter's bytes.
         self.start = 0
-        # A view needs contiguous memory. Few parameters are not contiguous.
+        # Views need contiguous memory, and few parameters are not contiguous.
         parameter.data = parameter.data.contiguous()
         own = own_elements(parameter.data, share)
-        # The optimizer's dtype: fp32, or fp64 for fp64 parameters.
+        # The optimizer's dtype is fp32, or fp64 for fp64 parameters.
         wide = torch.promote_types(parameter.dtype, torch.float32)
         self.is_master = wide != parameter.dtype
         self.is_view = not self.is_master and not offload
@@ -73,19 +73,19 @@ class Partition:
         self.own = nn.Parameter(own)
 
     def put_at(self, start: int) -> None:
-        """Set the position at which this partition starts in its communication bucket."""
+        """Set the element of its communication bucket at which this partition starts."""
         self.start = start
 
     @torch.no_grad()
     def whole(self, value: Tensor) -> Tensor:
-        """Gather a complete state tensor of the parameter from all ranks of the group. Collective.
+        """Gather a parameter's complete optimizer state tensor from all ranks of the group. Collective.
 
-        The result is on the device of `value`, which is the host for an offloaded state.
+        The gathered tensor is on the device of `value`, which is the host for an offloaded state.
         """
         share, parameter = self.share, self.parameter
         if share.size == 1:
             return value.view(parameter.shape)
-        # A GPU backend cannot read host memory.
+        # A GPU backend of torch.distributed cannot read host memory.
         own = value.new_zeros(self.length, device=parameter.device)
         own[: value.numel()].copy_(value)
         whole = all_gather(own, "the all-gather of the optimizer's state", share.group)
@@ -93,7 +93,7 @@ class Partition:
 
 
 class Bucket:
-    """A list of partitions whose gradients, or weights, are sent in one collective."""
+    """A bucket is a list of partitions whose gradients, or weights, are sent in one collective."""
 
     def __init__(self, partitions: Sequence[Partition]) -> None:
         self.partitions, self.share = list(partitions), partitions[0].share
@@ -101,10 +101,10 @@ class Bucket:
         for partition in self.partitions:
             partition.put_at(self.length)
             self.length += partition.length
-        # The reduced gradients [M] in the parameters' dtype. None before the reduction, and None if G is 1,
-        # because parameters then keep their gradients.
+        # This tensor has the reduced gradients [M] in the parameters' dtype. The tensor is None before the
+        # reduction, and always if G is 1, because parameters then keep their gradients.
         self.gradient: Tensor | None = None
-        # All parameters of the bucket have this parameter's dtype and device.
+        # All parameters of the bucket have the dtype and device of this parameter.
         self.first = self.partitions[0].parameter
         # Without padding, a single parameter and its gradient are sent and received without a copy.
         self.is_one_tensor = len(self.partitions) == 1 and (
@@ -112,7 +112,7 @@ class Bucket:
         )
 
     def reduce_gradients(self) -> Started:
-        """Start to reduce gradients to the ranks that own them; the sum is added to `gradient`."""
+        """Start to reduce gradients to the ranks that own them. The sum is added to `gradient`."""
         share = self.share
         stacked = self._take_gradients()
         # As in data parallelism, divide before the sum, so that scaled fp16 gradients do not overflow.
@@ -126,7 +126,7 @@ class Bucket:
         return started.then(arrived)
 
     def _take_gradients(self) -> Tensor:
-        """Return the stacked gradients [G * M], with zeros for missing gradients; free the originals."""
+        """Return the stacked gradients [G * M], with zeros for missing ones, and free the originals."""
         grads = [partition.parameter.grad for partition in self.partitions]
         for partition in self.partitions:
             partition.parameter.grad = None
@@ -140,7 +140,7 @@ class Bucket:
         return stacked.view(-1)
 
     def gradients(self) -> list[Tensor | None]:
-        """Return this rank's part of every gradient as a flat tensor, in the parameters' dtype."""
+        """Return this rank's part of each parameter's gradient, flat and in the parameter's dtype."""
         flat = self.gradient
         if flat is not None:
             return [flat[p.start :][: p.own.numel()] for p in self.partitions]
@@ -148,21 +148,21 @@ class Bucket:
         return [None if grad is None else grad.reshape(-1) for grad in grads]
 
     def converted_gradients(self, convert: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
-        """Return `gradients` after `convert`, which is applied once to a reduced bucket."""
+        """Return this rank's gradients after `convert`, which converts a reduced bucket only once."""
         if self.gradient is not None:
             self.gradient = convert(self.gradient)
             return self.gradients()
         return [None if grad is None else convert(grad) for grad in self.gradients()]
 
     def free_gradients(self) -> None:
-        """Free the gradients of all parameters and partitions in this communication bucket."""
+        """Free the gradients of all parameters and partitions in this bucket."""
         self.gradient = None
         for partition in self.partitions:
             partition.parameter.grad = partition.own.grad = None
 
     @torch.no_grad()
     def gather_weights(self) -> Started | None:
-        """Start to gather the updated weights on all ranks; return None if this needs no communication."""
+        """Start to gather the updated weights on all ranks. Return None if no communication is needed."""
         share = self.share
         if share.size == 1:
             if not self.partitions[0].is_view:
@@ -192,7 +192,7 @@ class Bucket:
 
 
 def _rows(partition: Partition, stacked: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield one or two pairs of views of equal elements: one of a bucket [G, M], one of a parameter."""
+    """Yield one or two pairs of views of equal elements, one of a bucket [G, M] and one of a parameter."""
     columns = stacked[:, partition.start : partition.start + partition.length]
     full, rest = divmod(flat.numel(), max(1, partition.length))
     yield columns[:full], flat[: full * partition.length].view(full, partition.length)
@@ -207,10 +207,11 @@ def partitions_of(
     offload: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[list[Partition], list[Bucket]]:
-    """Return one partition for each parameter, and the communication buckets that contain them.
+    """Return one partition for each parameter, and the communication buckets of these partitions.
 
-    Buckets are in the likely order of a backward pass. Without `cut` no parameter is sharded, such as for
-    offload without ZeRO. A bucket has about `bucket_bytes`. A larger parameter has a bucket of its own.
+    Buckets are ordered as a backward pass is likely to compute their gradients. Without `cut`, no parameter
+    is sharded, as for offload without ZeRO. A bucket has about `bucket_bytes` bytes. A parameter with more
+    bytes gets a separate bucket.
     """
     partitions = [Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters]
     buckets: list[Bucket] = []

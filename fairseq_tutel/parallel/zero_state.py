@@ -1,8 +1,7 @@
-"""Sharded or offloaded optimizer state: a layer between a model and an ordinary optimizer.
+"""Sharded or offloaded optimizer state, which stands between a model and an ordinary optimizer.
 
-The optimizer has only this rank's elements of each parameter, in fp32. The order of calls in an update is:
-backward passes, each followed by `finish_backward`; `reduce`; `norm` and `multiply` to clip; `step`;
-`zero_grad`.
+The optimizer has only this rank's elements of each parameter, in fp32. An update calls `finish_backward`
+after each backward pass, then `reduce`, `norm` and `multiply` to clip, `step`, and `zero_grad`.
 """
 
 import weakref
@@ -17,16 +16,17 @@ from fairseq_tutel.parallel.gradients import divide_gradients, global_grad_norm,
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.parallel.zero_partition import Bucket, own_elements, partitions_of
 
-# The key of the fp32 copy of a half-precision weight in a checkpoint's optimizer state.
+# This key of a checkpoint's optimizer state has the fp32 copy of a half-precision weight.
 MASTER = "fp32_master"
 
 
 class GradientReducer:
     """Sums gradients over ranks, bucket by bucket, so that each rank gets the elements that it owns.
 
-    With `eager` this happens during a backward pass. A bucket is sent when all its gradients exist and all
-    earlier buckets are sent. So all ranks call the same collectives, even if some do not use all
-    parameters. The results arrive at the end of the backward pass: other ranks may send buckets only then.
+    With `eager`, gradients are summed during a backward pass. A bucket is sent when all gradients of this
+    bucket exist and all earlier buckets are sent. All ranks therefore call the same collectives, even if
+    some ranks do not use all parameters. The summed gradients may arrive only at the end of the backward
+    pass.
     """
 
     def __init__(self, buckets: Sequence[Bucket], world_size: int, eager: bool) -> None:
@@ -41,14 +41,14 @@ class GradientReducer:
                     _set_hook(partition.parameter, self, number)
 
     def reset(self) -> None:
-        """Reset the records of sent buckets and received gradients for the next update."""
-        self.sent = 0  # buckets sent in this backward pass
+        """Reset the records of sent buckets and of received gradients for the next update."""
+        self.sent = 0  # The number of buckets sent in this backward pass.
         self.ready: list[set[int]] = [set() for _ in self.shared]
         self.backwards = 0
         self.is_reduced = False
 
     def arrived(self, parameter: nn.Parameter, number: int) -> None:
-        """Record that a parameter of bucket `number` has its gradient; send buckets with all gradients."""
+        """Record the gradient of a parameter in bucket `number`, and send buckets with all gradients."""
         if number < self.sent:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} got another gradient after its gradient "
@@ -62,9 +62,9 @@ class GradientReducer:
             self._send()
 
     def finish_backward(self) -> None:
-        """Reduce the remaining gradients at the end of a backward pass. Collective.
+        """Reduce the gradients that the backward pass has not sent. Collective. Collective.
 
-        Gradients remain if this rank did not use all parameters.
+        Gradients are left if this rank did not use all parameters.
         """
         if not self.eager:
             return
@@ -84,7 +84,7 @@ class GradientReducer:
         elif not self.eager:
             for bucket in self.shared:
                 self.pending.append(bucket.reduce_gradients())
-                # At most two at a time: the next bucket is stacked while one is sent.
+                # Only two buckets are in memory, one that is stacked and one that is sent.
                 self._finish(self.pending[:-1])
             self._finish(self.pending)
         if self.world_size > 1:
@@ -105,7 +105,7 @@ class GradientReducer:
 def _set_hook(parameter: nn.Parameter, reducer: GradientReducer, number: int) -> None:
     """Register a hook that notifies `reducer` of a parameter's gradients, and remove the previous hook.
 
-    fairseq builds another optimizer when it loads a checkpoint. Hooks must not notify the first optimizer.
+    After loading a checkpoint, fairseq builds a new optimizer, and hooks must not notify the old one.
     """
     reference = weakref.ref(reducer)
 
@@ -120,14 +120,15 @@ def _set_hook(parameter: nn.Parameter, reducer: GradientReducer, number: int) ->
 
 
 class ZeroState:
-    """Splits a model's parameters over ranks, reduces their gradients, and updates this rank's part.
+    """Shards a model's parameters over ranks, reduces gradients, and updates the elements of this rank.
 
     Args:
-        parameters: in the same order on all ranks.
-        stage: 0: nothing is sharded, and other code reduces gradients; 1: the state is sharded, and
-            gradients are reduced after the last backward pass; 2: during every backward pass.
+        parameters: the model's parameters, in the same order on all ranks.
+        stage: the ZeRO stage. Stage 0 shards nothing, and other code reduces gradients. Stage 1 shards the
+            state, and reduces gradients after the last backward pass. Stage 2 shards the state, and reduces
+            gradients during every backward pass.
         offload: keep this rank's elements, and the optimizer's moments, in host memory.
-        bucket_bytes: see `partitions_of`.
+        bucket_bytes: the approximate bytes of a bucket.
     """
 
     def __init__(
@@ -147,18 +148,18 @@ class ZeroState:
         self.reducer = GradientReducer(self.buckets, topology.world_size, eager=stage == 2)
 
     def zero_grad(self) -> None:
-        """Free all gradients and reset the reduction."""
+        """Free all gradients, and prepare the reducer for the next update."""
         for bucket in self.buckets:
             bucket.free_gradients()
         self.reducer.reset()
         self.factor = 1.0
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Multiply gradients by `factor` when they become fp32, so half-precision ones do not underflow."""
+        """Multiply gradients by `factor` when they become fp32, to avoid underflow in half precision."""
         self.factor = self.factor * factor
 
     def norm(self) -> Tensor:
-        """Return the L2 norm of all gradients; all ranks get the same bits. Collective."""
+        """Return the L2 norm of all gradients, with the same bits on all ranks. Collective."""
         if self.stage == 0:
             parameters = [partition.parameter for partition in self.partitions]
             return global_grad_norm(parameters, self.topology) * self.factor
@@ -171,7 +172,7 @@ class ZeroState:
         return square.sqrt() * self.factor
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip gradients to the norm `max_norm`, if that is positive; return the norm before clipping."""
+        """Clip gradients to the norm `max_norm`, if positive, and return the norm before clipping."""
         norm = self.norm()
         if max_norm > 0:
             self.multiply((max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -179,13 +180,13 @@ class ZeroState:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> None:
-        """Update this rank's elements, one group of parameters (bucket) at a time; gather all weights.
+        """Update this rank's elements bucket by bucket, and gather all weights.
 
-        Collective. Only one bucket's gradients are fp32 at a time. Its weights are sent while the next
-        bucket is updated. `optimizer` must be elementwise, and `update` must call `optimizer.step`.
+        Collective. Only one bucket's gradients are fp32 at a time. A bucket's weights are sent while the
+        next bucket is updated. `optimizer` must be elementwise; `update` calls `optimizer.step`.
         """
         groups = optimizer.param_groups
-        # Values in groups, such as a step count, must change once per update, not once per bucket.
+        # Values in optimizer groups, such as a step count, must change only once per update.
         before = [dict(group) for group in groups]
         members = [{id(own) for own in values["params"]} for values in before]
         pending: Started | None = None
@@ -209,7 +210,7 @@ class ZeroState:
     def whole_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return a parameter's complete optimizer state, with an fp32 master copy if there is one.
 
-        Collective over the ranks that own parts of it.
+        The method is collective over the ranks that own parts of the parameter's state.
         """
         partition, whole = self.partitions[index], dict(state)
         if partition.is_master:
@@ -221,11 +222,11 @@ class ZeroState:
 
     @torch.no_grad()
     def own_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a parameter's complete optimizer state, as read from a checkpoint."""
+        """Return this rank's part of a parameter's complete optimizer state from a checkpoint."""
         partition, own = self.partitions[index], dict(state)
         shape = partition.parameter.shape
         for key, value in own.items():
-            # The number of steps may be a tensor; a parameter may have no dimensions.
+            # The step count may be a tensor, and a parameter may have no dimensions.
             if not torch.is_tensor(value) or key == "step" or (value.dim() == 0 and len(shape) > 0):
                 continue
             if value.shape != shape:
@@ -235,14 +236,14 @@ class ZeroState:
                     "not a crash file."
                 )
             if key == MASTER and not partition.is_master:
-                # From a half-precision run: all ranks read the master copy and continue from it.
+                # After a half-precision run, all ranks continue from the master copy.
                 partition.parameter.copy_(value)
             own[key] = own_elements(value.contiguous(), partition.share).clone()
         return own
 
 
 def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Parameter]:
-    """Multiply a bucket of gradients by `factor`, in the dtype and on the device of the optimizer."""
+    """Multiply a bucket's gradients by `factor`, in the dtype and on the device of the optimizer."""
     owned = [partition.own for partition in bucket.partitions]
     device, dtype = owned[0].device, owned[0].dtype
     if isinstance(factor, Tensor):
@@ -250,13 +251,13 @@ def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Paramete
 
     def widened(grad: Tensor) -> Tensor:
         if grad.is_cuda and device.type == "cpu":
-            # A copy to page-locked memory before the conversion is twice as fast.
+            # Copying a gradient to page-locked memory before the conversion is twice as fast.
             grad = torch.empty_like(grad, device="cpu", pin_memory=True).copy_(grad)
         return grad.to(dtype).mul_(factor)
 
     for partition, grad in zip(bucket.partitions, bucket.converted_gradients(widened), strict=True):
         if grad is None and partition.is_master:
-            # Master copies get zeros, as in fairseq; unused fp32 parameters are skipped.
+            # Missing gradients of master copies become zeros, as in fairseq.
             grad = torch.zeros_like(partition.own)
         partition.own.grad = grad
     return owned

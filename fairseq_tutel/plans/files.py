@@ -1,4 +1,4 @@
-"""Reads collective plans from JSON or MSCCL XML files or from names such as ring:all_gather:8."""
+"""Reads collective plans from JSON or MSCCL XML files, or from names such as ring:all_gather:8."""
 
 import json
 import re
@@ -14,15 +14,15 @@ from fairseq_tutel.plans.msccl.reader import from_xml
 from fairseq_tutel.plans.msccl.writer import to_xml
 
 NAMED = "NAME:COLLECTIVE:RANKS[:NODES]"
-MOST = 512  # the largest number of ranks
+MOST = 512  # The largest number of ranks of a plan.
 OPTION = "--moe-collective-plans"
 
 
 def find(text: str) -> Plan:
-    """Return a collective plan, given a file path or a name such as `two_hops:all_to_all:8:2`.
+    """Return the collective plan at a file path, or with a name such as `two_hops:all_to_all:8:2`.
 
     Raises:
-        ValueError: the text is neither a path nor a name.
+        ValueError: the text is neither a path nor the name of a plan.
     """
     if text.endswith((".json", ".xml")):
         return read(Path(text))
@@ -39,7 +39,7 @@ def read(path: Path) -> Plan:
     """Read a collective plan from a JSON or XML file.
 
     Raises:
-        ValueError: the file is unreadable or has no plan; the message names the file.
+        ValueError: the file is unreadable or has no plan. The error message names the file.
     """
     try:
         data = content_of(path) if path.suffix == ".xml" else json_of(path)
@@ -58,14 +58,14 @@ def write(plan: Plan, path: Path) -> None:
 
 
 class PlacedPlan(NamedTuple):
-    """A plan that a run uses and that the checker has accepted; `name` is the file name without .json."""
+    """A plan of a training run that the checker accepted; `name` is the file name without .json."""
 
     name: str
     plan: Plan
     report: Report
 
     def fits(self, ranks: Sequence[int]) -> bool:
-        """Return whether a group of ranks can run the plan."""
+        """Return whether the group of these ranks can run the collective plan."""
         return len(ranks) == self.plan.ranks
 
 
@@ -73,7 +73,7 @@ def read_run(path: str) -> tuple[PlacedPlan, ...]:
     """Read and check the plans of --moe-collective-plans, which is a file or a folder of *.json files.
 
     Raises:
-        ValueError: there is no plan, or a plan is unreadable or wrong; the message names the file.
+        ValueError: there is no plan, or a plan is unreadable or wrong. The error message names the file.
     """
     place = Path(path)
     placed = []
@@ -82,7 +82,7 @@ def read_run(path: str) -> tuple[PlacedPlan, ...]:
             plan = read(file)
             placed.append(PlacedPlan(file.stem, plan, check(plan)))
         except ValueError as error:
-            where = f"{file}: " if isinstance(error, PlanError) else ""  # `read` names the file
+            where = f"{file}: " if isinstance(error, PlanError) else ""  # The error names the file.
             raise ValueError(f"{OPTION}: {where}{error}") from error
     if not placed:
         raise ValueError(
@@ -92,7 +92,7 @@ def read_run(path: str) -> tuple[PlacedPlan, ...]:
 
 
 def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError if a collective plan fits none of the groups of ranks in the run.
+    """Raise ValueError if a collective plan fits none of the run's groups of ranks.
 
     `groups` has the ranks of each group with at least 2 ranks.
     """

@@ -1,11 +1,11 @@
-"""The format of collective plans: a JSON file that lists the steps of each rank for one collective.
+"""A collective plan is a JSON file that lists the steps of each rank for one collective.
 
-A plan has N ranks, C chunks in each shard and S temporary chunks on each rank.
+A collective plan has N ranks, C chunks in each shard and S temporary chunks on each rank.
 
-**Chunks.** All offsets are numbers of chunks. A shard is divided into C chunks of equal size. If C does not
-divide the shard's size, the last chunks are short or empty. So a plan works for any number of elements,
-even 0. The table gives the chunks in each rank's buffers. In an all_reduce, all data of a rank is one
-shard.
+**Chunks.** All offsets are in chunks. A shard is divided into C chunks of equal size. If C does not divide
+the number of elements of a shard, the last chunks are short or empty. A collective plan therefore works for
+any number of elements, even 0. This table gives the number of chunks in each rank's buffers and the final
+content of `out`. In an all_reduce, all data of a rank is one shard.
 
 | collective     | in    | out   | final content                                       |
 |----------------|-------|-------|-----------------------------------------------------|
@@ -14,28 +14,29 @@ shard.
 | all_reduce     | C     | C     | out[c] = sum over g of in of rank g [c]             |
 | all_to_all     | N * C | N * C | out[s, c] of rank r = in of rank s [r, c]           |
 
-`in` is never written. Between calls, the caller on each rank owns `in` and `out`. `tmp` has S chunks and
-alternates between two buffers. So a rank that is one call ahead does not overwrite data that a slower rank
-still reads.
+The buffer `in` is never written. Between calls, the caller on each rank owns the buffers `in` and `out`.
+The buffer `tmp` has S chunks, and exists twice for alternate calls. A rank that is one call ahead therefore
+does not overwrite data that a slower rank still reads.
 
-**Programs.** A rank has one or more lanes that run concurrently. A lane is a list of steps in order:
+**Programs.** A rank has one or more lanes, which run concurrently. A lane is an ordered list of steps:
 
-- put: copy `src` on this rank to `dst` on the rank at the other end of the channel. The copy can run at any
-  time until the receiver's wait for the next signal ends. Until then no step may read or write `dst`, and
-  no step may write `src`. After the next flush, `src` may be written, too.
-- signal: add one to the channel's count, after the earlier puts on this channel. A signal does not wait.
-- wait: wait for the next signal on this channel. The k-th wait waits for the k-th signal.
-- flush: wait until the earlier puts on this channel have read their sources.
-- copy: copy `src` to `dst` on this rank.
-- reduce: add two or more `src` in the listed order, and write the sum to `dst` on this rank. `dst` may be
-  the first `src`. Half-precision types are added in fp32 and rounded once.
-- post, pend: like signal and wait, but between lanes of one rank.
+- A put copies `src` on this rank to `dst` on the rank at the other end of the channel. A put's copy can run
+  at any time until the receiver's wait for the next signal ends. Until the receiver's wait ends, no step
+  may read or write `dst`, and no step may write `src`. After the next flush, steps may write the put's
+  `src`, too.
+- A signal adds one to the channel's count, after the earlier puts on this channel. A signal does not wait.
+- A wait waits for the next signal on a channel. The k-th wait waits for the k-th signal.
+- A flush waits until the earlier puts on a channel have read their sources.
+- A copy copies `src` to `dst` on this rank.
+- A reduce adds two or more `src` in the listed order, and writes the sum to `dst` on this rank. The `dst`
+  of a reduce may be its first `src`. A reduce adds half-precision types in fp32 and rounds the sum once.
+- A post and a pend are like a signal and a wait, but between lanes of one rank.
 
-A channel leads from one rank to another. One lane of the sender has all of its puts, signals and flushes,
-and one lane of the receiver has all of its waits. A channel has as many waits as signals, and its last put
-is followed by a signal.
+A channel leads from one rank to another rank. One lane of the sending rank has all puts, signals and
+flushes of a channel. One lane of the receiving rank has all waits of a channel. A channel has as many waits
+as signals, and a signal follows its last put.
 
-Source: the channels and plans of MSCCL++ (Shah et al. 2025), reduced to what a checker can prove correct.
+The format has those channels and steps of MSCCL++ (Shah et al. 2025) that a checker can prove correct.
 """
 
 import hashlib
@@ -50,9 +51,9 @@ FORMAT = 1
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 REDUCING = ("reduce_scatter", "all_reduce")
 BUFFERS = ("in", "out", "tmp")
-# The amounts of data that are sent, by (source, target).
+# A load is the amount of data that is sent, by (source, target).
 Load = Mapping[tuple[int, int], Fraction | int]
-# The fields of each operation.
+# This table has the fields of each operation of a step.
 OPERATIONS = {
     "put": ("channel", "src", "dst", "n"),
     "signal": ("channel",),
@@ -66,11 +67,11 @@ OPERATIONS = {
 
 
 class PlanError(ValueError):
-    """A collective plan is wrong; the message is one sentence that names the problem and the step."""
+    """A collective plan is wrong. The error message is one sentence that names the problem and the step."""
 
 
 class Place(NamedTuple):
-    """The position of one or more adjacent chunks: their buffer and the index of the first chunk."""
+    """The position of adjacent chunks, as their buffer and the index of the first chunk."""
 
     buffer: str
     chunk: int
@@ -78,7 +79,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a collective plan, such as a put; `OPERATIONS` lists the fields of each operation."""
+    """One step of a collective plan, such as a put. `OPERATIONS` lists the fields of each operation."""
 
     op: str
     channel: int | None = None
@@ -89,7 +90,7 @@ class Step:
 
 
 class Channel(NamedTuple):
-    """A channel that carries puts and signals from one rank to another."""
+    """A channel, which carries puts and signals from one rank to another rank."""
 
     source: int
     target: int
@@ -100,13 +101,13 @@ Lane = tuple[Step, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A collective plan: the programs of all ranks for one collective.
+    """A collective plan, which has the programs of all ranks for one collective.
 
     Attributes:
         programs: the lanes of each rank.
-        min_bytes: the smallest size of a rank's `in` for which the plan is meant.
-        max_bytes: the largest such size; None: no limit.
-        network: the digest of the network for which the plan was made; empty: any network.
+        min_bytes: the least bytes of a rank's `in` for which the plan is meant.
+        max_bytes: the most bytes of a rank's `in` for which the plan is meant; None means no limit.
+        network: the digest of the network for which the plan was made; "" means any network.
     """
 
     name: str
@@ -131,11 +132,11 @@ class Plan:
         return self.chunks * (self.ranks if self.collective in ("all_gather", "all_to_all") else 1)
 
     def size_of(self, buffer: str) -> int:
-        """Return the number of chunks in a buffer of a rank."""
+        """Return the number of chunks in the buffer `in`, `out` or `tmp` of a rank."""
         return {"in": self.in_chunks, "out": self.out_chunks, "tmp": self.temporary}[buffer]
 
     def target_of(self, rank: int, step: Step) -> int:
-        """Return the rank to which a step writes; `rank` is the rank that runs the step."""
+        """Return the rank to which a step writes. `rank` is the rank that runs the step."""
         return rank if step.channel is None else self.channels[step.channel].target
 
     @cached_property
@@ -156,9 +157,9 @@ Chunk = tuple[str, int]
 
 
 class Writer:
-    """Builds a collective plan: each method appends one step to a lane of a rank.
+    """Builds a collective plan. Each method appends one step to a lane of a rank.
 
-    A channel is created when a step first uses it. Channels between the same two ranks differ by `tag`.
+    The first step on a channel creates the channel. Channels between the same ranks differ in `tag`.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -195,7 +196,7 @@ class Writer:
         self._add(rank, lane, Step("wait", self._channel(source, rank, tag)))
 
     def flush(self, rank: int, target: int, *, lane: int = 0, tag: Any = 0) -> None:
-        """Append a flush: a wait until the puts to another rank have read their sources."""
+        """Append a flush, which waits until the puts to another rank have read their sources."""
         self._add(rank, lane, Step("flush", self._channel(rank, target, tag)))
 
     def copy(self, rank: int, src: Chunk, dst: Chunk, n: int = 1, *, lane: int = 0) -> None:
@@ -203,21 +204,21 @@ class Writer:
         self.reduce(rank, [src], dst, n, lane=lane)
 
     def reduce(self, rank: int, sources: Iterable[Chunk], dst: Chunk, n: int = 1, *, lane: int = 0) -> None:
-        """Append a step that adds n chunks from several places, or copies them from a single place."""
+        """Append a step that adds n chunks of several positions, or copies the chunks of one position."""
         places = tuple(Place(*source) for source in sources)
         op = "reduce" if len(places) > 1 else "copy"
         self._add(rank, lane, Step(op, None, places, Place(*dst), n))
 
     def post(self, rank: int, semaphore: int, *, lane: int) -> None:
-        """Append a post: a signal to another lane of the same rank."""
+        """Append a post, which is a signal to another lane of the same rank."""
         self._add(rank, lane, Step("post", semaphore=semaphore))
 
     def pend(self, rank: int, semaphore: int, *, lane: int) -> None:
-        """Append a pend: a wait for a post of another lane of the same rank."""
+        """Append a pend, which is a wait for a post of another lane of the same rank."""
         self._add(rank, lane, Step("pend", semaphore=semaphore))
 
     def plan(self, name: str, collective: str, chunks: int, **others: Any) -> Plan:
-        """Return a plan with all steps that have been appended; `others` has more fields of `Plan`."""
+        """Return a plan with all appended steps. The keywords `others` set more fields of `Plan`."""
         channels = tuple(Channel(source, target) for source, target, _ in self.channels)
         programs = tuple(tuple(tuple(lanes[lane]) for lane in sorted(lanes)) for lanes in self.lanes)
         fields = {"channels": channels, "programs": programs, **others}
@@ -225,7 +226,7 @@ class Writer:
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """Return the JSON object that describes a plan."""
+    """Return the JSON object that describes a collective plan."""
     names = ("name", "collective", "ranks", "chunks", "temporary", "network", "channels")
     return {
         "format": FORMAT,
@@ -240,7 +241,7 @@ def _step_to_json(step: Step) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Plan:
-    """Return the plan that a JSON object describes, without checking that its steps are correct.
+    """Return the collective plan that a JSON object describes, without checking its steps.
 
     Raises:
         PlanError: a field is missing, unknown or has a wrong type.

@@ -1,8 +1,8 @@
-"""Networks: GPUs, switches and the links between them, from a file or from a name such as `dgx_a100:2`.
+"""Networks: A network is GPUs, switches and links, from a file or from a name such as `dgx_a100:2`.
 
 The N ranks are vertices 0 to N - 1, in the order of (host, local rank). Switches follow them. A link has
 one direction and an integer bandwidth, in the unit of its network. Each link has a reverse link with the
-same bandwidth, as in real machines.
+same bandwidth, as in real clusters.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ from fairseq_tutel.files import json_of
 from fairseq_tutel.plans.format import Load
 
 FORMAT = 1
-MOST_VERTICES = 4096  # the matrix has the square of this many numbers
-MOST = 512  # the most GPUs of a named network
-WIDEST = 10**15  # the largest bandwidth
+MOST_VERTICES = 4096  # A network has at most this many vertices.
+MOST = 512  # A named network has at most this many GPUs.
+WIDEST = 10**15  # A link has at most this bandwidth.
 
 
 class Link(NamedTuple):
-    """A link from one vertex of a network to another, in one direction."""
+    """A link from one vertex of a network to another vertex, in one direction."""
 
     source: int
     target: int
@@ -38,14 +38,14 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """A network of ranks, switches and links.
+    """A network of ranks and switches (vertices) and of links.
 
-    From one vertex to another there is at most one link.
+    There is at most one link from one vertex to another.
 
     Attributes:
-        places: (host, local rank) of every rank.
-        vertices: names of all vertices, ranks before switches.
-        unit: the unit of bandwidths, for messages.
+        places: the (host, local rank) of every rank.
+        vertices: the names of all vertices, with ranks before switches.
+        unit: the unit of bandwidths, for error messages.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Network:
 
     @property
     def switches(self) -> range:
-        """The vertices that are not ranks."""
+        """The vertices of the network that are not ranks."""
         return range(self.ranks, len(self.vertices))
 
     @cached_property
@@ -74,13 +74,13 @@ class Network:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the network, written as 16 hexadecimal digits; it does not depend on names."""
+        """A hash of the network as 16 hexadecimal digits, which does not depend on names."""
         text = json.dumps([self.places, len(self.vertices), sorted(self.links)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def routed(network: Network, messages: Load) -> Load:
-    """Return the load of every link if each message between two ranks takes the fastest route."""
+    """Return each link's load if every message between two ranks takes the fastest route."""
     loads: dict[tuple[int, int], Fraction] = defaultdict(Fraction)
     before = {source: ways(network, source) for source in {source for source, _ in messages}}
     for (source, target), amount in messages.items():
@@ -106,7 +106,7 @@ def ways(network: Network, source: int) -> dict[int, int]:
 
 
 def find(text: str) -> Network:
-    """Return a network, given the path of its JSON file or a name such as `torus:4x4`."""
+    """Return the network at the path of a JSON file, or with a name such as `torus:4x4`."""
     if text.endswith(".json"):
         return read(Path(text))
     kind, _, given = text.partition(":")
@@ -137,7 +137,7 @@ def read(path: Path) -> Network:
 
 
 def to_json(network: Network) -> dict[str, Any]:
-    """Return the JSON object that describes a network."""
+    """Return the JSON object that describes a network of GPUs."""
     names = network.vertices
     gpus = zip(names, network.places, strict=False)
     return {
@@ -151,7 +151,7 @@ def to_json(network: Network) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Network:
-    """Return the network that a JSON object describes, or raise a ValueError if it describes none."""
+    """Return the network that a JSON object describes. Raise a ValueError if the object has no network."""
     try:
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']!r}; give format {FORMAT}")
@@ -174,7 +174,7 @@ def from_json(data: Any) -> Network:
 
 
 def checked(network: Network) -> Network:
-    """Return the network, or raise a ValueError if collectives cannot run on it."""
+    """Return the network unchanged. Raise a ValueError if collectives cannot run on the network."""
     names, links = network.vertices, [link[:2] for link in network.links]
     _demand(len(names) <= MOST_VERTICES, f"it has {len(names):,} vertices, more than {MOST_VERTICES:,}")
     for what, values in (("name", names), ("place", network.places), ("link", links)):
@@ -202,7 +202,7 @@ def _demand(holds: bool, otherwise: str) -> None:
 def _made(
     hosts: int, local: int, switches: Iterable[str], both: Iterable[tuple[int, int, int]], unit: str
 ) -> Network:
-    """Return a network of `hosts` hosts with `local` GPUs each; each link exists in both directions."""
+    """Return a network of `hosts` hosts with `local` GPUs each. Each link exists in both directions."""
     places = tuple((host, rank) for host in range(hosts) for rank in range(local))
     return Network(
         name="",
@@ -216,10 +216,10 @@ def _made(
 def boxes(
     number: int, local: int, inside: int, between: int, unit: str = "units", shared: bool = False
 ) -> Network:
-    """Return a network of boxes (machines with several GPUs and a switch), joined by one more switch.
+    """Return a network of boxes (hosts with several GPUs and a switch), joined by one more switch.
 
-    A box has `local` GPUs. A GPU has bandwidth `inside` to its box's switch and `between` to other boxes.
-    With `shared`, the GPUs of a box share one link to other boxes.
+    Each box has `local` GPUs. A GPU has bandwidth `inside` to the switch of its box and `between` to other
+    boxes. With `shared`, the GPUs of a box share one link to other boxes.
     """
     ranks = number * local
     links = [(rank, ranks + rank // local, inside) for rank in range(ranks)]
@@ -231,8 +231,8 @@ def boxes(
     return _made(number, local, switches, links, unit)
 
 
-# xGMI links between the 16 dies of a box with eight MI250s: within each half, and between the halves.
-# Source: topologies.py of ForestColl (github.com/liangyuRain/ForestColl, Zhao et al. 2024).
+# xGMI links connect the 16 dies of a box with eight MI250s, within each half and between the halves. The
+# links are from topologies.py of ForestColl (github.com/liangyuRain/ForestColl, Zhao et al. 2024).
 _MI250_HALF = (
     (0, 1, 4), (2, 3, 4), (4, 5, 4), (6, 7, 4), (0, 4, 2), (3, 7, 2), (1, 5, 1), (2, 6, 1), (4, 6, 1),
     (5, 6, 1), (5, 7, 1),
@@ -250,7 +250,7 @@ def _mi250(number: int) -> Network:
 
 
 def _torus(rows: int, columns: int) -> Network:
-    """Return a torus network: a grid of GPUs on one host, with a ring of links in each row and column."""
+    """Return a torus network, which is a grid of GPUs on one host with a ring in each row and column."""
 
     def at(row: int, column: int) -> int:
         return row % rows * columns + column % columns
@@ -263,14 +263,14 @@ def _torus(rows: int, columns: int) -> Network:
     return _made(1, rows * columns, (), [(a, b, 1) for a, b in sorted(ends) if a != b], "units")
 
 
-# For each kind of network: the format of the sizes, and a function that makes the network.
+# This table maps each kind of network to the format of its sizes and a function that makes the network.
 NETWORKS: dict[str, tuple[str, Callable[..., Network]]] = {
-    # 8 A100s with NVLink 3 (300 GB/s) and a 200 Gb/s adapter each; 8 H100s with NVLink 4 and 400 Gb/s.
+    # A box has 8 A100s (NVLink 3, 200 Gb/s adapters) or 8 H100s (NVLink 4, 400 Gb/s adapters).
     "dgx_a100": ("BOXES", lambda number: boxes(number, 8, 300, 25, "GB/s")),
     "dgx_h100": ("BOXES", lambda number: boxes(number, 8, 450, 50, "GB/s")),
     "mi250": ("BOXES", _mi250),
     "boxes": ("BOXESxGPUS:INSIDE:BETWEEN", boxes),
-    # The network that benchmarks.cluster emulates.
+    # This kind of network is emulated by benchmarks.cluster.
     "cluster": ("NODESxRANKS:INSIDE:BETWEEN", partial(boxes, shared=True)),
     "torus": ("ROWSxCOLUMNS", _torus),
 }

@@ -1,6 +1,6 @@
 """Defines register(), which makes this package a fairseq plugin when --user-dir imports it.
 
-The folders follow the life cycle of a run:
+The package plugin has these folders and files:
 
 - registration/: defines options, registers classes, wraps fairseq functions and formats errors;
 - install.py, feed_forward.py and announce.py: replace FFNs of a stock model by experts;
@@ -23,15 +23,15 @@ THRESHOLDS = {M_MMAP_THRESHOLD: GIB, M_TRIM_THRESHOLD: 2 * GIB - 1, M_TOP_PAD: 6
 
 @functools.cache
 def register() -> None:
-    """Register models, criterions, tasks and optimizers with fairseq, and wrap seven fairseq functions.
+    """Register models, criterions, tasks and optimizers with fairseq, and wrap some fairseq functions.
 
-    The import of the models folder calls this function again, which has no effect.
+    Importing the models folder calls `register` a second time, which has no effect.
 
     Raises:
         ImportError: fairseq is missing or has an unsupported version.
     """
     _check_fairseq()
-    from fairseq.data import Dictionary  # checkpoints of speech tasks contain it
+    from fairseq.data import Dictionary  # Speech tasks save a Dictionary.
 
     from fairseq_tutel.checkpoint.files import let_checkpoints_load
 
@@ -61,18 +61,18 @@ def _check_fairseq() -> None:
 def keep_freed_memory() -> bool:
     """Configure glibc to keep freed host memory in the process; return whether it worked.
 
-    Nothing changes on a machine with a GPU. By default glibc returns the memory of a large tensor to the
-    system when the tensor is freed. The next tensor of that size is then mapped and zeroed page by page,
-    in every step. This happens to stacked gradients of experts, because they are large.
+    On a machine with a GPU, the function changes nothing. By default glibc returns the memory of a large
+    tensor to the system when the tensor is freed. Each training step would then map the memory of the next
+    large tensor again, and fill it with zeros. The stacked gradients of experts are large.
 
     Example:
         >>> kept = ft.keep_freed_memory()  # once, at the start of a program
     """
-    import torch  # flags of the folder are listed without it
+    import torch
 
     # torch.cuda.is_available would initialize CUDA, which then fails in every forked child.
     if torch.cuda.device_count() or not sys.platform.startswith("linux"):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # only glibc has it
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # Only glibc has mallopt.
     done = [mallopt(parameter, value) == 1 for parameter, value in THRESHOLDS.items()]
     return all(done)

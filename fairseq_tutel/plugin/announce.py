@@ -1,4 +1,4 @@
-"""Logs the settings and the size of a model's experts when it is built."""
+"""Logs the settings and the parameter counts of a model with experts when the model is built."""
 
 import logging
 import math
@@ -49,7 +49,7 @@ def log_size(model: nn.Module) -> None:
 
 
 def sizes(model: nn.Module) -> tuple[int, int, int]:
-    """Return a model's parameter counts: all, active per token, experts only. Tied weights count once."""
+    """Return the parameter counts of a model (all, active per token, experts), with tied weights once."""
     total, active, experts = 0, 0, 0
     seen: set[nn.Parameter] = set()
     for module in model.modules():

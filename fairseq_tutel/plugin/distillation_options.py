@@ -14,16 +14,14 @@ class DistillationConfig:
 
     distill_criterion: str = distillation(
         "moe_cross_entropy",
-        "criterion to which the distillation loss is added; the flags of this criterion are accepted, too; "
-        "after --distill-until, its loss is the only loss",
+        "criterion to which the distillation loss is added; its flags are accepted, too; after "
+        "--distill-until, the loss of this criterion is the only loss",
     )
-    distill_teacher: str = distillation(
-        "", "checkpoint of the teacher (dense or MoE, full or sharded), which is opened at its first use"
-    )
+    distill_teacher: str = distillation("", "checkpoint of the teacher (dense or MoE, full or sharded)")
     distill_teacher_overrides: str = distillation(
         "{}",
-        "options that override the teacher's saved options, in the form of fairseq's --model-overrides: "
-        "{'moe_expert_store': 'on-demand'} keeps the teacher's experts in the file",
+        "options that override the teacher's saved options, as in fairseq's --model-overrides: "
+        "{'moe_expert_store': 'on-demand'} keeps the teacher's experts on disk",
     )
     distill_teacher_bf16: bool = distillation(False, "run the teacher in bf16")
     distill_teacher_parallel_size: int = distillation(
@@ -31,15 +29,15 @@ class DistillationConfig:
     )
     distill_alpha: float = distillation(
         1.0,
-        "weight of T² KL(teacher || student), summed over tokens, added to the criterion's loss",
+        "weight of the distillation loss T² KL(teacher || student), summed over tokens",
         rule=POSITIVE,
     )
     distill_temperature: float = distillation(
         1.0, "temperature T, the divisor of both models' logits", rule=POSITIVE
     )
     distill_until: int = distillation(
-        0, "number of updates with the distillation loss; 0: all", unit="updates", rule=AT_LEAST_0
+        0, "number of updates with the distillation loss; 0: all updates", unit="updates", rule=AT_LEAST_0
     )
     distill_in_validation: bool = distillation(
-        False, "run the teacher in validation, too, and log distill_loss there"
+        False, "run the teacher and log distill_loss in validation, too"
     )

@@ -11,18 +11,18 @@ of_criterion = partial(option, of="criterion", theme="Ensembles")
 
 @dataclass(frozen=True)
 class EnsembleConfig:
-    """The options of an ensemble, without the options of its members."""
+    """The options of an ensemble, without the options of the ensemble's members."""
 
-    ensemble_arch: str = of_model("", "architecture of the members; its options are additional flags")
+    ensemble_arch: str = of_model("", "architecture of the members, whose flags are accepted, too")
     ensemble_size: int = of_model(5, "number of members", rule=whole(2))
     ensemble_share_after: str = of_model(
         "",
-        "name of a layer, such as decoder.layers.0, whose output features the members share; empty: do not "
-        "share",
+        "name of a layer, such as decoder.layers.0, whose output features the members share; empty: no "
+        "shared features",
     )
     ensemble_share_keep: float = of_model(
         0.7,
-        "fraction of every other member's features that a member adds to its own: a random mask in "
+        "fraction of every other member's features that a member adds to its features: a random mask in "
         "training, a constant factor in evaluation",
         rule=(lambda v: 0 < v <= 1, "give a number above 0, at most 1"),
     )
@@ -34,16 +34,16 @@ class CMCLConfig:
 
     cmcl_overlap: int = of_criterion(
         4,
-        "number of members that learn each sample (those with the lowest loss); if it is --ensemble-size, "
-        "the members learn independently",
+        "number of members (those with the lowest loss) that learn each sample; with --ensemble-size "
+        "members, all members learn independently",
         rule=AT_LEAST_1,
     )
     cmcl_beta: float = of_criterion(
         0.75,
-        "weight of the other members' divergence from the uniform distribution; 0: multiple choice "
-        "learning",
+        "weight of the divergence from the uniform distribution, for members that do not learn the sample; "
+        "0: multiple choice learning",
         rule=NOT_NEGATIVE,
     )
     cmcl_stochastic: bool = of_criterion(
-        False, "train the other members with a random label instead of the uniform distribution"
+        False, "train members that do not learn a sample with a random label, not the uniform one"
     )

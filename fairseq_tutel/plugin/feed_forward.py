@@ -1,7 +1,8 @@
 """Replaces the FFN of a stock fairseq transformer layer by experts.
 
-After the stock model is built, a MoEFeedForward replaces fc1 of each chosen layer, and identities replace
-the other modules of the FFN. The layer's forward method stays as it is. T: tokens, D: model_dim.
+After fairseq builds the stock model, a MoEFeedForward replaces fc1 of each chosen layer, and identities
+replace the other modules of the FFN. The forward method of the stock layer is unchanged. Shape suffixes are
+T (tokens) and D (model_dim).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from fairseq_tutel.parallel.groups import Topology
 
 # Names of the dropout module between fc1 and fc2 in transformers, lightconv and wav2vec2.
 DROPOUTS = ("activation_dropout_module", "relu_dropout_module", "dropout2")
-# Attribute paths of the layer stacks in stock models.
+# Attribute paths of the encoder and decoder layer stacks in stock models.
 SIDES = ("encoder", "decoder")
 STACKS = [
     (side, f"{side}.{name}")
@@ -33,10 +34,10 @@ STACKS = [
 ]
 # Attribute paths of the layers of a pretrained model inside another model.
 STACKS += [("encoder", f"{name}.w2v_model.encoder.layers") for name in ("encoder", "w2v_encoder")]
-# MoEConfig fields whose values come from the stock layer.
+# MoEConfig fields whose values come from the FFN of the stock layer.
 FACTS = ("model_dim", "hidden_dim", "activation", "activation_dropout", "hidden_layer_norm")
 
-# Names of the losses that MoE layers inject in the backward pass.
+# Names of the two losses whose gradients MoE layers add in the backward pass.
 BALANCE, BUDGET = "balance", "budget"
 Coefficients = Mapping[tuple["MoEFeedForward", str], Tensor]
 
@@ -49,7 +50,7 @@ class Context:
         gather: gathers all experts on this rank, for generation during training with expert parallelism.
         wait_for_turn: blocks until all ranks call the same layer, for ranks that run at different speeds.
         local_drop: probability with which a layer sends no rows in a training update.
-        seed: seed of these decisions, the same on all ranks.
+        seed: seed of the random numbers for local_drop, the same on all ranks.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class Context:
         seed: int = 1,
     ) -> None:
         self.trains, self.gather, self.wait_for_turn = trains, gather, wait_for_turn
-        # Whether the micro-batch only keeps ranks in step: its tokens are neither routed nor counted.
+        # A dummy batch only lets this rank join the collectives; none of the tokens is routed or counted.
         self.is_dummy = False
-        # [batch, time] bool: the padding mask of the last embedded tokens, for decoders that pass no mask.
+        # [batch, time] bool: the last embedded tokens' padding mask, for decoder layers without a mask.
         self.padding_mask: Tensor | None = None
         self.local_drop, self.seed, self._update = local_drop, seed, 0
-        # Factors of the layers' losses in the current backward pass, by layer and name of the loss.
+        # Coefficients of the layers' losses in the current backward pass, by layer and name of the loss.
         self.coefficients: Coefficients = {}
 
     def begin_step(self, is_dummy: bool = False, update: int = 0) -> None:
@@ -74,10 +75,9 @@ class Context:
         self.is_dummy, self._update = is_dummy, update
 
     def keeps_rows(self, layer: "MoEFeedForward") -> bool:
-        """Return whether a layer sends no rows in this update of the training run (--moe-local-drop).
+        """Return whether a layer sends no rows in the current training update (--moe-local-drop).
 
-        The decision is a function of seed, layer and update, so it is equal on all ranks, in a
-        recomputation and after a resume.
+        The decision depends only on seed, layer and update, so it is equal on all ranks and after a resume.
         """
         if not (self.local_drop and layer.training and layer.calls is not None):
             return False
@@ -89,11 +89,11 @@ class Context:
         self.padding_mask = args[0].eq(embedding.padding_idx)
 
     def begin_backward(self, coefficients: Coefficients) -> None:
-        """Set the coefficients of the layers' losses for the backward pass, until `end_backward`."""
+        """Set the coefficients of the MoE layers' losses for a backward pass, until `end_backward`."""
         self.coefficients = {**self.coefficients, **coefficients}
 
     def end_backward(self) -> None:
-        """Remove the coefficients, so a later backward pass adds no balance loss and no budget loss."""
+        """Remove the loss coefficients, so a later backward pass adds no balance loss or budget loss."""
         self.coefficients = {}
 
 
@@ -110,17 +110,17 @@ class MoERecord:
 class MoEFeedForward(MoELayer):
     """A MoE layer that takes the place of fc1 in a fairseq transformer layer.
 
-    Input and output are [time, batch, D], or [batch, time, D].
+    The input and the output are [time, batch, D] or [batch, time, D].
 
-    The balance loss is not part of the output y. The backward of y adds the balance loss's gradient,
-    times a coefficient that the criterion's loss node sets at the start of the backward pass. This is
-    correct with activation checkpointing, with fp16's loss scale, and for ignored batches. The sum of the
-    CMR gate, from which the criterion computes the budget loss, is injected in the same way.
+    The balance loss is not part of a MoE layer's output y. The backward of y adds the balance loss's
+    gradient, times a coefficient that the criterion's loss node sets at the start of the backward pass. The
+    balance loss's gradient is correct with activation checkpointing, with fp16's loss scale, and for
+    ignored batches. The backward of y also adds the budget loss's gradient.
     """
 
-    _record: MoERecord | MoEOutput  # of the last micro-batch
-    # Whether the forward of this micro-batch has run; a second forward is a recomputation. A counter would
-    # make torch.compile recompile for each micro-batch.
+    _record: MoERecord | MoEOutput  # The record of the last micro-batch.
+    # Whether the current micro-batch's forward has run; a second forward is a recomputation. If `seen` were
+    # a counter, torch.compile would recompile for each micro-batch.
     seen: bool = False
 
     def __init__(
@@ -136,23 +136,23 @@ class MoEFeedForward(MoELayer):
         super().__init__(config, topology, seed=seed, name=name, experts=experts)
         self.label = layer_label(name)
         self.batch_first = batch_first
-        # All calls use the same gate. Otherwise data parallelism would wait for gradients of the other
-        # gates, and weight decay would shrink their weights.
+        # All calls of a layer use one gate; the layer's other gates need no gradients. If unused gates
+        # needed gradients, data parallelism would wait for them, and weight decay would apply.
         for i, gate in enumerate([self.gate, *self.other_gates]):
             gate.requires_grad_(i == config.gate_index)
         self.context = context or Context()
-        # Arguments of the stock layer's call, kept for recomputation.
+        # The stock layer's arguments are kept for recomputation in backward.
         self._padding_mask: Tensor | None = None
         self._generates = False
 
     def become_member(self, number: int, seed: int | None) -> None:
-        """Assign this layer to ensemble member `number`; with a seed, initialize its experts again."""
+        """Make this layer part of ensemble member `number`; with a seed, initialize its experts again."""
         self.name, self.label = f"members.{number}.{self.name}", f"member{number}_{self.label}"
         if seed is not None:
             self.reset_parameters(seed, self.name)
 
     def begin_micro_batch(self) -> None:
-        """Mark the next forward as a new micro-batch, not a recomputation."""
+        """Mark the layer's next forward as a new micro-batch, not as a recomputation."""
         self.seen = False
 
     def begin_call(self, padding_mask: Tensor | None = None, generates: bool = False) -> None:
@@ -171,7 +171,7 @@ class MoEFeedForward(MoELayer):
         if is_new:
             self._record = output if can_defer(self.training) else _recorded(output)
             self.seen = True
-        if torch.is_grad_enabled():  # without gradients, the losses are computed only on demand
+        if torch.is_grad_enabled():  # In evaluation, `record` computes losses later.
             for loss, name in (output.balance_loss, BALANCE), (output.cmr_sum, BUDGET):
                 if loss is not None and loss.requires_grad:
                     y = _InjectLoss.apply(y, loss, self, name)
@@ -179,13 +179,13 @@ class MoEFeedForward(MoELayer):
 
     @property
     def record(self) -> MoERecord:
-        """The record of the last micro-batch; in evaluation it is computed at the first access."""
+        """Losses and routing counts of the last micro-batch; evaluation computes them on first access."""
         if isinstance(self._record, MoEOutput):
             self._record = _recorded(self._record)
         return self._record
 
     def _prepare_ranks(self) -> None:
-        """In evaluation, prepare experts that are spread over ranks: wait for the ranks, or gather them."""
+        """In evaluation, wait for all ranks or gather the experts, if experts are spread over ranks."""
         context = self.context
         if self.training:
             if self.experts.weights.of_all:
@@ -204,7 +204,7 @@ class MoEFeedForward(MoELayer):
 
 
 class _InjectLoss(torch.autograd.Function):
-    """An identity function whose backward pass also adds the gradient of one of the layer's losses."""
+    """An identity function whose backward pass also adds the gradient of one of the MoE layer's losses."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, layer: MoEFeedForward, name: str) -> Tensor:
@@ -240,7 +240,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def contexts_of(layers: Iterable[MoEFeedForward]) -> set[Context]:
-    """Return the distinct Context objects of the given MoE layers."""
+    """Return the different Context objects of the given MoE layers."""
     return {layer.context for layer in layers}
 
 
@@ -260,10 +260,10 @@ def replace_ffn(
 ) -> None:
     """Replace the FFN of one stock layer by experts, in place.
 
-    The layer must have fc1, fc2 and a dropout between them. Its attribute `batch_first` must be true if it
-    calls fc1 with [batch, time, D]. If the layer already has experts, for example of a pretrained model,
-    the weights of these experts are kept. `name` is the qualified name of fc1; the experts' seeds depend on
-    it. If `experts` is None, new experts are built and initialized.
+    The stock layer must have fc1, fc2 and a dropout between fc1 and fc2. The layer's attribute
+    `batch_first` must be true if the layer calls fc1 with [batch, time, D]. If the layer already has
+    experts, for example of a pretrained model, the weights of these experts are kept. `name` is the
+    qualified name of fc1, which determines the experts' seeds. If `experts` is None, new experts are built.
     """
     batch_first = getattr(layer, "batch_first", False)
     moe = MoEFeedForward(config, topology, seed, name, context, experts, batch_first)
@@ -285,7 +285,7 @@ def replace_ffn(
 
 
 def layer_facts(layer: Any, activation: str) -> dict[str, Any]:
-    """Return the MoEConfig fields that a transformer layer's FFN determines, such as its sizes."""
+    """Return the MoEConfig fields that the FFN of a transformer layer determines, such as hidden_dim."""
     if isinstance(layer.fc1, MoEFeedForward):
         config = layer.fc1.config
         return {name: getattr(config, name) for name in FACTS}
@@ -307,7 +307,7 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _both_signs(_: nn.Module, __: Any, y: Tensor) -> Tensor:
-    """Concatenate y and -y, so that the layer's built-in ReLU loses no negative values."""
+    """Concatenate y and -y, so that the stock layer's built-in ReLU loses no negative values."""
     return torch.cat([y, -y], dim=-1)
 
 
@@ -320,8 +320,9 @@ class _Difference(nn.Module):
 
 
 def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
-    # Encoder layers have the mask as their second argument, `encoder_padding_mask`. Decoder layers also
-    # have a mask of the encoder. They and older encoder layers have `self_attn_padding_mask`.
+    # An encoder layer has the mask as the second argument, `encoder_padding_mask`, or as
+    # `self_attn_padding_mask` in older layers. In a decoder layer, the mask is the argument
+    # `self_attn_padding_mask`.
     if hasattr(layer, "encoder_attn"):
         given = "self_attn_padding_mask" in kwargs
         mask = kwargs["self_attn_padding_mask"] if given else layer.fc1.context.padding_mask
@@ -334,13 +335,13 @@ def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
 
 
 def watch_padding(decoder: Any) -> None:
-    """Register a hook that stores a decoder's padding mask; lightconv layers do not receive the mask."""
+    """Register a hook that stores a decoder's padding mask, which lightconv layers do not receive."""
     for context in contexts_of(moe_layers(decoder)):
         decoder.embed_tokens.register_forward_pre_hook(context.see_padding)
 
 
 def models_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a multilingual model's inner models by name prefix; for other models {"": model}."""
+    """Return the inner models of a multilingual model by name prefix, or {"": model} for other models."""
     parts = getattr(model, "models", None)
     if not isinstance(parts, nn.ModuleDict):
         return {"": model}
@@ -348,16 +349,16 @@ def models_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
-    """Return every layer stack that may get experts: encoder or decoder, qualified name, and layers.
+    """Return each stack of layers that may get experts, as (encoder or decoder, qualified name, layers).
 
-    A model can define its stacks in a method `moe_stacks`.
+    A model can define its layer stacks in a method `moe_stacks`.
     """
     return model.moe_stacks() if hasattr(model, "moe_stacks") else _stock_stacks(model)
 
 
 def _stock_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield each layer stack of a fairseq model: encoder or decoder, qualified name, and layers."""
-    modules = dict(model.named_modules())  # layers shared by several models have the first model's name
+    """Yield each stack of layers of a fairseq model, as (encoder or decoder, qualified name, layers)."""
+    modules = dict(model.named_modules())  # A shared module has only one of its names.
     for prefix in models_of(model):
         for side, name in STACKS:
             if f"{prefix}{name}" in modules:

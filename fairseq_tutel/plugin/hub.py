@@ -1,6 +1,6 @@
 """Defines from_checkpoint(), which opens a trained model for use in Python, with fairseq's hub.
 
-The call imports fairseq; the import of this module needs only torch and numpy.
+Calling from_checkpoint() imports fairseq; importing this module imports only torch and numpy.
 """
 
 import logging
@@ -13,7 +13,7 @@ from fairseq_tutel.checkpoint.files import checkpoint_in, read_file
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.plugin import register
 
-# The dtypes of an opened model.
+# The dtypes that an opened model may have.
 DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float16, torch.float64)
 
 
@@ -37,13 +37,12 @@ def from_checkpoint(
         dtype: the dtype of the weights. torch.int8 stands for --moe-inference-dtype int8: bf16, with the
             linear layers of the decoder in int8.
         options: replace saved options of the task, model or run, such as moe_expert_store="pregated" or
-            user_dir. They may also set bpe="sentencepiece" or tokenizer="moses" and options of the BPE or
-            tokenizer, whose files are found next to the checkpoint.
+            user_dir. The options may also set bpe="sentencepiece" or tokenizer="moses" and options of the
+            BPE or tokenizer, whose files are found next to the checkpoint.
 
     Returns:
         fairseq's hub interface of the model, in eval mode: translation models have `translate`, language
-        models `sample` and `score`, RoBERTa and BART `fill_mask` and `predict`. Image classifiers have
-        `classify`.
+        models `sample` and `score`, RoBERTa and BART `fill_mask` and `predict`, classifiers `classify`.
 
     Raises:
         ValueError: a file is missing, corrupt or not a checkpoint; a MoE option is unknown; the dtype is
@@ -67,7 +66,7 @@ def from_checkpoint(
     from fairseq_tutel.plugin.hub_interfaces import open_interface
 
     files = files_of(path)
-    state = read_file(files[0], "path", verify=False)  # the wrapped load function verifies it later
+    state = read_file(files[0], "path", verify=False)  # load_checkpoint_to_cpu verifies the file later.
     if not isinstance(state, dict) or not (state.get("cfg") or state.get("args")):
         raise ValueError(f"path names {files[0]}, which contains no model; give a checkpoint.")
     trained = str(SavedModel(state).options_of("task").get("data") or "")
@@ -76,9 +75,9 @@ def from_checkpoint(
 
 
 def files_of(path: str | Path, name: str = "path") -> list[Path]:
-    """Return the absolute paths of the checkpoint files to open for a path from the user.
+    """Return the absolute paths of the checkpoint files that a user's `path` names.
 
-    `checkpoint_in` chooses the file of a folder. Messages call the path `name`.
+    For a folder, `checkpoint_in` chooses a checkpoint of the folder. Error messages call the path `name`.
 
     Raises:
         ValueError: a file does not exist, or a folder has no checkpoint.
@@ -91,15 +90,15 @@ def files_of(path: str | Path, name: str = "path") -> list[Path]:
 
 
 def _data_folder(given: str | Path | None, trained: str, beside: Path) -> Path:
-    """Return the folder with the dictionaries: the given one, the training run's, or `beside`.
+    """Return the folder with the dictionaries: the given folder, the training run's folder, or `beside`.
 
-    The training run's folder is used only if it has dictionaries.
+    The training run's data folder is used only if it has dictionaries.
     """
     if given is not None:
         if not Path(given).is_dir():
             raise ValueError(f"data is {given}, which is not a folder; give the dictionaries' folder.")
         return Path(given).absolute()
-    folder = Path(trained.split(":")[0]).absolute()  # the first of several data folders has dictionaries
+    folder = Path(trained.split(":")[0]).absolute()  # The first of several folders has dictionaries.
     # Tasks that classify texts have their dictionaries in the folders input0 and label.
     found = trained and any([*folder.glob("dict*.txt"), *folder.glob("*/dict.txt")])
     return folder if found else beside

@@ -26,33 +26,34 @@ from fairseq_tutel.plugin.opening.offload import STORES
 from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 from fairseq_tutel.vision.images import decoded, fitted, normalized, tensor_of
 
-# The dtype argument of each value of --moe-inference-dtype.
+# Each value of --moe-inference-dtype, and the equal `dtype` argument.
 INFERENCE_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
-# Minimum of max_tokens, as in fairseq-generate; a sentence may be longer than the max_tokens of training.
+# Minimum of max_tokens, as in fairseq-generate; a sentence may be longer than the training run's limit.
 MAX_TOKENS = 12000
-# Option of GPT-2's BPE -> its file next to a checkpoint. fairseq finds the files of other kinds of BPE.
+# Option of GPT-2's BPE, and the name of the option's file next to a checkpoint. fairseq itself finds the
+# files of every other BPE.
 GPT2_FILES = {"gpt2_encoder_json": "encoder.json", "gpt2_vocab_bpe": "vocab.bpe"}
-# Tasks that can change their languages after they are set up.
+# Tasks that can change languages after the tasks are set up.
 MULTILINGUAL = (TranslationMultiSimpleEpochTask, TranslationFromPretrainedBARTTask)
 
 
 def open_interface(
     files: Sequence[Path], data: Path, device: torch.device, dtype: torch.dtype, options: Mapping[str, Any]
 ) -> nn.Module:
-    """Open one checkpoint, or several as an ensemble, and return the interface for this kind of model.
+    """Open one checkpoint, or several as an ensemble, and return the hub interface for the model.
 
-    `options` replace saved options.
+    `options` replace options that the checkpoint saved.
     """
     folder = files[0].parent
     options = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
     # A MoE model is built in the inference dtype, because a copy in fp32 might not fit into memory. The
-    # saved value of the option is ignored.
+    # checkpoint's saved value of --moe-inference-dtype is ignored.
     name = str(options.get("moe_inference_dtype", "auto"))
     dtype = INFERENCE_DTYPES.get(name, dtype)
     names = {each: name for name, each in INFERENCE_DTYPES.items()}
     built = {"moe_inference_dtype": names.get(dtype, "auto") if name == "auto" else name}
-    # Models of an ensemble share an expert store. Models of different calls do not: the cache would keep
-    # the experts of the earlier call's model.
+    # Models of an ensemble share an expert store. Each call of from_checkpoint opens a new store, because
+    # an old store's cache would keep the experts of an earlier model.
     STORES.clear()
     beside = {key: str(folder / name) for key, name in GPT2_FILES.items() if (folder / name).is_file()}
     # Load the heads of RoBERTa and BART; treat each text of a denoising model as one sentence.
@@ -62,7 +63,7 @@ def open_interface(
     opened = hub_utils.from_pretrained(str(folder), paths, str(data), cpu=device.type == "cpu", **given)
     cfg, task, models = opened["args"], opened["task"], opened["models"]
     _settle(cfg, options)
-    if not isinstance(task, InferenceMixin):  # a dense model
+    if not isinstance(task, InferenceMixin):  # The task of a dense model lacks the mixin.
         give_mixin(task)
     if dtype == torch.int8 and not all(map(moe_layers, models)):
         raise ValueError("dtype is torch.int8, but a model has no experts; give torch.bfloat16.")
@@ -72,10 +73,10 @@ def open_interface(
 
 
 def _settle(cfg: Any, options: Mapping[str, Any]) -> None:
-    """Apply the user's options of bpe and tokenizer, which fairseq would ignore.
+    """Apply the user's BPE and tokenizer options, which fairseq would ignore.
 
-    Without this function, fairseq would use the saved kind of bpe, and prefer files next to the checkpoint.
-    The function also increases a max_tokens that is below `MAX_TOKENS`.
+    Without `_settle`, fairseq would use the saved kind of BPE, and prefer BPE files next to the checkpoint.
+    `_settle` also raises max_tokens to at least `MAX_TOKENS`.
     """
     with open_dict(cfg):
         for key in ("bpe", "tokenizer"):
@@ -93,12 +94,12 @@ def _settle(cfg: Any, options: Mapping[str, Any]) -> None:
 
 
 def _interface(cfg: Any, task: Any, models: Sequence[Any]) -> nn.Module:
-    """Return the interface for a kind of model.
+    """Return the hub interface for a kind of model.
 
     Raises:
-        ValueError: there is no interface for the model, or fairseq's interface accepts no ensemble.
+        ValueError: fairseq has no hub interface for the model, or its hub interface accepts no ensemble.
     """
-    if hasattr(type(task), "class_names"):  # the task image_classification, which this folder cannot import
+    if hasattr(type(task), "class_names"):  # The task is image_classification.
         return ImageClassification(cfg, task, models)
     first, is_bart = models[0], hasattr(task, "mask_idx") or isinstance(task, SentencePredictionTask)
     kinds = {
@@ -125,16 +126,16 @@ class Words:
     """Replaces the BPE of a model without BPE: a text consists of words separated by spaces."""
 
     def encode(self, text: str) -> str:
-        """Return the text unchanged."""
+        """Return a text without changing it."""
         return text
 
     decode = encode
 
 
 class Generation(hub_utils.GeneratorHubInterface):
-    """Interface of a language model: `sample` continues a text, `score` returns log-probabilities.
+    """Interface of a language model: `sample` continues a text, and `score` returns log-probabilities.
 
-    A lock allows one call at a time, because MoE layers store the arguments of a call.
+    A lock allows one call of the model at a time, because MoE layers store the arguments of a call.
     """
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
@@ -142,10 +143,10 @@ class Generation(hub_utils.GeneratorHubInterface):
         self.lock = threading.RLock()
 
     def generate(self, tokens: Any, beam: int = 5, *args: Any, **options: Any) -> Any:
-        """Generate with beam search; return fairseq's hypotheses for each sentence."""
+        """Generate with beam search, and return fairseq's hypotheses for each sentence."""
         with self.lock:
             for model in self.models:
-                # Otherwise, BART's and mBART's attention keeps the largest beam size of earlier calls.
+                # Without this call, BART's and mBART's attention keeps the largest earlier beam size.
                 if hasattr(model, "set_beam_size"):
                     model.set_beam_size(beam)
             return super().generate(tokens, beam, *args, **options)
@@ -154,13 +155,13 @@ class Generation(hub_utils.GeneratorHubInterface):
 class Translation(Generation):
     """Interface of a translation model: `translate` for texts, and fairseq's `generate` for token ids."""
 
-    score = None  # fairseq's method would ignore the source
+    score = None  # fairseq's `score` would ignore the source.
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, models)
-        self._stripped: dict[str | None, set[int]] = {}  # target language -> tokens to remove
+        self._stripped: dict[str | None, set[int]] = {}  # Special tokens by language.
         if isinstance(task, TranslationFromPretrainedBARTTask):
-            task.args = task.cfg  # fairseq's task reads this attribute, but does not set it
+            task.args = task.cfg  # fairseq's task reads args without setting args.
 
     def translate(
         self,
@@ -174,8 +175,8 @@ class Translation(Generation):
     ) -> Any:
         """Translate one sentence or a list of sentences; `options` are passed to `generate`.
 
-        `source_lang` and `target_lang` select the languages of a multilingual model. Later calls without
-        these arguments use the same languages.
+        `source_lang` and `target_lang` select the languages of a multilingual model. A later call without
+        language arguments uses the languages of the earlier call.
 
         Raises:
             ValueError: a language is missing or unknown.
@@ -199,7 +200,7 @@ class Translation(Generation):
         if isinstance(self.task, TranslationMultiSimpleEpochTask):
             source, target = self.task.args.source_lang, self.task.args.target_lang
             self.task.source_langs, self.task.target_langs = [source], [target]
-            shared = next(iter(self.task.dicts.values()))  # this task requires equal dictionaries
+            shared = next(iter(self.task.dicts.values()))  # All languages share a dictionary.
             for language in (source, target):
                 self.task.dicts.setdefault(language, shared)
 
@@ -228,7 +229,7 @@ class ImageClassification(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the model's parameters."""
+        """The device of the image classifier's parameters."""
         return next(self.parameters()).device
 
     def classify(self, images: Any, topk: int = 1) -> Any:

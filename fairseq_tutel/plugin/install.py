@@ -1,4 +1,4 @@
-"""Replaces FFNs of a fairseq model by experts: chooses layers, assigns experts to ranks, builds them."""
+"""Replaces FFNs of a fairseq model by experts: chooses layers, places experts on ranks, builds experts."""
 
 import functools
 import logging
@@ -50,7 +50,7 @@ from fairseq_tutel.plugin.training.tuning import choose_algorithm, option, tuner
 
 logger = logging.getLogger(__name__)
 
-# FFN options of models that experts do not support, with the reason and the fix.
+# Options of FFNs that experts do not support, each with the reason and the fix.
 REFUSED_MODEL_OPTIONS = {
     "quant_noise_pq": "experts do not support quantization noise; set it to 0",
     "quant_noise_scalar": "experts do not support scalar quantization noise; set it to 0",
@@ -66,15 +66,15 @@ class MoEModelMixin:
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the model's flags to the parser; tasks registered late get the system options."""
+        """Add the flags of the MoE model, and the system options of tasks that were registered late."""
         give_system_options()
         super().add_args(parser)  # type: ignore[misc]
 
 
 def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
-    """Return the indices of the layers that get experts: every freq-th layer, as in Meta's fairseq.
+    """Return the indices of the layers that get experts, every freq-th layer as in Meta's fairseq.
 
-    `numbers` are the layer numbers i. `freq` is --moe-freq; no layer gets experts if it is 0.
+    `numbers` are layer numbers in the complete model. `freq` is --moe-freq; with 0, no layer gets experts.
     """
     return [index for index, i in enumerate(numbers) if freq and (i + 1) % freq == 0]
 
@@ -110,11 +110,11 @@ class _Chosen(NamedTuple):
     side: str
     name: str
     layer: nn.Module
-    num_experts: int  # of the layer in a pretrained inner model; 0 in a stock layer
+    num_experts: int  # Number of experts, or 0 for a stock layer.
 
 
 class _Installation:
-    """Replaces FFNs of one model by experts; the methods are called in the order of their definition."""
+    """Replaces FFNs of one model by experts; callers call the methods in the order of their definition."""
 
     def __init__(self, model: Any, cfg: Any, task: Any) -> None:
         self.model, self.cfg, self.task = model, cfg, task
@@ -129,15 +129,15 @@ class _Installation:
         self.ahead = read(ModelConfig, cfg).moe_pregate
 
     def choose(self, freqs: Mapping[str, int]) -> None:
-        """Choose the layers that get experts; layers of a pretrained inner model keep their experts."""
-        self.chosen: list[_Chosen] = []  # in the order of the stacks
+        """Choose the layers that get experts; a pretrained inner model keeps the experts that it has."""
+        self.chosen: list[_Chosen] = []  # The layers are in the model's order.
         stacks = []
         for side, name, layers in named_stacks(self.model):
             freq, stack = freqs[side], children_of(layers)
             has_own = side in SIDES and len(freqs) > 1
             flag = f"--{side}-moe-freq / --moe-freq" if has_own else "--moe-freq"
             stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
-            # If layers are removed (--…-layers-to-keep), the numbers are those of the complete model.
+            # If --…-layers-to-keep removes layers, `numbers` are the layer numbers in the complete model.
             numbers = self._kept_layers(side) or range(len(stack))
             ffns = [getattr(layer, "fc1", None) for layer in stack]
             counts = [ffn.config.num_experts if isinstance(ffn, MoEFeedForward) else 0 for ffn in ffns]
@@ -154,7 +154,7 @@ class _Installation:
             )
 
     def _kept_layers(self, side: str) -> list[int]:
-        """Return the layers that --…-layers-to-keep names; [] if all are kept."""
+        """Return the layer numbers that --…-layers-to-keep names, or [] if all layers are kept."""
         kept = option(self.cfg, f"{side}_layers_to_keep")
         return sorted(map(int, kept.split(","))) if kept else []
 
@@ -171,12 +171,12 @@ class _Installation:
             self.configs.append(layer_config(self.cfg, self.task_cfg, count, **facts))
         first = self.configs[0]
         crosses_nodes = first.a2a_algorithm != "linear" or first.adaptive != "off"
-        # Number of ranks per node; 0 if unknown or not needed.
+        # `local` is the number of ranks per node, or 0 if unknown or not needed.
         self.local = (self.options.moe_local_size or ranks_per_node()) if crosses_nodes else 0
         self.store = offload.store_options(self.task_cfg, self.opened, self.ahead > 0, self.device)
 
     def place(self) -> None:
-        """Assign experts to ranks. Collective if experts are spread over ranks."""
+        """Assign experts to ranks, which is a collective if experts are spread over ranks."""
         first, counts = self.configs[0], [config.num_experts for config in self.configs]
         requested = self.options.moe_expert_parallel_size
         if self.training:
@@ -231,7 +231,7 @@ class _Installation:
 
 
 def _sentence_length(cfg: Any, side: str) -> int:
-    """Return the sentence length for the capacity in evaluation; 0 means to count the real tokens."""
+    """Return the sentence length for capacities in evaluation; with 0, capacities depend on real tokens."""
     fraction = option(cfg, "moe_eval_capacity_token_fraction") or 0
     if fraction <= 0 or not option(cfg, "moe_eval_capacity_max_seqlen"):
         return 0
@@ -246,7 +246,7 @@ def _sentence_length(cfg: Any, side: str) -> int:
 
 
 def _pregate_stacks(model: nn.Module, ahead: int, sides: str) -> None:
-    """Make each gate read the input of an earlier MoE layer, `ahead` MoE layers before (--moe-pregate).
+    """Make each gate read the input of the MoE layer that is `ahead` MoE layers earlier (--moe-pregate).
 
     `sides` is the value of --moe-pregate-sides: both, encoder or decoder.
     """
@@ -259,8 +259,8 @@ def _pregate_stacks(model: nn.Module, ahead: int, sides: str) -> None:
 
 
 def _watch_micro_batches(model: nn.Module) -> None:
-    """Register hooks that begin a new micro-batch in the MoE layers whenever the model is called."""
-    # If the model is copied, the hook of the copy is bound to the copied layers.
+    """Register hooks that begin a new micro-batch in the MoE layers at each call of the model."""
+    # If the model is copied, the copy's hook is bound to the copied MoE layers.
     for part in models_of(model).values():
         part.register_forward_pre_hook(functools.partial(_begin_micro_batch, moe_layers(part)))
 
@@ -273,7 +273,7 @@ def _begin_micro_batch(layers: Sequence[MoEFeedForward], *_: Any) -> None:
 def refuse_options(cfg: Any) -> None:
     """Raise an error if the configuration has model options that experts do not support.
 
-    This function is called before the stock model is built.
+    Unsupported options are refused before fairseq builds the stock model.
     """
     for key, reason in REFUSED_MODEL_OPTIONS.items():
         value = option(cfg, key)

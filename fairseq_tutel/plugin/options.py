@@ -26,14 +26,14 @@ FRACTION: Rule = (lambda v: 0 <= v <= 1, "give a number from 0 to 1")
 
 
 def older(name: str, value: Any) -> Any:
-    """Define the option of a deprecated flag, which sets a field of MoEConfig to a fixed value."""
+    """Define the option of a deprecated flag, which sets a MoEConfig field to a fixed value."""
     flag = f"--moe-{name.replace('_', '-')}"
     help = f"the same as {flag} {value}"
     return option(False, help, theme="Older names", of="model", same_as=(name, value))
 
 
 def accepted(default: Any, reason: str, **parts: Any) -> Any:
-    """Define an option that has no effect but is accepted, since older command lines may contain it."""
+    """Define an option that has no effect, and that older command lines may contain."""
     help = f"accepted for older command lines: {reason}"
     return option(default, help, theme="Older names", of="model", **parts)
 
@@ -49,8 +49,8 @@ class ModelConfig:
     )
     moe_expert_count: str = experts(
         "8",
-        help='experts per MoE layer, over all ranks: one number, or one per MoE layer, such as "8,8,16" '
-        "(encoder layers first)",
+        help='number of experts of every MoE layer, over all ranks, or one number per MoE layer, such as '
+        '"8,8,16" (encoder layers first)',
     )
     moe_expert_ffn_dim: int = experts(
         0, rule=(AT_LEAST_0[0], "give the experts' hidden dimension, or 0 for the layer's FFN dimension"),
@@ -58,19 +58,19 @@ class ModelConfig:
     )
     moe_pregate: int = routing(
         0, unit="MoE layers", rule=whole(0, unit="MoE layers"),
-        help="pre-gating: each MoE layer's gate reads the input of an earlier MoE layer of the stack, this "
-        "many MoE layers before, so that experts can be fetched early; gates without such a layer read the "
-        "input of their layer; 0: off",
+        help="pre-gating: the gate of a MoE layer reads the input of the MoE layer that is this many MoE "
+        "layers earlier in the stack, so that experts can be fetched early; the gates of the first MoE "
+        "layers read the input of their layer; 0: off",
     )
     moe_local_drop: float = routing(
         0.0, rule=PROBABILITY,
-        help="gating dropout: probability with which a MoE layer sends no row to other ranks in a training "
-        "update; each rank then replaces the experts of other ranks by its own",
+        help="gating dropout: probability that a MoE layer sends no rows to other ranks in a training "
+        "update; each rank then replaces experts of other ranks by experts that it holds",
     )
     moe_eval_capacity_max_seqlen: bool = capacity(
         False,
-        help="--moe-eval-capacity-token-fraction takes every sentence as long as --max-source-positions "
-        "(encoder) or --max-target-positions (decoder), instead of the real tokens",
+        help="in the formula of --moe-eval-capacity-token-fraction, every sentence counts as long as "
+        "--max-source-positions (encoder) or --max-target-positions (decoder)",
     )
     moe_top1_expert: bool = older("top_k", 1)
     moe_gating_use_fp32: bool = accepted(False, "the gate and its softmax are in fp32 by default")
@@ -91,15 +91,15 @@ class SidesConfig:
     # fmt: off
     encoder_moe_freq: int = experts(
         -1, unit="layers", rule=SIDE_FREQ,
-        help="--moe-freq for the encoder; 0: no MoE layer in the encoder; -1: same as --moe-freq",
+        help="value of --moe-freq for the encoder; 0: no MoE layer; -1: the value of --moe-freq",
     )
     decoder_moe_freq: int = experts(
         -1, unit="layers", rule=SIDE_FREQ,
-        help="--moe-freq for the decoder; 0: no MoE layer in the decoder; -1: same as --moe-freq",
+        help="value of --moe-freq for the decoder; 0: no MoE layer; -1: the value of --moe-freq",
     )
     moe_pregate_sides: str = routing(
         "both", choices=("both", "encoder", "decoder"),
-        help="the stacks whose gates --moe-pregate connects to earlier layers",
+        help="stacks in which --moe-pregate is used",
     )
     # fmt: on
 
@@ -116,21 +116,21 @@ class CriterionConfig:
     )
     moe_gate_loss_combine_method: str = balance(
         "average", of="criterion", choices=("average", "sum"),
-        help="how the balance losses of the layers are combined",
+        help="average or sum of the balance losses of all layers",
     )
     moe_gate_loss_transform: str = balance(
         "none", of="criterion", choices=("none", "neg_log"),
-        help="function applied to the combined balance loss: none, or neg_log for -log",
+        help="neg_log replaces the combined balance loss x by -log(x)",
     )
     cmr_gate_loss_wt: float = balance(
         0.0, of="criterion", rule=NOT_NEGATIVE,
-        help="weight of the budget loss of --moe-cmr per unit of sample size: the difference between "
-        "--cmr-gate-loss-p and the mean of the gates over all tokens and layers; 0 disables it",
+        help="weight of the budget loss of --moe-cmr per unit of sample size; the budget loss is the "
+        "difference between --cmr-gate-loss-p and the mean gate over all tokens and layers",
     )
     cmr_gate_loss_p: float = balance(
         1.0, of="criterion", rule=FRACTION,
-        help="the mean of the gates of --moe-cmr that --cmr-gate-loss-wt trains towards: the share of the "
-        "outputs that comes from experts",
+        help="mean gate of --moe-cmr that the budget loss trains towards: the share of the output that "
+        "comes from experts",
     )
     # fmt: on
 

@@ -17,12 +17,12 @@ from fairseq_tutel.plans.executors.backend import PlanBackend
 from fairseq_tutel.plans.files import PlacedPlan, read_run, refuse_unused
 from fairseq_tutel.plugin.training.options import TaskConfig
 
-# The result is cached, because a file may change after it was checked.
+# The checked plans are cached, because a plan file may change after the check.
 _read_once = functools.cache(read_run)
 
 
 def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
-    """Return the collective plans of a run, read and checked; later calls use a cache."""
+    """Return the collective plans of a run after checking them; later calls use a cache."""
     path = read(TaskConfig, task_cfg).moe_collective_plans
     return _read_once(path) if path else ()
 
@@ -44,10 +44,10 @@ def check_together(task_cfg: Any) -> None:
 
 
 def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
-    """Run collectives with the training run's collective plans, or with torch if there are none.
+    """Run collectives with the training run's collective plans, or with torch if the run has none.
 
     Raises:
-        ValueError: no group can run a plan, or --moe-a2a-algorithm names a missing plan.
+        ValueError: no process group can run a plan, or --moe-a2a-algorithm names a missing plan.
     """
     plans, groups = plans_of(task_cfg) if topology.world_size > 1 else (), _groups(topology)
     refuse_unused(plans, groups)

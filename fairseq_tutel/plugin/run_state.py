@@ -1,6 +1,6 @@
-"""The configuration and the process groups of the current run, and functions that read a configuration.
+"""Holds the configuration and the process groups of the current run, and reads configurations.
 
-fairseq passes no common object from a command's main function to models, tasks and optimizers.
+fairseq's main functions pass no common object to models, tasks and optimizers, so `RUN` is global.
 """
 
 from collections.abc import Iterator
@@ -16,19 +16,19 @@ from fairseq_tutel.parallel.groups import Topology
 
 @dataclass
 class Run:
-    """The current run of a command."""
+    """State of the command that is running."""
 
-    cfg: Any = None  # FairseqConfig
-    # Process groups of the model that was built last; teachers are excluded.
+    cfg: Any = None  # The configuration is a FairseqConfig.
+    # The topology of the model that was built last; teachers are excluded.
     topology: Topology = field(default_factory=Topology)
 
     def update(self, **values: Any) -> None:
-        """Set the given fields."""
+        """Set the given fields of the run."""
         vars(self).update(values)
 
     @contextmanager
     def having(self, **values: Any) -> Iterator[None]:
-        """Context manager that sets fields for its block and restores them afterwards."""
+        """Context manager that sets fields of the run, and restores the fields at the end."""
         before = {name: getattr(self, name) for name in values}
         self.update(**values)
         try:
@@ -39,7 +39,7 @@ class Run:
 
 RUN = Run()
 
-# Flag that marks a configuration that was read from a checkpoint.
+# Flag that marks a configuration as read from a checkpoint.
 OPENED = "opened_for_use"
 
 
@@ -50,14 +50,14 @@ def config_of(task: Any) -> Any:
 
 
 def language_pair(task_cfg: Any) -> str:
-    """Return the language pair of a task's configuration, such as de-en; "" if it lacks a language."""
+    """Return the language pair of a task's configuration, such as de-en, or "" if a language is missing."""
     languages = [getattr(task_cfg, key, None) for key in ("source_lang", "target_lang")]
     return "-".join(map(str, languages)) if all(languages) else ""
 
 
 def root_of(task: Any) -> Any:
     """Return the FairseqConfig of a task's run, or None if the task was built outside of a run."""
-    cfg = config_of(task)  # without a dataclass, the parsed command line, which has no root
+    cfg = config_of(task)  # An old task's configuration has no root.
     root = cfg._get_root() if hasattr(cfg, "_get_root") else None
     return RUN.cfg if root is None or "distributed_training" not in root else root
 

@@ -1,4 +1,4 @@
-"""Defines the task image_classification, which reads images and their classes from folders or arrays."""
+"""Defines the task image_classification, which reads images and classes from folders or arrays."""
 
 import logging
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ ImageOptions = made("ImageOptions", options_in(ImageConfig))
 
 @dataclass
 class ImageClassificationConfig(ImageOptions):  # type: ignore[valid-type,misc]
-    """Options of the task image_classification: the data folder and the image options."""
+    """Options of the task image_classification: the data folder, and options of images."""
 
     data: str = field(
         default="", metadata={"help": "folder with train, valid, …: folders of classes, or .npz files"}
@@ -34,24 +34,24 @@ class ImageClassificationConfig(ImageOptions):  # type: ignore[valid-type,misc]
 
 @register_task("image_classification", dataclass=ImageClassificationConfig)
 class ImageClassificationTask(InferenceMixin, FairseqTask):
-    """A task for image classification; checkpoints keep the training set's classes and image shape."""
+    """A task for image classification; checkpoints contain the training classes and the image shape."""
 
     def __init__(self, cfg: Any, **kwargs: Any) -> None:
         super().__init__(cfg, **kwargs)
         self.image_config = read(ImageConfig, cfg)
         refuse_bad_values(self.image_config)
         self._opened = cache(open_images)
-        self._augmented: ImageDataset | None = None  # the training set with augmentation
+        self._augmented: ImageDataset | None = None  # The augmented training set.
         self.state.add_factory("images", self._read_training_set)
 
     @property
     def class_names(self) -> list[str]:
-        """The names of the classes, in the order of the class numbers."""
+        """The names of the classes in the data, ordered by class number."""
         return self.state.images["classes"]
 
     @property
     def num_classes(self) -> int:
-        """The number of classes."""
+        """The number of classes in the data."""
         return len(self.class_names)
 
     @property
@@ -60,16 +60,16 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return self.state.images["shape"][0]
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Build an image model; in training, compare the classes of its checkpoint and of the data."""
+        """Build an image model; in training, compare the checkpoint's classes with those of the data."""
         model = super().build_model(cfg, from_checkpoint)
         if is_training(self, cfg):
             self._compare_classes(model)
         return model
 
     def _compare_classes(self, model: Any) -> None:
-        """Compare the data's classes with those of the loaded checkpoint.
+        """Compare the classes of the data with those of the loaded checkpoint.
 
-        If they differ, finetuning keeps the new head, and resuming raises an error.
+        If the classes differ, finetuning keeps the new head, and resuming raises an error.
         """
         flag, path = flag_and_path(root_of(self).checkpoint)
         other = different_class(_classes_in(path), self.class_names)
@@ -83,13 +83,13 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
                 "new head."
             )
         models = [module for module in model.modules() if hasattr(module, "keep_head")]
-        for each in models:  # the members of an ensemble, or one model
+        for each in models:  # An ensemble has several members.
             each.keep_head()
         if models and world.is_first():
             logger.warning("%s, so the model gets a new head", difference)
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> None:
-        """Open the images of one split; fairseq's trainer sets `combine` for the training set."""
+        """Open the images of one split; fairseq's trainer passes `combine` for the training set."""
         root = root_of(self)
         trains = root is not None and combine and split == root.dataset.train_subset
         images, shape = self._opened(self.cfg.data, split), tuple(self.state.images["shape"])
@@ -100,13 +100,13 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
 
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Return fairseq's batch iterator; images are augmented only in training."""
-        # The training set may also be used for validation; only training passes update_epoch_batch_itr.
+        # Validation may use the training set, too; only training passes update_epoch_batch_itr.
         if self._augmented is not None and "update_epoch_batch_itr" in kwargs:
             dataset = self._augmented
         return super().get_batch_iterator(dataset, *args, **kwargs)
 
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        """Build the criterion; raise an error if it does not support mixed images."""
+        """Build the criterion, and raise an error if mixup is set but the criterion does not support it."""
         criterion = super().build_criterion(cfg, *args, **kwargs)
         if self.image_config.mixup and not getattr(criterion, "takes_mixed", False):
             raise ValueError(
@@ -116,7 +116,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return criterion
 
     def _read_training_set(self) -> dict[str, Any]:
-        """Return the training set's class names, and the image shape from the options or an image."""
+        """Return the training set's class names, and the image shape from options or from an image."""
         root, config = root_of(self), self.image_config
         images = self._opened(self.cfg.data, "train" if root is None else root.dataset.train_subset)
         channels = config.channels or images.channels(0)
@@ -126,8 +126,8 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
 
 
 def _classes_in(path: str) -> list[str]:
-    """Return the class names in a checkpoint; an empty list if it has none or cannot be read."""
+    """Return the class names in a checkpoint, or [] if the checkpoint has none or cannot be read."""
     try:
         return mapped(path)["task_state"]["images"]["classes"]
-    except Exception:  # loading the checkpoint will report the error
+    except Exception:  # Opening the file will report the error.
         return []

@@ -1,6 +1,7 @@
-"""Defines a fairseq data set of images, which also shuffles and batches the images in each epoch.
+"""Defines a fairseq data set of images, which shuffles and batches the images in each epoch.
 
-B: images in a batch, C: channels, H and W: height and width, N: images in the data set.
+Shape suffixes are B (images in a batch), C (channels), H (height) and W (width). N is the number of images
+in the set.
 """
 
 from typing import Any
@@ -23,18 +24,18 @@ from fairseq_tutel.vision.options import ImageConfig
 
 
 class ImageDataset(FairseqDataset):
-    """The images of one split with their labels; each image is decoded when it is accessed.
+    """The images and labels of one split; an image is decoded when it is accessed.
 
-    In training, an index includes the epoch: epoch * N + image. An item depends only on this index, so all
-    processes agree, even after the next epoch has started. In evaluation, the seed is None and nothing is
-    random.
+    In training, an image's index in this data set includes the epoch: index = epoch * N + image. An item of
+    the data set depends only on this index, so all processes get equal items, even after the next epoch has
+    started. In evaluation, the seed is None, and no image is augmented at random.
     """
 
     def __init__(
         self,
         images: Images,
         classes: list[str],
-        shape: tuple[int, int, int],  # (C, H, W) of the model's input
+        shape: tuple[int, int, int],  # The model's input has (C, H, W).
         config: ImageConfig,
         seed: int | None = None,
     ) -> None:
@@ -44,21 +45,21 @@ class ImageDataset(FairseqDataset):
 
     @property
     def can_reuse_epoch_itr_across_epochs(self) -> bool:
-        """Whether all epochs have the same batches, which holds in evaluation."""
+        """Whether all epochs have the same batches, as in evaluation."""
         return self.seed is None
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, on which the order and the augmentation of images depend."""
+        """Set the epoch, which determines the order and the augmentation of images."""
         self._epoch = 0 if self.seed is None else epoch
 
     def __len__(self) -> int:
         return len(self.images)
 
     def ordered_indices(self) -> np.ndarray:
-        """Return the shuffled indices of the epoch; fairseq itself would shuffle only the batches.
+        """Return the shuffled indices of an epoch, because fairseq itself would shuffle only batches.
 
-        A validation set has one fixed shuffled order. Folders list images by class. Without shuffling, each
-        batch would have only one class, so expert metrics, which are averages over batches, would be wrong.
+        A validation set has a shuffled order that never changes. Folders list images by class. Without
+        shuffling, each batch would have only one class, and averaged expert metrics would be wrong.
         """
         if self.seed is None:
             return order_of(0, 0, len(self))
@@ -67,12 +68,12 @@ class ImageDataset(FairseqDataset):
     def batch_by_size(
         self, indices: np.ndarray, max_tokens: Any = None, max_sentences: Any = None, **_: Any
     ) -> list[list[int]]:
-        """Split the indices into batches of --batch-size images, or of --max-tokens if that is smaller."""
+        """Split the indices into batches of at most --batch-size and at most --max-tokens images."""
         size = min((s for s in (max_tokens, max_sentences) if s is not None), default=1)
         return [indices[i : i + size].tolist() for i in range(0, len(indices), size)]
 
     def filter_indices_by_size(self, indices: np.ndarray, max_sizes: Any) -> tuple[np.ndarray, list]:
-        """Return all indices, because images have no length by which fairseq could filter them."""
+        """Return all indices, because fairseq's filter by length does not apply to images."""
         return indices, []
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -88,13 +89,13 @@ class ImageDataset(FairseqDataset):
         return {"id": i, "image": x, "target": int(self.labels_N[i]), "share": float(share)}
 
     def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return a batch: images [B, C, H, W] float32, normalized, with their ids and targets [B] int64.
+        """Return a batch of normalized images [B, C, H, W] float32, ids, and targets [B] int64.
 
-        With mixup, each image is blended with the next image of the batch, the last with the first. Then
-        "mixed" has the target [B] of the second image and the share [B] of the first.
-        Without samples, the batch is empty, and fairseq treats it as a dummy batch.
+        With mixup, each image is blended with the next image of the batch, and the last with the first.
+        A mixed batch has the key "mixed" with the target [B] of each second image and the share [B] of each
+        first image. Without samples, the returned batch is empty, and fairseq treats it as a dummy batch.
 
-        Source of mixup: Zhang et al. 2018, equation 1, with one share for each image.
+        Mixup is from Zhang et al. 2018, equation 1, with one share for each image.
         """
         if not samples:
             return {}

@@ -11,11 +11,11 @@ from typing import Any
 from fairseq_tutel import __version__
 from fairseq_tutel.files import TEMPORARY
 
-DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of an element
+DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}  # Bytes of one element.
 
 
 def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return a function that parses an argument as a whole number within bounds."""
+    """Return a function that parses an argument as an integer within bounds."""
 
     def number(text: str) -> int:
         value = int(text)
@@ -40,12 +40,12 @@ def refuse_output(
 ) -> None:
     """Raise ValueError if an output file cannot be written, or would replace an input file.
 
-    Tools call this before any work. `overwrite` allows the output to replace other files. With inputs, the
-    output must be an ordinary file.
+    A tool calls refuse_output() before all other work. With `overwrite`, the output may replace a file that
+    is no input. If there are inputs, the output must be a regular file.
     """
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"{flag} is {output}; give the name of a file in an existing folder.")
-    if inputs and output.exists() and not output.is_file():  # a device
+    if inputs and output.exists() and not output.is_file():
         raise ValueError(f"{flag} is {output}, which is not an ordinary file; give another name.")
     for path in inputs:
         if output.exists() and path.exists() and output.samefile(path):
@@ -59,8 +59,7 @@ def refuse_output(
 def refuse_output_folder(output: Path, source: Path, mark: str, overwrite: bool) -> None:
     """Raise ValueError if an output folder exists and may not be replaced.
 
-    With `overwrite`, a folder may be replaced if it has the file `mark`, which the tool writes, and does
-    not contain the input.
+    With `overwrite`, a folder may be replaced if it has the file `mark` and does not contain the input.
     """
     if not output.exists() and not output.is_symlink():
         return
@@ -74,9 +73,9 @@ def refuse_output_folder(output: Path, source: Path, mark: str, overwrite: bool)
 
 @contextlib.contextmanager
 def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
-    """Yield a temporary path to write to; after the block, rename the file to `path`.
+    """Yield the path of a temporary file to write to, and rename the file to `path` after the block.
 
-    The temporary path has the same suffix. Devices and links are written directly.
+    The temporary file has the same suffix as `path`. Devices and symbolic links are written directly.
     """
     is_plain = not os.path.lexists(path) or (path.is_file() and not path.is_symlink())
     beside = path.with_stem(f"{path.stem}.{secrets.token_hex(4)}{TEMPORARY}") if is_plain else path
@@ -92,7 +91,7 @@ def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
 
 
 def template_of(path: Path) -> Any:
-    """Return the Jinja template in a file; it escapes HTML, and has the variable `version`."""
+    """Return the Jinja template in a file; the template escapes HTML, and has the variable `version`."""
     from jinja2 import Environment, StrictUndefined
 
     facts: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined}
@@ -101,7 +100,7 @@ def template_of(path: Path) -> Any:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return the text of a table whose columns are separated by two spaces; the header is the first row."""
+    """Return the text of a table with two spaces between columns; the header is the first row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [map(str.ljust, row, widths) for row in rows]
     return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -1,10 +1,9 @@
-"""average: average the weights of several checkpoints, and write one checkpoint.
+"""The tool average averages the weights of several checkpoints, and writes one checkpoint.
 
-All flags except --ema are the same as in fairseq's scripts/average_checkpoints.py, which is not in
-fairseq's wheel.
-For the best checkpoints, give SAVE/checkpoint.best_*.pt. Inputs may be sharded checkpoints; the output is
-one file. Everything except the weights is copied from the first file, which is the newest one of a folder.
-fp32 master weights are left out.
+All flags except --ema are those of fairseq's scripts/average_checkpoints.py, which fairseq's wheel does not
+contain. To average the best checkpoints, give SAVE/checkpoint.best_*.pt. The inputs may be sharded
+checkpoints; the output is one file. Everything except the weights is copied from the first file, which is
+the newest file of a folder. fp32 master weights are not copied.
 """
 
 import argparse
@@ -16,7 +15,8 @@ from fairseq_tutel.option import flag_of
 from fairseq_tutel.tools.arguments import at_least, refuse_output
 from fairseq_tutel.tools.parser import add_input, add_output
 
-# fairseq's file names for each flag. The group of a pattern is the number to sort by.
+# For each flag, a pattern of fairseq's checkpoint names. Checkpoints are sorted by the number that the
+# pattern's group matches.
 NAMES = {
     "num_epoch_checkpoints": ("checkpointEPOCH.pt", r"checkpoint(\d+)\.pt"),
     "num_update_checkpoints": ("checkpoint_EPOCH_UPDATE.pt", r"checkpoint_\d+_(\d+)\.pt"),
@@ -24,7 +24,7 @@ NAMES = {
 
 
 def add_to(tools: Any) -> None:
-    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
+    """Add the tool `average` as a subcommand of `python -m fairseq_tutel`."""
     example = "SAVE --num-epoch-checkpoints 5 --output SAVE/average.pt"
     parser = tools.add_parser("average", description=__doc__, example=example)
     text = "checkpoint files; with one of the --num- flags, the folder that contains them"
@@ -42,7 +42,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Average the checkpoints that the arguments select, and write the result."""
+    """Average the checkpoints that the arguments select, and write the new checkpoint."""
     from fairseq_tutel.checkpoint.average import average
 
     inputs = chosen_inputs(arguments)

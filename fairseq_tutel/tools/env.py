@@ -1,4 +1,4 @@
-"""env: print versions, devices and backends, and why each backend is chosen, for a bug report."""
+"""The tool env prints versions, devices and backends, and why each backend is chosen, for a bug report."""
 
 import argparse
 import platform
@@ -16,7 +16,7 @@ PACKAGES = (
 
 
 def add_to(tools: Any) -> None:
-    """Add the subcommands env and user-dir. user-dir prints the folder of this package."""
+    """Add the tools `env` and `user-dir`; `user-dir` prints the folder of this package."""
     tools.add_parser("env", description=__doc__).set_defaults(run=run)
     text = "user-dir: print the folder to give fairseq as --user-dir."
     parser = tools.add_parser("user-dir", description=text)
@@ -61,7 +61,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _choices() -> Iterator[tuple[str, str]]:
-    """Yield pairs of a setting and its value in a run with default flags; the value includes the reason."""
+    """Yield each setting of a run with default flags, and its value with the reason."""
     import torch
 
     from fairseq_tutel.kernels import backend_for

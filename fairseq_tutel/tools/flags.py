@@ -1,4 +1,4 @@
-"""flags: print the plugin's flags with their help; `fairseq-train --help` omits flags of architectures."""
+"""The tool flags prints flags with their help, including flags that `fairseq-train --help` omits."""
 
 import argparse
 import textwrap
@@ -10,7 +10,7 @@ from fairseq_tutel.plugin.ensemble_options import CMCLConfig, EnsembleConfig
 from fairseq_tutel.plugin.options import BY_OWNER, options_of
 from fairseq_tutel.vision.options import ImageConfig, SwinConfig, SwinExpertsConfig
 
-# Options that are defined outside of moe/.
+# Options that are defined outside of moe/, by the heading under which they are printed.
 OTHER_TABLES = (ImageConfig, SwinConfig, SwinExpertsConfig, EnsembleConfig, CMCLConfig, DistillationConfig)
 THEMES = (
     "Routing", "Capacity", "Balance", "Experts", "Training", "Parallelism", "Communication", "Memory",
@@ -19,7 +19,7 @@ THEMES = (
 
 
 def all_options() -> list[Option]:
-    """Return the options of model, criterion and task, and then the options in `OTHER_TABLES`."""
+    """Return the options of model, criterion and task, and after these the options in `OTHER_TABLES`."""
     return [
         *(option for owner in BY_OWNER for option in options_of(owner)),
         *(option for table in OTHER_TABLES for option in options_in(table)),
@@ -27,18 +27,18 @@ def all_options() -> list[Option]:
 
 
 def add_to(tools: Any) -> None:
-    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
+    """Add the tool `flags` as a subcommand of `python -m fairseq_tutel`."""
     parser = tools.add_parser("flags", description=__doc__, example="capacity")
     text = "print only flags with these words in their name or help [all flags]"
     parser.add_argument("word", nargs="*", metavar="WORD", help=text)
-    for option in all_options():  # a flag is a word to search, too
+    for option in all_options():  # A flag is a word, too.
         constant = {"action": "append_const", "const": option.flag, "help": argparse.SUPPRESS}
         parser.add_argument(option.flag, dest="flag", default=[], **constant)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the flags that match the word; raise ValueError if none match."""
+    """Print the flags that match a word; raise ValueError if no flag matches."""
     every = all_options()
     pattern = " ".join([*arguments.word, *arguments.flag]).lower()
     if not any(_matches(option, pattern) for option in every):
@@ -54,6 +54,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _matches(option: Option, pattern: str) -> bool:
-    # Other spellings also match, such as topk, top_k and "top k".
+    # All spellings of a word match, such as topk, top_k and "top k".
     names = " ".join([option.flag, option.key, option.key.replace("_", ""), option.key.replace("_", " ")])
     return pattern in f"{names} {option.text}".lower()

@@ -1,7 +1,7 @@
-"""inspect: print the content of a checkpoint: experts, shapes, bytes, options and updates.
+"""The tool inspect prints the content of a checkpoint: experts, shapes, bytes, options and updates.
 
 The tool reads checkpoints of this package, dense fairseq checkpoints, single files of Meta's moe branch or
-of Tutel, and other files of tensors. Pickled code is not executed.
+of Tutel, and other files of tensors. Pickled code in a checkpoint is not executed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def add_to(tools: Any) -> None:
-    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
+    """Add the tool `inspect` as a subcommand of `python -m fairseq_tutel`."""
     parser = tools.add_parser("inspect", description=__doc__, example="SAVE/checkpoint_best.pt")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint file or a --save-dir")
     for name, text in (
@@ -35,7 +35,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the content of the checkpoint file, as text or JSON."""
+    """Print the content of a checkpoint file, as text or JSON."""
     from fairseq_tutel.checkpoint.description import describe
     from fairseq_tutel.checkpoint.files import checkpoint_in, read_file
 
@@ -109,6 +109,6 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _size(count: int) -> str:
-    """Return a number of bytes with a unit, such as 1.5 MiB."""
+    """Return a number of bytes as text with a unit, such as 1.5 MiB."""
     unit = min(max(count.bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return f"{count / 1024**unit:.{1 if unit else 0}f} {UNITS[unit]}"

@@ -1,7 +1,7 @@
 """Provides the command-line parser of the tools, and the arguments that several tools share.
 
-All tools follow one convention: inputs are positional and come first, `--output` names what is written,
-`--overwrite` allows to replace the output, and the help shows a default as [default].
+All tools follow one convention. Inputs are positional arguments and come first. `--output` names the
+output. `--overwrite` allows a tool to replace the output. The help shows defaults as [default].
 """
 
 import argparse
@@ -17,20 +17,20 @@ EXAMPLE = "example: "
 
 
 class ToolParser(argparse.ArgumentParser):
-    """The parser of a tool or of a subcommand; its help ends with an example.
+    """The parser of a tool or of a subcommand, whose help ends with an example.
 
     Args:
-        example: the words of a correct command after the tool's name.
-        keywords: see ArgumentParser.
+        example: an example of correct words after the tool's name. keywords: keyword arguments of
+            ArgumentParser.
     """
 
     def __init__(self, *, example: str = "", **keywords: Any) -> None:
         super().__init__(**{"formatter_class": _HelpFormatter, **keywords})
-        self.former_input = ""  # the option that the positional input has replaced
+        self.former_input = ""  # An older name, such as --input.
         self.epilog = f"{EXAMPLE}{self.prog} {example}".rstrip()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse words like ArgumentParser; accept the former option of the input, too."""
+        """Parse words like ArgumentParser, and accept the former option of the input, too."""
         words = sys.argv[1:] if args is None else list(args)
         if self.former_input:
             words = _input_first(words, self.former_input)
@@ -38,7 +38,7 @@ class ToolParser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Keeps paragraphs, and does not wrap the example, so that it can be copied."""
+    """Formats help with paragraphs, and does not wrap the example, which users may copy."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith(EXAMPLE):
@@ -47,7 +47,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def _input_first(words: list[str], flag: str) -> list[str]:
-    """Replace the option `flag` by its values, as positional arguments before all others."""
+    """Replace the option `flag` by its values, as positional arguments in front of all other arguments."""
     words = [
         part for word in words for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])
     ]
@@ -61,13 +61,13 @@ def _input_first(words: list[str], flag: str) -> list[str]:
 def add_input(
     parser: ToolParser, help: str, key: str = "input", former: str = "--input", several: bool = False
 ) -> None:
-    """Add a positional input that was an option in earlier versions; the option still works.
+    """Add a positional input that was an option in earlier versions; this option is still accepted.
 
     Args:
         parser: the parser of the tool.
         help: the help text of the input.
-        key: the name of the parsed argument and, in upper case, of the input in the help.
-        former: the option.
+        key: the name of the parsed argument; the help shows this name in upper case.
+        former: the option in earlier versions.
         several: whether there may be several inputs.
     """
     parser.add_argument(key, nargs="+" if several else None, metavar=key.upper(), help=help)
@@ -96,7 +96,7 @@ def _file(text: str) -> Path:
 
 
 def add_options(parser: argparse._ActionsContainer, options: Sequence[Option]) -> None:
-    """Add a flag for each option of a table; an absent flag is None or, for a switch, False."""
+    """Add a flag for each option of a table; absent flags are None or, for a switch, False."""
     for item in options:
         text = f"{item.text} [{item.shown_default}]".replace("%", "%%")
         facts: dict[str, Any] = {"dest": item.key, "help": text}

@@ -1,8 +1,8 @@
-"""plan: rank configurations of a model's experts on a cluster by the time that the cost model predicts.
+"""The tool plan ranks configurations of a model's experts on a cluster by their predicted time.
 
-A configuration is a choice of P, r, d and the all-to-all. The predicted time includes forward, backward and
-all-reduces at even load, but not the optimizer and data loading. docs/scaling.md explains the options,
-formulas, sources and errors.
+A configuration has an EP group size P, a pipeline degree r, a number of chunks d, and an all-to-all. The
+predicted time includes forward, backward and all-reduces at even load, but not optimizer and data loading.
+docs/scaling.md explains the options, formulas, sources and errors.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from fairseq_tutel.parallel.machine import PRESETS, Machine
 from fairseq_tutel.tools.arguments import DTYPES, above_0, aligned, at_least, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 
-DETAILED = 3  # number of candidates that are shown in detail
+DETAILED = 3  # The number of configurations with details.
 
 NUMBERS = (
     ("nodes", 1, "number of nodes in the cluster"),
@@ -34,7 +34,7 @@ NUMBERS = (
 
 
 def add_to(tools: Any) -> None:
-    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
+    """Add the tool `plan` as a subcommand of `python -m fairseq_tutel`."""
     example = "--nodes 4 --gpus-per-node 8 --gpu h100 --experts 64"
     parser = tools.add_parser("plan", description=__doc__, example=example)
     for key, default, text in NUMBERS:
@@ -59,11 +59,11 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Rank the configurations of experts on a cluster by predicted time, and print the best ones."""
+    """Rank the configurations of experts on a cluster by predicted time, and print the best."""
     if arguments.output:
         refuse_output(arguments.output, overwrite=arguments.overwrite)
     work, machine = _work(arguments), _machine(arguments)
-    best_of: dict[tuple[int, int], Candidate] = {}  # by P and r
+    best_of: dict[tuple[int, int], Candidate] = {}  # The best for each P and r.
     for candidate in best(work, machine, arguments.nodes, arguments.gpus_per_node):
         key = candidate.cluster.expert_parallel_size, candidate.strategy.adaptive_r
         best_of.setdefault(key, candidate)
@@ -96,7 +96,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         machine = Machine.from_json(arguments.machine)
     else:
         machine = PRESETS[arguments.gpu]
-        if arguments.dtype == "fp32":  # by default, torch uses no tensor cores for fp32
+        if arguments.dtype == "fp32":  # By default, torch uses no tensor cores for fp32.
             machine = replace(machine, flops_per_s=machine.gate_flops_per_s)
     if arguments.inter_gb_s:
         machine = replace(machine, inter=replace(machine.inter, bytes_per_s=arguments.inter_gb_s * 1e9))
@@ -104,7 +104,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 
 
 def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
-    """Return the text that the tool prints: a table of all configurations, and details of the best."""
+    """Return the output of the tool `plan`: a table of all configurations, and details of the best."""
     cluster = candidates[0].cluster
     parameters = work.layers * work.experts * work.expert_parameters + work.dense_parameters
     head = (
@@ -133,7 +133,7 @@ def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
 
 
 def _choice(candidate: Candidate) -> tuple[str, str, str, str]:
-    """Return the strings for a configuration's EP group size, r, number of chunks d, and all-to-all."""
+    """Return a configuration's EP group size, r, number of chunks d, and all-to-all, as strings."""
     strategy, size = candidate.strategy, candidate.cluster.expert_parallel_size
     sends_rows = strategy.adaptive_r > 0 and size > 1
     d, algorithm = (str(strategy.overlap), strategy.algorithm) if sends_rows else ("-", "-")

@@ -1,4 +1,4 @@
-"""Checks collective plans, and writes the usual plans for a number of ranks."""
+"""Checks collective plans, and writes the usual collective plans for a number of ranks."""
 
 import argparse
 from collections import Counter, defaultdict
@@ -17,7 +17,7 @@ from fairseq_tutel.plans.network import find as network_of
 from fairseq_tutel.tools.arguments import above_0, at_least, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 
-# Largest number of links with equal bytes that are listed.
+# Largest number of links with equal bytes that `plan-check` lists.
 SHOWN = 4
 CHECK = """plan-check: check a collective plan and predict its time.
 
@@ -31,7 +31,7 @@ Each plan is the fastest one between ranks of one host for a range of message si
 
 
 def add_to(tools: Any) -> None:
-    """Add the subcommands plan-check and plans."""
+    """Add the tools `plan-check` and `plans` to the command line."""
     example = "two_phase:all_reduce:4 --output all_reduce.json"
     parser = tools.add_parser("plan-check", description=CHECK, example=example)
     text = f"FILE.json, MSCCL's FILE.xml, or {NAMED}, where NAME is one of {', '.join(GENERATORS)}"
@@ -73,7 +73,7 @@ def run_usual(arguments: argparse.Namespace) -> None:
 
 
 def run_check(arguments: argparse.Namespace) -> None:
-    """Check the collective plan, and print its properties and predicted time."""
+    """Check a collective plan, and print the plan's properties and predicted time."""
     if arguments.output:
         refuse_output(arguments.output, overwrite=arguments.overwrite)
         if arguments.output.suffix not in (".json", ".xml"):
@@ -127,7 +127,7 @@ def _lines(plan: Plan, report: Report, names: Mapping[int, str], size: int) -> l
 
 
 def _routed(report: Report, plan: Plan, network: Network) -> Report:
-    """Return a copy of the report with the loads of network links instead of those of pairs of ranks."""
+    """Return a copy of a plan's report with loads of network links instead of loads of pairs of ranks."""
     if plan.network not in ("", network.digest) or network.ranks != plan.ranks:
         raise ValueError(f"--network {network.name} is not the network of the plan; give that network.")
     return replace(report, loads=tuple(routed(network, load) for load in report.loads))

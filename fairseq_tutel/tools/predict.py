@@ -1,9 +1,9 @@
-"""predict: classify images with a trained model, and write the predicted classes to a file.
+"""The tool predict classifies images with a trained model, and writes the predicted classes to a file.
 
 The images are one split of a data folder, as in training: folders of classes, or arrays. Each line of the
-file has an image, its class, and up to five predicted classes with probabilities, the most likely first.
+output file has an image, its class, and up to five predicted classes with probabilities.
 
-B images of a batch, C classes.
+Shape suffixes are B (images of a batch) and C (classes).
 """
 
 import argparse
@@ -15,14 +15,14 @@ from typing import Any
 from fairseq_tutel.tools.arguments import at_least, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 
-# Largest number of predicted classes in a line.
+# Largest number of predicted classes in a line of the output.
 LINE = 5
-# Index of an image, its class, and predicted pairs (class, probability), the most likely first.
+# A prediction has the index of an image, its class, and pairs (class, probability), most likely first.
 Answer = tuple[int, int, list[tuple[int, float]]]
 
 
 def add_to(tools: Any) -> None:
-    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
+    """Add the tool `predict` as a subcommand of `python -m fairseq_tutel`."""
     example = "SAVE DATA --split test --output test.csv"
     parser = tools.add_parser("predict", description=__doc__, example=example)
     parser.add_argument(
@@ -40,7 +40,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Classify the images and write the predictions to the output file."""
+    """Classify the images, and write the predicted classes to the output file."""
     refuse_output(arguments.output, [Path(arguments.model)], arguments.overwrite)
     from fairseq_tutel.parallel.progress import progress
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
             answers += _answers(model, batch)
             advance(len(batch["id"]))
     ranks = range(1, min(LINE, len(names)) + 1)
-    text: Any = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}  # for names of files
+    text: Any = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}
     with writing(arguments.output) as path, path.open("w", **text) as file:
         lines = csv.writer(file)
         lines.writerow(["image", "class", *(f"{k}_{n}" for n in ranks for k in ("class", "probability"))])
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _opened(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Load a checkpoint; return its model in evaluation mode, and its fairseq task."""
+    """Load a checkpoint, and return its model in evaluation mode, and its fairseq task."""
     import torch
     from fairseq import checkpoint_utils
     from fairseq.utils import import_user_module

@@ -1,7 +1,7 @@
-"""schedule: make the fastest collective plan for a network, and print the cut that limits its speed.
+"""The tool schedule makes the fastest collective plan for a network, and prints the limiting cut.
 
-NETWORK is a file (--output-network writes such a file) or a name, such as dgx_a100:2 for two boxes. The
-algorithm ForestColl computes the optimum, the cut and the trees. Details: docs/scaling.md.
+NETWORK is a file in the format of --output-network, or a name, such as dgx_a100:2 for two boxes. The
+algorithm ForestColl computes the optimal plan, the cut and the trees. Details: docs/scaling.md.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from fairseq_tutel.tools.arguments import at_least, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-# Larger networks take more than a few minutes.
+# For networks with more vertices, the algorithm takes more than a few minutes.
 MOST_GPUS = 256
-# Largest number of vertices of a cut that are listed.
+# Largest number of vertices of a cut that the output lists.
 NAMED = 4
 
 
 def add_to(tools: Any) -> None:
-    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
+    """Add the tool `schedule` as a subcommand of `python -m fairseq_tutel`."""
     example = "dgx_a100:2 --collective all_reduce --output plan.json"
     parser = tools.add_parser("schedule", description=__doc__, example=example)
     known = ", ".join(f"{key}:{usage}" for key, (usage, _) in NETWORKS.items())
@@ -46,7 +46,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Make a collective plan and write it to files; print its time, its trees and the limiting cut."""
+    """Make a collective plan, write the plan to files, and print its time, trees and limiting cut."""
     _refuse(arguments)
     collective, network = arguments.collective, find(arguments.network)
     if network.ranks > MOST_GPUS:
@@ -77,7 +77,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
 
 
 def _page(network: Network, collective: str, forest: Forest) -> Iterator[str]:
-    """Yield the paragraphs of the tool's output."""
+    """Yield the paragraphs that the tool `schedule` prints."""
     unit, times = network.unit, 1 + (collective == "all_reduce")
     best, share = forest.best, forest.share
     optimum, seconds = times * best.seconds, times * share.seconds
@@ -103,6 +103,6 @@ def _page(network: Network, collective: str, forest: Forest) -> Iterator[str]:
 
 
 def _gpus(network: Network, cut: int) -> str:
-    """Return the names of the GPUs in a cut; if there are many, return the first names and the number."""
+    """Return the names of the GPUs in a cut; if there are many, only the first names and the number."""
     ranks = [network.vertices[vertex] for vertex in members(cut) if vertex < network.ranks]
     return ", ".join(ranks[:NAMED]) + (f", … ({len(ranks)} GPUs)" if len(ranks) > NAMED else "")

@@ -1,7 +1,7 @@
 """Parses options that have a value for each MoE layer, and reads the scores of experts.
 
-"3,5" is the value for all layers; "decoder_1=3,5 encoder_3=0" gives values for two layers. Loads come from
-a training log or the command line; if tokens are distributed evenly, all loads are 1.
+The value "3,5" applies to all layers; "decoder_1=3,5 encoder_3=0" gives values for two layers. Expert loads
+come from a training log or the command line; at even load, all loads are 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Configs = Mapping[Layer, MoEConfig]
 
 T = TypeVar("T")
-# Number of log records whose loads are averaged.
+# Number of the last log records whose expert loads are averaged.
 LAST = 20
 
 
@@ -30,10 +30,10 @@ def by_layer(
 ) -> dict[Layer, T]:
     """Parse an option that has one value for all MoE layers, or the form LAYER=VALUE for some layers.
 
-    `read` parses a value. The message of its ValueError must name the reason and the expected form.
+    The function `read` parses the value of a layer. A ValueError of `read` must name reason and form.
 
     Raises:
-        ValueError: a word is invalid.
+        ValueError: a word of the option is invalid.
     """
     named = {layer.label: layer for layer in layers}
     found: dict[Layer, T] = {}
@@ -57,10 +57,10 @@ def expert_ids(
 ) -> dict[Layer, list[int]]:
     """Parse an option that lists expert IDs per MoE layer, as 0,3.
 
-    `or_all` adds the word `all` to the form that errors describe; the caller handles this word.
+    With `or_all`, error messages also mention the word `all`, which the caller handles.
 
     Raises:
-        ValueError: a word is invalid, an ID is repeated, or a layer has no such expert.
+        ValueError: a word is invalid, an expert ID is repeated, or a layer has no expert with this ID.
     """
 
     def read(text: str) -> list[int]:
@@ -88,10 +88,10 @@ def expert_ids(
 
 
 def loads(arguments: argparse.Namespace, configs: Configs) -> dict[Layer, list[float]]:
-    """Return the expert loads of each layer from --log or --load, or {} without these options.
+    """Return the expert loads of each layer from --log or --load, or {} if neither is given.
 
     Raises:
-        ValueError: the log has no loads, or the number of loads differs from the number of experts.
+        ValueError: the log has no expert loads, or the number of loads is not the number of experts.
     """
     if arguments.log is not None:
         found = of_log(Path(arguments.log), list(configs))
@@ -112,13 +112,13 @@ def loads(arguments: argparse.Namespace, configs: Configs) -> dict[Layer, list[f
 
 
 def scores(arguments: argparse.Namespace, configs: Configs) -> dict[Layer, list[float]]:
-    """Return the score of every expert by which `prune` removes experts; the mean of a layer is 1.
+    """Return the score of each expert, by which `prune` removes experts; the mean score of a layer is 1.
 
-    Scores are loads from --log or --load, or loads or importances from --statistics. The result is {}
-    without these options.
+    The scores are loads from --log or --load, or loads or importances from --statistics. The result is {}
+    if none of these options is given.
 
     Raises:
-        ValueError: the options exclude each other, or the file does not fit the model.
+        ValueError: the options exclude each other, or the statistics file does not fit the model.
     """
     if arguments.statistics is None:
         if arguments.by == "importance":
@@ -151,7 +151,7 @@ def of_log(path: Path, layers: list[Layer]) -> dict[Layer, list[float]]:
     """Return the mean expert loads of all layers over the last records of a training log.
 
     Raises:
-        ValueError: the log does not exist, or lacks the loads of a layer.
+        ValueError: the training log does not exist, or lacks the loads of a layer.
     """
     records = join(find_log(path)[0]).training
     found = {}

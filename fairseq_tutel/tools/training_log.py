@@ -1,11 +1,10 @@
 """Reads fairseq's training logs, and joins the records of a run that was resumed.
 
-A record is a line that ends in JSON: `… | train_inner | {"epoch": 1, …}` in a captured output,
-`[…][train_inner][INFO] - {…}` under hydra, or only the JSON in a `--log-file`. The value of the key
-that ends in `num_updates` is the update; the prefix of this key is the data subset. Lines in fairseq's
-format `simple` are also records:
-`epoch 001:     20 / 100 loss=5.1, num_updates=20` and
-`epoch 001 | valid on 'valid' subset | loss 5.2 | num_updates 100`.
+A log record is a line that ends in JSON: `… | train_inner | {"epoch": 1, …}` in a captured output,
+`[…][train_inner][INFO] - {…}` under hydra, or only JSON in a `--log-file`. In a record, the value of the
+key that ends in `num_updates` is the update; the prefix of this key is the data subset. Lines in fairseq's
+log format `simple` are records, too: `epoch 001: 20 / 100 loss=5.1, num_updates=20` and `epoch 001 | valid
+on 'valid' subset | loss 5.2 | num_updates 100`.
 """
 
 import math
@@ -17,11 +16,11 @@ from pathlib import Path
 
 from fairseq_tutel.files import open_ordinary, parse_json
 
-LOG_NAMES = ("*.log", "*.json", "*.txt")  # names of logs in a folder
+LOG_NAMES = ("*.log", "*.json", "*.txt")  # These files in a folder may be logs.
 
-# Tags of training records: averages since the last record, or over an epoch. Other tags are data subsets.
+# Training records have these tags; validation records have the name of a data subset as tag.
 SINCE_LAST, EPOCH = "train_inner", "train"
-LOAD = "moe_load_"  # prefix of lists of expert loads relative to an even share, before the layer's name
+LOAD = "moe_load_"  # Keys of expert loads have this prefix.
 
 _UPDATES = "num_updates"
 _SIMPLE = re.compile(r"\bepoch \d+(?:(:) +\d+ / \d+ | \| (?:valid on '(.+?)' subset \| )?)(\w+[ =].*)")
@@ -37,7 +36,7 @@ class Record:
     update: int
     values: dict[str, float]
     lists: dict[str, list[float]] = field(default_factory=dict)
-    seconds: float = math.nan  # training time until this record, over all processes; nan if unknown
+    seconds: float = math.nan  # The training time until this record, or nan.
 
 
 @dataclass
@@ -45,17 +44,17 @@ class Log:
     """The records of one log file, in the order of the file."""
 
     entries: list[Record] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # number of records before each process start
-    ranks: list[int] = field(default_factory=list)  # number of ranks at each process start
+    starts: list[int] = field(default_factory=list)  # The number of records before each start of a process.
+    ranks: list[int] = field(default_factory=list)  # The number of ranks at each start of a process.
 
 
 @dataclass(frozen=True)
 class Run:
     """The records of one training run, from all of its processes if the run was resumed."""
 
-    records: dict[str, list[Record]]  # by tag, in order of updates
-    ranks: list[int]  # numbers of ranks over time, without repeats
-    notes: list[str]  # sentences for the reader of a report
+    records: dict[str, list[Record]]  # The records of each tag, in the order of updates.
+    ranks: list[int]  # The numbers of ranks over time, without repeats.
+    notes: list[str]  # Notes on the run for the readers of a report.
 
     @property
     def training(self) -> list[Record]:
@@ -69,23 +68,23 @@ class Run:
 
     @property
     def experts(self) -> dict[str, int]:
-        """A dictionary from the log key of each MoE layer's load to the layer's number of experts."""
+        """A dictionary from the log key of each MoE layer's loads to the layer's number of experts."""
         lists = [item for record in self.all for item in record.lists.items()]
         return {key: len(load) for key, load in lists if key.startswith(LOAD)}
 
     @property
     def seconds(self) -> float:
-        """The total training time in seconds, or nan if unknown."""
+        """The total training time of a run in seconds, or nan if unknown."""
         return max((r.seconds for r in self.all if not math.isnan(r.seconds)), default=math.nan)
 
     @property
     def all(self) -> list[Record]:
-        """The records of all tags."""
+        """The records of a run under all tags."""
         return [record for records in self.records.values() for record in records]
 
 
 def read_log(lines: Iterable[str]) -> Log:
-    """Return the records in the lines of a training log; lines without a record are ignored."""
+    """Return the records in the lines of a training log; all other lines are ignored."""
     log, last = Log(), ""
     for line in lines:
         if found := _PROCESS_STARTS.search(line):
@@ -93,13 +92,13 @@ def read_log(lines: Iterable[str]) -> Log:
             log.ranks.append(int(found[1]))
         simple = _SIMPLE.search(line)
         text = simple[0] if simple else line[line.find('{"') :].strip() if '{"' in line else ""
-        # fairseq adds a file handler in every epoch, so lines are repeated.
+        # fairseq adds a file handler to its logger in every epoch, so the log file repeats lines.
         if not text or text == last:
             continue
         last = text
         try:
             entry = _read_entry(_simple_stats(simple) if simple else parse_json(text))
-        except ValueError:  # for example a line that was cut off
+        except ValueError:  # A line may be truncated.
             continue
         if entry is not None:
             log.entries.append(entry)
@@ -107,7 +106,7 @@ def read_log(lines: Iterable[str]) -> Log:
 
 
 def _simple_stats(found: re.Match[str]) -> dict[str, object]:
-    """Convert a line of fairseq's simple format to the keys and values of its JSON; numbers remain text."""
+    """Convert a line of fairseq's log format `simple` to keys and values of JSON; numbers remain text."""
     prefix = "" if found[1] else f"{found[2] or EPOCH}_"
     return {
         prefix + key: value[1:-1].split(", ") if value.startswith("[") else value
@@ -136,9 +135,9 @@ def _read_entry(stats: object) -> Record | None:
 def join(log: Log) -> Run:
     """Join the records of all processes in a log to one run, without repeated updates.
 
-    A process that resumes repeats the updates since its checkpoint, so earlier records of these updates are
-    left out. fairseq's `wall` begins at 0 in every process, so the times of all processes are added. If
-    `wall` stays 0, which happens after a resume within an epoch, the time is computed from the speed.
+    A resumed process repeats the updates since its checkpoint, so earlier records of these updates are
+    removed. fairseq's `wall` begins at 0 in every process, so the times of all processes are added. After a
+    resume within an epoch, `wall` stays 0, and the time is computed from the logged speed.
     """
     notes: list[str] = []
     kept: list[Record] = []
@@ -165,7 +164,7 @@ def join(log: Log) -> Run:
 
 
 def _processes(log: Log) -> list[list[Record]]:
-    """Split a log's records by process; a process begins at a start line or if updates or time decrease."""
+    """Split a log's records by process, which begins at a start line or where updates or time decrease."""
     parts: list[list[Record]] = []
     last_wall = math.nan
     for index, entry in enumerate(log.entries):
@@ -173,14 +172,14 @@ def _processes(log: Log) -> list[list[Record]]:
         goes_back = index and (entry.update < log.entries[index - 1].update or wall < last_wall)
         if goes_back or index in log.starts or not parts:
             parts.append([])
-            last_wall = math.nan  # no comparison with nan is true
+            last_wall = math.nan  # Comparisons with nan are false.
         parts[-1].append(entry)
         last_wall = last_wall if math.isnan(wall) else wall
     return parts
 
 
 def _number(value: object) -> float | None:
-    """Convert a logged value, which is often text, to a number; return None if it is not a number."""
+    """Convert a logged value, which may be text, to a number, or return None if it is not a number."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (OverflowError, TypeError, ValueError):
@@ -198,9 +197,9 @@ def _lines_of(path: Path) -> Iterator[str]:
 
 
 def find_log(path: Path) -> tuple[Log, Path]:
-    """Find the log of a training run; return its records and the file that has them.
+    """Find the log of a training run, and return the log's records and path.
 
-    `path` is a log or a folder. Raise ValueError if there is no log, or if there are logs of several runs.
+    `path` is a log file or a folder. ValueError is raised without a log, or for several runs.
     """
     files = [path]
     if path.is_dir():
@@ -220,7 +219,7 @@ def find_log(path: Path) -> tuple[Log, Path]:
 
 
 def _without_copies(logs: dict[Path, Log]) -> dict[Path, Log]:
-    """Remove each log whose records are all in another log of the same run."""
+    """Remove each log whose records are all contained in another log of the same run."""
     kept: dict[Path, set[str]] = {}
     for path, log in sorted(logs.items(), key=lambda item: -len(item[1].entries)):
         records = {repr(entry) for entry in log.entries}

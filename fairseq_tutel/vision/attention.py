@@ -1,12 +1,12 @@
 """Self-attention within windows of an image, as in Swin V2 or as in the released SwinV2-MoE.
 
-B images, L tokens of an image (height x width, row by row), D model_dim, M heads of dimension d; G windows
-of N positions each, P = G * N. In shifted blocks, windows begin half a window later. Then the last windows
-contain tokens of opposite edges of the image, which do not attend to each other. If the image size is not a
-multiple of the window size, the last windows have empty positions.
+Shape suffixes are B (images), L (tokens of an image, row by row), D (model_dim) and M (heads of dimension
+d). An image has G windows of N positions each, and P = G * N. In a shifted block, windows begin half a
+window later, so the last windows contain tokens of opposite edges of the image, which do not attend to each
+other. If the image size is no multiple of the window size, the last windows have empty positions.
 
-Sources: Liu et al. 2021 (Swin Transformer), section 3.2; Liu et al. 2022 (Swin Transformer V2), sections
-3.2 and 3.3, and its released code.
+Windows are from Liu et al. 2021 (Swin Transformer), section 3.2, and attention from Liu et al. 2022 (Swin
+Transformer V2), sections 3.2 and 3.3, and the released code.
 """
 
 import math
@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Size = tuple[int, int]  # (height, width), in tokens
-# Initial and largest scale of the cosine similarity.
+Size = tuple[int, int]  # A Size is (height, width), in tokens.
+# The initial and the largest scale of the cosine similarity.
 FIRST_SCALE, MAX_SCALE = 10.0, 100.0
 MAX_BIAS = 16.0
 HIDDEN_DIM = 512
-# As in the released code, the largest offset is scaled to 8 before the logarithm, and to 1 after it.
+# As in the released code, the largest offset is scaled to 8 before the logarithm, and then to 1.
 SPAN = 8
 
 
@@ -31,15 +31,15 @@ SPAN = 8
 class Windows:
     """The partition of an image's tokens into attention windows."""
 
-    size: Size  # size of the image
-    shape: Size  # size of a window; N is the product
-    groups: Size  # number of windows along height and width; G is the product
+    size: Size  # The height and width of an image in tokens.
+    shape: Size  # The height and width of a window, whose product is N.
+    groups: Size  # The numbers of windows along both, with product G.
     shift: Size
-    mask_G1NN: Tensor | None = None  # fp32, 0 where a query attends to a key, else -inf; None: no mask
+    mask_G1NN: Tensor | None = None  # 0 where a query attends to a key, -inf elsewhere.
 
     @property
     def number(self) -> int:
-        """The number of windows, G."""
+        """The number of attention windows, G."""
         return self.groups[0] * self.groups[1]
 
     def split(self, x_BLD: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Windows:
         return x.unflatten(2, (columns, w)).unflatten(1, (rows, h)).transpose(2, 3).flatten(1, 4)
 
     def merge(self, x_BPD: Tensor) -> Tensor:
-        """Undo `split`: return the tokens in the order of the image, x_BLD, without empty positions."""
+        """Undo `split`: return tokens in the order of the image, x_BLD, without empty positions."""
         x = x_BPD.unflatten(1, (*self.groups, *self.shape)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
         if any(self.shift):
             x = x.roll(self.shift, (1, 2))
@@ -64,23 +64,23 @@ class Windows:
 def windows_of(height: int, width: int, window: int, is_shifted: bool, device: torch.device) -> Windows:
     """Return the attention windows of an image, shifted by half a window if `is_shifted`.
 
-    Height, width and window are numbers of tokens. Along a dimension of at most `window` tokens there is
-    one window, which is not shifted.
+    Height, width and window are given in tokens. A dimension of at most `window` tokens has one unshifted
+    window.
     """
     h, w = min(window, height), min(window, width)
     rows, columns = -(-height // h), -(-width // w)
     shift = h // 2 if is_shifted and rows > 1 else 0, w // 2 if is_shifted and columns > 1 else 0
     windows = Windows((height, width), (h, w), (rows, columns), shift)
-    # Tensors created in inference mode cannot be used in training.
+    # Tensors that were created in inference mode cannot be used in training.
     with torch.inference_mode(False), torch.no_grad():
         padded = replace(windows, size=(rows * h, columns * w))
         at_L2 = torch.cartesian_prod(*map(torch.arange, padded.size))
         at_GN2 = padded.split(at_L2.unsqueeze(0)).view(windows.number, h * w, 2)
         is_empty_GN = (at_GN2 >= torch.tensor(windows.size)).any(dim=2)
-        # Positions in the last windows that the shift has moved from the opposite edge.
+        # At these positions, the last windows have tokens from the opposite edge of the image.
         is_wrapped_GN2 = at_GN2 < at_GN2[:, :1]
         attends_GNN = (is_wrapped_GN2.unsqueeze(2) == is_wrapped_GN2.unsqueeze(1)).all(dim=3)
-        # Empty queries attend to all real tokens, as a softmax of only -inf is NaN. `merge` removes them.
+        # Queries at empty positions attend to all real tokens, because a softmax of only -inf is NaN.
         attends_GNN = (attends_GNN | is_empty_GN.unsqueeze(2)) & ~is_empty_GN.unsqueeze(1)
         if attends_GNN.all():
             return windows
@@ -91,8 +91,8 @@ def windows_of(height: int, width: int, window: int, is_shifted: bool, device: t
 class PositionBias(nn.Sequential):
     """An MLP that computes each head's attention bias from the log-scaled offset between query and key.
 
-    It has 2 inputs (down, right), 512 hidden units and M outputs. `trained_window` is the window size that
-    scales the offsets; 0: the size of the current window.
+    The MLP has 2 inputs (down, right), 512 hidden units and M outputs. `trained_window` is the window size
+    that scales the offsets; 0 means the current window size.
     """
 
     def __init__(self, heads: int, trained_window: int = 0) -> None:
@@ -100,7 +100,7 @@ class PositionBias(nn.Sequential):
         self.trained_window = trained_window
 
     def forward(self, window: Size) -> Tensor:  # type: ignore[override]
-        """Return the bias [M, N, N] for each head, query and key in a window of h x w tokens."""
+        """Return the attention bias [M, N, N] for each head, query and key in a window of h x w tokens."""
         weight: Any = self[0].weight
         offsets, index_NN = _offsets(*window, self.trained_window, weight.device)
         return super().forward(offsets.to(weight.dtype)).t()[:, index_NN]
@@ -108,8 +108,8 @@ class PositionBias(nn.Sequential):
 
 @lru_cache(maxsize=128)
 def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a table of all offsets in a window [(2h-1)(2w-1), 2], and each token pair's row [N, N]."""
-    # Tensors created in inference mode cannot be used in training.
+    """Return a table [(2h-1)(2w-1), 2] of all offsets in a window, and the row of each pair [N, N]."""
+    # Tensors that were created in inference mode cannot be used in training.
     with torch.inference_mode(False), torch.no_grad():
         lines = [torch.arange(1 - side, side) * (SPAN / max((trained or side) - 1, 1)) for side in (h, w)]
         table = torch.cartesian_prod(*lines)
@@ -122,9 +122,9 @@ def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor
 class WindowAttention(nn.Module):
     """Self-attention within windows, with a relative position bias.
 
-    Form v2: scores are cosine similarities times a learned scale per head, position biases are between 0
-    and 16, and the key projection has no bias. Form moe: scores are scaled dot products, and position
-    biases have no bounds.
+    In the form v2, scores are cosine similarities times a learned scale per head, position biases are
+    between 0 and 16, and the key projection has no bias. In the form moe, scores are scaled dot products,
+    and position biases have no bounds.
     """
 
     def __init__(self, dim: int, heads: int, form: str, position_window: int = 0) -> None:
@@ -140,10 +140,10 @@ class WindowAttention(nn.Module):
             self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), math.log(FIRST_SCALE)))
 
     def forward(self, x_BPD: Tensor, windows: Windows) -> Tensor:
-        """Apply attention to tokens that are sorted by window, and return its output, [B, P, D]."""
+        """Apply attention to tokens that are sorted by window, and return the outputs [B, P, D]."""
         B, P, D = x_BPD.shape
         G, M, N = windows.number, self.heads, P // windows.number
-        # With a mask, windows belong to the head dimension; without a mask, to the batch dimension.
+        # With a mask, windows are part of the head dimension, else of the batch dimension.
         copies = 1 if windows.mask_G1NN is None else G
         batch = B * G // copies, copies * M
         scale: float | Tensor = (D // M) ** -0.5
@@ -161,22 +161,22 @@ class WindowAttention(nn.Module):
             for tensor in qkv_BPX.view(B, G, N, 3, M, D // M).permute(3, 0, 1, 4, 2, 5)
         )
         if self.by_cosine:
-            # Scaling rows by a factor is several times faster than F.normalize, which divides all elements.
+            # Multiplying rows by a factor is several times faster than the division in F.normalize.
             scale, k = scale * _inverse_norm(q), (k * _inverse_norm(k)).to(v.dtype)
         y = _attention(q, k, v, scale, bias_MNN.unsqueeze(0).to(v.dtype))
         return self.proj(y.view(B, G, M, N, D // M).transpose(2, 3).reshape(B, P, D))
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)  # fp16 would round 1e-12 to 0
+    wide = torch.promote_types(x.dtype, torch.float32)  # fp16 would round 1e-12 to 0.
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).clamp_min(1e-12).reciprocal()
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float | Tensor, bias: Tensor) -> Tensor:
     """Return softmax(q k^T * scale + bias) v."""
     if torch.is_grad_enabled() and q.device.type == "cpu":
-        # On CPUs, torch has no fused kernel that computes the gradient of a bias. Its fallback takes 1.1 to
-        # 1.2 times as long (forward and backward), because it makes more passes over the scores.
+        # On CPUs, torch has no fused attention kernel that computes the gradient of a bias. torch's unfused
+        # attention takes 1.1 to 1.2 times as long, because it makes more passes over the scores.
         weights = ((q * scale).to(k.dtype) @ k.mT).add_(bias).softmax(-1)
         return weights @ v
     if isinstance(scale, Tensor):

@@ -1,8 +1,8 @@
-"""Image data sets: folders of image files, or arrays. Pillow decodes and resizes an image when it is read.
+"""Image data sets are folders of image files, or arrays. Pillow decodes an image when it is read.
 
-All random numbers depend on (seed, epoch, image) only; see `draws_of`. Therefore an image is augmented in
-the same way on every rank, in every worker, and after a resume.
-N images, C channels (1 or 3), H x W pixels of the model's input.
+All random numbers depend only on (seed, epoch, image), as in `draws_of`. An image is therefore augmented in
+the same way on every rank, in every worker, and after a resume. Shape suffixes are N (images), C (channels,
+1 or 3), and H and W (pixels of the model's input).
 """
 
 import os
@@ -18,16 +18,16 @@ from torch import Tensor
 from fairseq_tutel.vision.options import ImageConfig
 
 if TYPE_CHECKING:
-    from PIL.Image import Image  # installed with the extra `vision`
+    from PIL.Image import Image  # Pillow needs the extra `vision`.
 
 EXTENSIONS = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
-# Mean and standard deviation of ImageNet's photos, from 0 to 1; red, green, blue.
+# Mean and standard deviation of ImageNet's photos, for pixels from 0 to 1, in the order red, green, blue.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImageFolder:
-    """A data set of image files (.png, .jpg, .jpeg), one subfolder per class; both are sorted by name."""
+    """A data set of image files (.png, .jpg, .jpeg) with one subfolder per class, both sorted by name."""
 
     def __init__(self, folder: Path) -> None:
         self.origin = folder
@@ -48,25 +48,26 @@ class ImageFolder:
         return len(self._files)
 
     def name(self, i: int) -> str:
-        """Return the path of image i."""
+        """Return the path of image i in the data set."""
         return str(self.origin / self._files[i])
 
     def channels(self, i: int) -> int:
-        """Return the number of channels of stored image i: 1 if it is grey, else 3."""
+        """Return the number of channels of stored image i, 1 if the image is gray, else 3."""
         from PIL import Image
 
         with Image.open(self.name(i)) as image:
             return 1 if Image.getmodebase(image.mode) == "L" else 3
 
     def read(self, i: int, channels: int) -> "Image":
-        """Decode image i to the given number of channels."""
+        """Decode image i of the data set to the given number of channels."""
         return decoded(self.name(i), channels)
 
 
 class ImageArrays:
     """A data set in an .npz file with arrays `images`, `labels` and, optionally, `classes` (class names).
 
-    `images` is uint8 [N, h, w] or [N, h, w, C]; `labels` is int [N]. Without names, classes are numbers.
+    The array `images` is uint8 [N, h, w] or [N, h, w, C], and `labels` is int [N]. Default class names are
+    numbers.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,15 +95,15 @@ class ImageArrays:
         return len(self._images)
 
     def name(self, i: int) -> str:
-        """Return a name for image i: the path of the file and the index, such as train.npz[3]."""
+        """Return a name for image i: the path of the .npz file and the index, such as train.npz[3]."""
         return f"{self.origin}[{i}]"
 
     def channels(self, i: int) -> int:
-        """Return the number of channels, which is the same for all images."""
+        """Return the number of channels, which is the same for all images of the .npz file."""
         return 3 if self._images.ndim == 4 else 1
 
     def read(self, i: int, channels: int) -> "Image":
-        """Return image i with the given number of channels."""
+        """Return image i of the data set with the given number of channels."""
         from PIL import Image
 
         return Image.fromarray(self._images[i]).convert(MODES[channels])
@@ -112,7 +113,7 @@ Images = ImageFolder | ImageArrays
 
 
 def open_images(data: str, split: str) -> Images:
-    """Return the images of a split: the folder DATA/SPLIT or the file DATA/SPLIT.npz."""
+    """Return the images of a split, from the folder DATA/SPLIT or the file DATA/SPLIT.npz."""
     import PIL  # noqa: F401 - workers would fail later
 
     folder = Path(data) / split
@@ -125,7 +126,7 @@ def open_images(data: str, split: str) -> Images:
 
 
 def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
-    """Return each image's label as an index into `classes`, [N]; named classes are matched by name."""
+    """Return each image's label [N] as an index into `classes`; named classes are matched by name."""
     if _same_by_number(classes, images.class_names):
         return images.labels_N
     number_of = {name: number for number, name in enumerate(classes)}
@@ -139,9 +140,9 @@ def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
 
 
 def different_class(before: Sequence[str], now: Sequence[str]) -> tuple[int, str, str] | None:
-    """Return the index and both names of the first class that differs, or None if the lists are equal.
+    """Return the index and both names of the first different class, or None if the lists are equal.
 
-    A list of numbers instead of names is equal to any list of the same length.
+    A list of numbers instead of class names is equal to any list of the same length.
     """
     if not before or _same_by_number(before, now):
         return None
@@ -150,28 +151,28 @@ def different_class(before: Sequence[str], now: Sequence[str]) -> tuple[int, str
 
 
 def _same_by_number(before: Sequence[str], now: Sequence[str]) -> bool:
-    """Return whether one list has numbers instead of names, and both lists have the same length."""
+    """Return whether one list has numbers instead of class names, and both lists have the same length."""
     numbers = [str(i) for i in range(len(now))]
     is_alike = len(before) == len(now) and set(before) != set(now)
     return is_alike and numbers in (list(before), list(now))
 
 
 def decoded(path: str, channels: int) -> "Image":
-    """Decode an image file to grey (1 channel) or RGB (3); raise ValueError if it is unreadable."""
+    """Decode an image file to gray (1 channel) or RGB (3); raise ValueError if the file is unreadable."""
     from PIL import Image
 
     try:
         with Image.open(path) as file:
             image: Image.Image = file
-            if image.mode[0] == "I":  # 16-bit grey, which Pillow would clip at 255
+            if image.mode[0] == "I":  # Pillow would clip 16-bit gray at 255.
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             return image.convert(MODES[channels])
-    except (OSError, SyntaxError, ValueError) as error:  # e.g. a truncated file
+    except (OSError, SyntaxError, ValueError) as error:  # The file may be truncated.
         raise ValueError(f"{path} cannot be read as an image ({error}); repair or remove it.") from error
 
 
 def fitted(image: "Image", height: int, width: int) -> "Image":
-    """Resize an image to cover H x W, and crop the center."""
+    """Resize an image to cover H x W pixels, and crop the center."""
     from PIL import Image, ImageOps
 
     return ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
@@ -184,14 +185,14 @@ def tensor_of(image: "Image") -> Tensor:
 
 
 def statistics(channels: int) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation [C, 1, 1] of normalization: ImageNet's for 3 channels, else 0.5."""
+    """Return mean and deviation [C, 1, 1] for normalization, those of ImageNet for 3 channels, else 0.5."""
     values = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.5,), (0.5,))
     mean, std = (torch.tensor(each).view(-1, 1, 1) for each in values)
     return mean, std
 
 
 def normalized(pixels: Tensor) -> Tensor:
-    """Normalize pixels [C, H, W] by their `statistics`."""
+    """Normalize pixels [C, H, W] by the mean and deviation of `statistics`."""
     mean, std = statistics(pixels.shape[-3])
     return (pixels - mean) / std
 
@@ -203,12 +204,12 @@ def draws_of(seed: int, epoch: int, index: int) -> np.random.Generator:
 
 def order_of(seed: int, epoch: int, num_images: int) -> np.ndarray:
     """Return a random order of all images for one epoch, [N] int64."""
-    # No image has the index num_images, so the order is independent of all augmentations.
+    # No image has the index num_images, so the order of images is independent of all augmentations.
     return draws_of(seed, epoch, num_images).permutation(num_images)
 
 
 def augmented(image: "Image", config: ImageConfig, draws: np.random.Generator) -> "Image":
-    """Crop and flip an image randomly. A disabled option draws no random numbers."""
+    """Crop and flip an image at random. A disabled augmentation draws no random numbers."""
     from PIL import ImageOps
 
     if config.crop_padding:

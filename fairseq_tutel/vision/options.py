@@ -28,19 +28,19 @@ class ImageConfig:
 
     size: int = image_option(
         0,
-        "height and width to which images are resized and center-cropped; 0: the size of the first "
-        "training image",
+        "height and width to which images are resized and center-cropped; 0: those of the first training "
+        "image",
         unit="pixels",
         rule=AT_LEAST_0,
     )
     channels: int = image_option(
         0,
-        "channels of images from files: 1 grey, 3 RGB; 0: as in the first training image",
+        "channels of images from files: 1 (gray) or 3 (RGB); 0: the channels of the first training image",
         rule=(lambda v: v in (0, 1, 3), "give 0, 1 or 3"),
     )
     crop_padding: int = image_option(
         0,
-        "random crop in training: width of the black border that is added before the crop",
+        "width of the black border that is added to an image before the random crop in training",
         unit="pixels",
         rule=AT_LEAST_0,
     )
@@ -48,13 +48,13 @@ class ImageConfig:
     mixup: float = image_option(
         0.0,
         "mixup in training: blend each image with the next image of the batch, with a weight drawn from "
-        "Beta(a, a) for this a; 0: off",
+        "Beta(a, a), where a is the value of this option; 0: off",
         rule=NOT_NEGATIVE,
     )
 
 
 def numbers(text: str) -> list[int]:
-    """Parse whole numbers separated by commas, such as "2,2,18,2"; return [] for any other text."""
+    """Parse integers separated by commas, such as "2,2,18,2"; return [] for any other text."""
     parts = text.split(",")
     return [int(part) for part in parts] if all(part.strip().isdecimal() for part in parts) else []
 
@@ -67,7 +67,7 @@ def _each(least: int, what: str) -> Rule:
 class SwinConfig:
     """Options of Swin V2, with and without experts."""
 
-    prefix: ClassVar[str] = "swin_"  # prefix of the option keys
+    prefix: ClassVar[str] = "swin_"  # The prefix of the keys of Swin options.
     form: str = vision(
         "v2",
         "v2: cosine attention, position bias of at most 16, norms after attention and FFN (Swin V2); moe: "
@@ -97,7 +97,7 @@ class SwinConfig:
     position_windows: str = vision(
         "0",
         "window size with which the position bias was trained, if it differs from --swin-window: one "
-        "number, or one per stage; 0: the same as --swin-window",
+        "number, or one number per stage; 0: the value of --swin-window",
         rule=_each(0, 'one number of tokens, or one per stage, such as "12,12,12,6"'),
     )
     mlp_ratio: float = vision(
@@ -107,7 +107,7 @@ class SwinConfig:
     drop_path: float = vision(
         0.2,
         "stochastic depth in training: probability that an image skips the attention or the FFN of the "
-        "last block; it rises linearly from 0 in the first block",
+        "last block; this probability rises linearly from 0 in the first block",
         rule=PROBABILITY,
     )
     init_std: float = vision(0.02, "standard deviation of initial weights of linear layers", rule=POSITIVE)
@@ -115,12 +115,12 @@ class SwinConfig:
 
 @dataclass(frozen=True)
 class SwinExpertsConfig:
-    """Options of experts in Swin V2."""
+    """Options of experts in Swin V2 models."""
 
     prefix: ClassVar[str] = "swin_"
     expert_stages: int = vision(
         2,
-        "number of stages with experts, counted from the last one; --moe-freq counts blocks within a stage",
+        "number of stages with experts, counted from the last stage; --moe-freq counts blocks in a stage",
         rule=whole(1),
     )
     expert_dropout: float = vision(

@@ -1,8 +1,9 @@
-"""Swin V2, an image transformer: patch embedding, stages of blocks, and a classifier of the mean token.
+"""Swin V2, an image transformer with patch embedding, stages of blocks, and a classifier of the mean token.
 
-B images, L tokens of an image, D model_dim, C classes.
+Shape suffixes are B (images), L (tokens of an image), D (model_dim) and C (classes).
 
-Source: Liu et al. 2022 (Swin Transformer V2); experts: Hwang et al. 2023 (Tutel), section 5.
+The model is from Liu et al. 2022 (Swin Transformer V2), and its experts from Hwang et al. 2023 (Tutel),
+section 5.
 """
 
 from functools import partial
@@ -16,7 +17,7 @@ from fairseq_tutel.vision.options import SwinConfig, of_stages
 
 
 class PatchEmbedding(nn.Module):
-    """Converts images [B, channels, height, width] to one token per patch; edge patches are zero-padded."""
+    """Converts images [B, channels, height, width] to a token per patch; zeros pad patches at an edge."""
 
     def __init__(self, channels: int, dim: int, patch_size: int) -> None:
         super().__init__()
@@ -25,7 +26,7 @@ class PatchEmbedding(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Size]:
-        """Return the tokens x_BLD, and the number of patches along height and width."""
+        """Return the patch tokens x_BLD, and the number of patches along height and width."""
         height, width = images.shape[-2:]
         rest = -width % self.patch_size, -height % self.patch_size
         x = self.proj(F.pad(images, (0, rest[0], 0, rest[1])) if any(rest) else images)
@@ -42,25 +43,25 @@ class PatchMerging(nn.Module):
         self.norm = nn.LayerNorm(4 * dim if self.norms_first else 2 * dim)
 
     def forward(self, x_BLD: Tensor, size: Size) -> tuple[Tensor, Size]:
-        """Return the merged tokens, and the new size of the image in tokens."""
+        """Return the merged tokens, and the new height and width of the image in tokens."""
         B, _, D = x_BLD.shape
         (height, width), x = size, x_BLD.unflatten(1, size)
         if height % 2 or width % 2:
             x = F.pad(x, (0, 0, 0, width % 2, 0, height % 2))
         h, w = (height + 1) // 2, (width + 1) // 2
-        # The lower neighbor is second, and the right neighbor is third, as in the released weights.
+        # In a merged token, the lower neighbor is second and the right neighbor third, as released.
         x = x.view(B, h, 2, w, 2, D).permute(0, 1, 3, 4, 2, 5).reshape(B, h * w, 4 * D)
         x = self.reduction(self.norm(x)) if self.norms_first else self.norm(self.reduction(x))
         return x, (h, w)
 
 
 class Block(nn.Module):
-    """A transformer block: attention and FFN with residual connections.
+    """A transformer block of attention and FFN with residual connections.
 
     The FFN has the same attributes as fairseq's FFN, so that experts can replace it.
     """
 
-    batch_first = True  # the batch is the first dimension of fc1's input
+    batch_first = True  # The input of fc1 is [batch, time, D].
 
     def __init__(
         self, dim: int, heads: int, config: SwinConfig, drop_path: float, position_window: int
@@ -76,7 +77,7 @@ class Block(nn.Module):
         self.dropout_module = nn.Dropout(config.dropout)
 
     def forward(self, x_BLD: Tensor, *, windows: Windows) -> Tensor:
-        """Return the tokens after attention and FFN."""
+        """Return the tokens x after attention and FFN."""
         if self.norms_first:
             x_BLD = self._added(x_BLD, self._attended(self.norm1(x_BLD), windows))
             return self._added(x_BLD, self._fed_forward(self.norm2(x_BLD)))
@@ -91,9 +92,10 @@ class Block(nn.Module):
         return self.dropout_module(self.fc2(hidden))
 
     def _added(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
-        """Return x + y; in training, some images skip y at random (stochastic depth).
+        """Return x + y, but in training, skip y at random for some images (stochastic depth).
 
-        The other images' y is scaled, so the mean is x + y. Source: Huang et al. 2016.
+        For all other images, y is scaled, so that the mean is x + y. The method is from Huang et al. 2016
+        (Stochastic Depth).
         """
         if not self.training or self.drop_path == 0:
             return x_BLD + y_BLD
@@ -103,7 +105,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """A stage of the model: blocks, then patch merging if given; every second block shifts windows."""
+    """A stage of Swin V2, with blocks, and patch merging if given; every second block shifts windows."""
 
     def __init__(self, blocks: list[Block], config: SwinConfig, merging: PatchMerging | None) -> None:
         super().__init__()
@@ -112,7 +114,7 @@ class Stage(nn.Module):
         self.downsample = merging
 
     def forward(self, x_BLD: Tensor, size: Size) -> tuple[Tensor, Size]:
-        """Return the tokens after the stage, and the size of the image in tokens."""
+        """Return the tokens after the stage, and the height and width of the image in tokens."""
         both = [windows_of(*size, self.window, shifted, x_BLD.device) for shifted in (False, True)]
         for i, block in enumerate(self.blocks):
             x_BLD = block(x_BLD, windows=both[i % 2])

@@ -44,13 +44,13 @@ F32, BF16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     "world_size, parallel, dtype", [(2, 0, F32), (4, 2, F32), (4, 1, F32), (4, 2, BF16)]
 )
-def test_rank_0_saves_what_one_rank_would_save(ranks, world_size, parallel, dtype):
+def test_rank_0_saves_the_checkpoint_of_a_run_on_one_rank(ranks, world_size, parallel, dtype):
     first, *_ = ranks(world_size).run(save, parallel, dtype)
     same(first, model(None, dtype=dtype).state_dict())
 
 
 def load(parallel: int, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Load a state dict on all ranks; return the state dict that rank 0 would then save."""
+    """Load a state dict on all ranks, and return the state dict that rank 0 saves afterwards."""
     topology = make_topology([4], parallel)
     split = model(topology, seed=2)
     split.load_state_dict(saved)
@@ -66,7 +66,7 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(ranks, saved_on, loaded_o
 
 def gather_moments(parallel: int) -> Tensor | None:
     topology = make_topology([4], parallel)
-    # One row per local expert: its global ID, and the number of the EP replica.
+    # Each local expert has a row of its global ID and the number of its EP replica.
     held = [[float(e), dist.get_rank() // topology.expert_parallel_size] for e in topology.local_experts(4)]
     return gather_to_first(torch.tensor(held), topology)
 
@@ -103,7 +103,7 @@ def states(parameter):
     return {"moment": torch.zeros_like(parameter), "scale": torch.ones(len(parameter), 1, 1)}
 
 
-def test_a_state_tensor_with_another_shape_is_equal_for_all_expert_shards(tmp_path):
+def test_a_state_tensor_with_another_shape_than_the_weight_is_equal_for_all_expert_shards(tmp_path):
     config, written = MoEConfig(model_dim=4, hidden_dim=8, num_experts=2), []
     for rank in range(4):
         place = Topology(world_size=4, rank=rank, expert_parallel_size=4, share_groups={2: None})
@@ -115,14 +115,14 @@ def test_a_state_tensor_with_another_shape_is_equal_for_all_expert_shards(tmp_pa
 
 
 @pytest.mark.parametrize("content", [b"ab", None])
-def test_a_missing_or_incomplete_file_of_another_rank_is_refused(tmp_path, content):
+def test_a_missing_or_incomplete_checkpoint_file_of_another_rank_raises_an_error(tmp_path, content):
     if content is not None:
         (tmp_path / "a").write_bytes(content)
     with pytest.raises(OSError, match="is missing or has the wrong size"):
         checkpoint._commit(tmp_path, [], {"a": 3})
 
 
-def test_a_rank_that_lacks_a_piece_is_refused(tmp_path):
+def test_a_save_that_lacks_an_expert_tensor_raises_an_error(tmp_path):
     written = checkpoint.CopiedExperts(model(None), Topology(), states).write(tmp_path, lambda: None)
     stack, pieces = next(iter(written.pieces.items()))
     written.pieces[stack] = dict(list(pieces.items())[1:])

@@ -1,4 +1,4 @@
-"""Files of torch.save: a changed bit is detected, and a failed write keeps the old file."""
+"""In files of torch.save, a changed bit is detected, and a failed write keeps the old file."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ def path(tmp_path):
     return path
 
 
-def test_only_copies_of_a_file_have_the_same_identity(path, tmp_path):
+def test_only_copies_of_a_checkpoint_file_have_the_same_identity(path, tmp_path):
     own, copy = files.identity(str(path)), tmp_path / "copy.pt"
     copy.write_bytes(path.read_bytes())
     assert files.identity(str(copy)) == own
@@ -29,7 +29,7 @@ def test_only_copies_of_a_file_have_the_same_identity(path, tmp_path):
         assert files.identity(str(path)) != own
 
 
-def test_a_file_whose_path_is_not_utf_8_can_be_checked_and_opened(path, tmp_path):
+def test_a_checkpoint_whose_path_is_not_utf_8_can_be_checked_and_opened(path, tmp_path):
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     folder.mkdir()
     moved = path.rename(folder / path.name)
@@ -37,7 +37,7 @@ def test_a_file_whose_path_is_not_utf_8_can_be_checked_and_opened(path, tmp_path
     assert torch.equal(files.read_file(moved, "INPUT")["weight"], CONTENT["weight"])
 
 
-def test_a_truncated_file_is_corrupt(path):
+def test_a_truncated_checkpoint_file_is_reported_as_corrupt(path):
     content = path.read_bytes()
     for size in range(0, len(content), 21):
         path.write_bytes(content[:size])
@@ -45,7 +45,7 @@ def test_a_truncated_file_is_corrupt(path):
         assert not files.is_whole(str(path)), size
 
 
-def test_a_file_that_passes_the_check_has_correct_tensors_despite_a_flipped_bit(path):
+def test_a_flipped_bit_fails_the_file_check_or_does_not_change_a_tensor(path):
     content, harmless = path.read_bytes(), 0
     # This bit in the attributes of the zip directory's first entry marks the entry as a folder.
     folder = 8 * (content.index(b"PK\x01\x02") + 38) + 4
@@ -55,7 +55,7 @@ def test_a_file_that_passes_the_check_has_correct_tensors_despite_a_flipped_bit(
         flipped[at // 8] ^= 1 << at % 8
         path.write_bytes(flipped)
         if files.is_whole(str(path)):
-            # Some bits have no effect, such as those of dates and of the padding between tensors.
+            # Some bits have no effect, such as bits of dates and bits of the padding between tensors.
             loaded = torch.load(path)
             assert torch.equal(loaded["weight"], CONTENT["weight"]), at
             assert loaded["step"] == CONTENT["step"], at
@@ -63,14 +63,14 @@ def test_a_file_that_passes_the_check_has_correct_tensors_despite_a_flipped_bit(
     assert harmless < 0.6 * len(tried)
 
 
-def test_the_format_from_before_torch_1_6_is_accepted(path):
+def test_the_checkpoint_format_from_before_torch_1_6_is_accepted(path):
     torch.save(CONTENT, path, _use_new_zipfile_serialization=False)
     assert files.is_whole(str(path))
     path.write_text("no checkpoint")
     assert not files.is_whole(str(path))
 
 
-def test_a_file_without_check_sums_passes_the_check(path):
+def test_a_checkpoint_file_without_check_sums_passes_the_check(path):
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(CONTENT, path)
@@ -93,7 +93,7 @@ def test_a_full_disk_raises_an_error_and_keeps_the_old_file(path, monkeypatch):
     assert path.read_bytes() == before
 
 
-def test_two_writers_of_a_file_have_different_temporary_files(path):
+def test_two_processes_that_write_a_file_use_different_temporary_files(path):
     with atomic_save.replacing(str(path)) as first, atomic_save.replacing(str(path)) as second:
         assert first != second
         for name in (first, second):
@@ -101,10 +101,10 @@ def test_two_writers_of_a_file_have_different_temporary_files(path):
             atomic_save.write(CONTENT, name)
     assert os.listdir(path.parent) == [path.name]
     assert not is_temporary(path.name)
-    assert not is_temporary(f"{path.name}.tmp")  # a temporary file of another program
+    assert not is_temporary(f"{path.name}.tmp")  # Another program created this temporary file.
 
 
-def test_a_written_file_is_flushed_to_disk(tmp_path, monkeypatch):
+def test_a_written_checkpoint_file_is_flushed_to_disk(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
     atomic_save.write(CONTENT, tmp_path / "a.pt")

@@ -1,4 +1,4 @@
-"""A folder is locked by one process at a time, until that process ends."""
+"""One process at a time can lock a folder, and the lock ends with the process."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def test_a_folder_is_locked_until_its_process_ends(tmp_path, end):
         if end == "kill":
             process.kill()
             process.wait()
-            os.kill(worker, 0)  # the worker is alive, but does not hold the lock
+            os.kill(worker, 0)  # The worker process is alive but does not hold the lock.
         else:
             process.stdin.close()
             process.wait()

@@ -1,4 +1,4 @@
-"""Quantized experts: the rounding error is at most half a step, and every reader of shards reads them."""
+"""Quantized experts have a rounding error of at most half a step, and every reader of shards reads them."""
 
 import json
 
@@ -18,7 +18,7 @@ BITS = {"bf16": 16, "int8": 8, "int4": 4}
 
 @pytest.mark.parametrize("expert_dtype", EXPERT_DTYPES)
 @pytest.mark.parametrize("shape", [(5, 8), (3, 7), (2, 3, 1), (0, 4)])
-def test_rounding_errors_are_at_most_half_a_step(expert_dtype, shape):
+def test_the_rounding_errors_of_quantized_weights_are_at_most_half_a_step(expert_dtype, shape):
     values = torch.randn(shape) * torch.logspace(-3, 3, shape[-1])
     values[:1] = 0
     form = Quantized(expert_dtype, shape, torch.float32)
@@ -29,8 +29,8 @@ def test_rounding_errors_are_at_most_half_a_step(expert_dtype, shape):
     if expert_dtype in LARGEST:
         steps = values.abs().amax(-1, keepdim=True) / LARGEST[expert_dtype]
     assert torch.all((got - values).abs() <= steps * 0.5001)
-    assert not got[:1].signbit().any()  # 0, not -0
-    assert torch.equal(form.dequantize(form.quantize(got)), got)  # rounding again changes nothing
+    assert not got[:1].signbit().any()  # The sign of 0 is positive.
+    assert torch.equal(form.dequantize(form.quantize(got)), got)  # A second rounding changes nothing.
     of_half = Quantized(expert_dtype, shape, torch.float16)
     assert torch.equal(of_half.dequantize(stored), got.half())
 
@@ -82,17 +82,17 @@ def test_int4_in_groups_uses_the_better_of_two_scales_in_each_group():
             torch.testing.assert_close(got[row, : len(best)], best, rtol=0, atol=0)
             got[row] = got[row].roll(-64)
     again = form.dequantize(stored)
-    assert torch.equal(form.dequantize(form.quantize(again)), again)  # rounding again changes nothing
+    assert torch.equal(form.dequantize(form.quantize(again)), again)  # A second rounding changes nothing.
     half = Quantized("int4", (128, 192), torch.float16)
     assert torch.equal(half.dequantize(stored), again.half())
 
 
-def test_files_with_int4_in_rows_are_still_read(tmp_path, monkeypatch):
+def test_files_with_one_int4_scale_per_row_are_still_read(tmp_path, monkeypatch):
     model = model_of(WIDE)
     (tmp_path / "new").mkdir()
     new = source_of(write(model, tmp_path / "new", "int4"))[0]["fc1_weight"]
     with monkeypatch.context() as patch:
-        patch.setattr(Quantized, "in_groups", False)  # the format of older versions
+        patch.setattr(Quantized, "in_groups", False)  # Older versions wrote this format.
         (tmp_path / "old").mkdir()
         write(model, tmp_path / "old", "int4")
     old = source_of(tmp_path / "old")[0]["fc1_weight"]
@@ -113,7 +113,7 @@ def damage(path, kind):
         return
     header = int.from_bytes(content[:8], "little")
     begin = json.loads(content[8 : 8 + header])["2.fc1_weight"]["data_offsets"][0]
-    content[8 + header + begin + 1] ^= 64  # changes the exponent of the first scale
+    content[8 + header + begin + 1] ^= 64  # This bit is in the exponent of the first scale.
     path.write_bytes(content)
 
 

@@ -1,4 +1,4 @@
-"""SavedModel opens, edits and writes full and sharded checkpoints."""
+"""The class SavedModel opens, edits and writes full and sharded checkpoints."""
 
 import argparse
 
@@ -16,7 +16,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("keep_shards", [False, True])
-def test_experts_are_found_by_their_global_ids(keep_shards, path, tmp_path):
+def test_saved_experts_are_found_by_their_global_ids(keep_shards, path, tmp_path):
     convert("sharded", "--input", path, "--output", tmp_path / "b.pt")
     saved = SavedModel.open(tmp_path / "b.pt", keep_shards=keep_shards)
     dense, moe = saved.layers
@@ -34,7 +34,7 @@ def test_experts_are_found_by_their_global_ids(keep_shards, path, tmp_path):
     assert all(torch.equal(written[key], expected[key]) for key in expected)
 
 
-def test_names_and_options_can_be_edited_in_both_forms_of_configuration(path):
+def test_tensor_names_and_options_can_be_edited_in_both_configuration_formats(path):
     new = SavedModel.open(path)
     flat = argparse.Namespace(arch="moe_transformer_lm", task="moe_language_modeling", moe_top_k=2)
     old = SavedModel({**new.state, "args": flat, "cfg": None})
@@ -46,21 +46,21 @@ def test_names_and_options_can_be_edited_in_both_forms_of_configuration(path):
         assert "moe_top_k" not in saved.options
 
 
-def test_a_restart_drops_the_training_state_and_keeps_the_history(path):
+def test_a_checkpoint_for_a_new_run_has_no_training_state_but_keeps_the_history(path):
     saved = SavedModel.open(path)
     saved.restart()
     assert "last_optimizer_state" not in saved.state
     assert saved.state["optimizer_history"] == [{"num_updates": 9}]
-    (place,) = saved.state["extra_state"].values()  # the averages and meters are removed
+    (place,) = saved.state["extra_state"].values()  # A new run starts without averages and meters.
     assert place["epoch"] == 1
 
 
-def test_layer_labels_have_side_and_index():
+def test_layer_labels_have_encoder_or_decoder_and_an_index():
     assert layer_label("stages.2.blocks.1.fc1") == "stages_2_1"
     assert layer_label("models.de-en.decoder.layers.3.fc1") == "de-en_decoder_3"
 
 
-def test_several_files_are_written_together_or_not_at_all(tmp_path, monkeypatch):
+def test_several_checkpoint_files_are_written_together_or_not_at_all(tmp_path, monkeypatch):
     paths = [tmp_path / name for name in ("a", "b")]
     paths[0].write_text("older")
     save_to, calls = torch.save, []

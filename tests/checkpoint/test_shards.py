@@ -1,4 +1,4 @@
-"""Shard files: partial reads, errors for damaged files, and the deletion of unused folders."""
+"""The tests read parts of shard files, damage shard files, and check which unused folders are deleted."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ PIECE = ["layer.0.safetensors", "0.0", "00"]
 
 
 def write(root: Path, whole: Tensor, slicing: Slice, first: int = 0) -> ShardedTensor:
-    """Write a stacked tensor with two experts per file; return a `ShardedTensor` that reads it."""
+    """Write a stacked tensor with two experts per file; return a `ShardedTensor` of the files."""
     pieces = []
     (root / FOLDER).mkdir(parents=True, exist_ok=True)
     for begin in range(0, len(whole), 2):
@@ -50,7 +50,7 @@ def write(root: Path, whole: Tensor, slicing: Slice, first: int = 0) -> ShardedT
 
 @pytest.mark.parametrize("saved, read", list(itertools.product((1, 2, 4), (1, 2, 4))))
 @pytest.mark.parametrize("dim", [1, 2])
-def test_reading_some_expert_shards_returns_a_slice_of_the_stack(tmp_path, saved, read, dim):
+def test_reading_some_expert_shards_returns_a_slice_of_the_stacked_tensor(tmp_path, saved, read, dim):
     whole = torch.randn(5, 8, 4)
     slicing = Slice(saved, dim) if saved > 1 else Slice()
     wanted = Slice(read, dim) if read > 1 else Slice()
@@ -60,10 +60,10 @@ def test_reading_some_expert_shards_returns_a_slice_of_the_stack(tmp_path, saved
         part = tensor.read(1, 3, wanted, index)
         assert torch.equal(part, cut(whole[1:4], wanted, index))
         assert part.is_contiguous()
-        assert part.untyped_storage().nbytes() == part.nbytes  # no other values stay in memory
+        assert part.untyped_storage().nbytes() == part.nbytes  # The slice holds no other values in memory.
 
 
-def test_a_sharded_checkpoint_contains_plain_records(tmp_path):
+def test_a_sharded_checkpoint_describes_expert_tensors_by_plain_records(tmp_path):
     whole = torch.randn(3, 4)
     record = write(tmp_path, whole, Slice(2, 1)).record()
     state = {"model": {"a": record, "b": torch.ones(1)}, "list": [record]}
@@ -79,7 +79,7 @@ def test_a_sharded_checkpoint_contains_plain_records(tmp_path):
     assert torch.equal(again["model"]["b"], torch.ones(1))
 
 
-def test_only_requested_experts_are_read(tmp_path):
+def test_only_the_requested_experts_are_read_from_shard_files(tmp_path):
     tensor = write(tmp_path, torch.randn(4, 2), Slice())
     (tmp_path / FOLDER / "layer.2.safetensors").write_bytes(b"nothing")
     tensor.read(0, 2)
@@ -87,10 +87,10 @@ def test_only_requested_experts_are_read(tmp_path):
         tensor.read(1, 2)
 
 
-def test_a_missing_shard_file_is_an_error_before_any_tensor_is_read(tmp_path):
+def test_a_missing_shard_file_raises_an_error_before_any_tensor_is_read(tmp_path):
     record = write(tmp_path, torch.randn(4, 2), Slice()).record()
     file = tmp_path / FOLDER / "layer.2.safetensors"
-    for instead in (file.unlink, lambda: os.mkfifo(file)):  # opening a FIFO would block
+    for instead in (file.unlink, lambda: os.mkfifo(file)):  # Opening a FIFO would block.
         instead()
         with pytest.raises(ValueError, match=r"1 files are missing, such as layer\.2\.safeten"):
             bind({"a": record}, tmp_path / "checkpoint.pt")
@@ -109,7 +109,7 @@ def test_a_flipped_bit_in_a_shard_file_is_detected(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 1), (4, 10**15)])
-def test_no_memory_is_allocated_for_a_shape_that_differs_from_the_files(tmp_path, shape):
+def test_no_memory_is_allocated_if_the_recorded_shape_differs_from_the_shard_files(tmp_path, shape):
     tensor = write(tmp_path, torch.randn(4, 2), Slice())
     with pytest.raises(ValueError, match=r"the tensor 0\.0 differs from the saved tensor"):
         dataclasses.replace(tensor, shape=shape).whole()
@@ -129,14 +129,14 @@ def test_no_memory_is_allocated_for_a_shape_that_differs_from_the_files(tmp_path
         ({"pieces": [["a.safetensors"]]}, "fairseq_tutel did not write"),
     ],
 )
-def test_an_invalid_record_is_refused(tmp_path, change, sentence):
+def test_an_invalid_record_of_an_expert_tensor_raises_an_error(tmp_path, change, sentence):
     record = write(tmp_path, torch.randn(4, 2), Slice()).record()
     with pytest.raises(ValueError, match=sentence):
         bind({"a": {**record, **change}}, tmp_path / "checkpoint.pt")
 
 
 def save(root: Path, name: str, content: str) -> str:
-    """Save a checkpoint as a training run does; return the folder of its shard files."""
+    """Save a sharded checkpoint as a training run does, and return the folder of the shard files."""
     folders.collect(root)
     folder = folders.begin(root)
     (folder / "a.safetensors").write_text(content)
@@ -149,28 +149,28 @@ def held(root: Path) -> list[str]:
     return sorted(f"experts/{path.name}" for path in (root / "experts").iterdir())
 
 
-def test_folders_are_kept_while_a_checkpoint_names_them(tmp_path):
+def test_expert_folders_are_kept_while_a_checkpoint_names_them(tmp_path):
     first = save(tmp_path, "checkpoint1.pt", "one")
     second = save(tmp_path, "checkpoint2.pt", "two")
     assert (tmp_path / first / "a.safetensors").read_text() == "one"
     (tmp_path / "checkpoint1.pt").unlink()
-    assert (tmp_path / first).is_dir()  # the folder remains until the next save
+    assert (tmp_path / first).is_dir()  # The old folder remains until the next save.
     third = save(tmp_path, "checkpoint_last.pt", "three")
     assert held(tmp_path) == sorted([second, third])
 
 
 def age(folder: Path, seconds: float) -> None:
-    """Set the age of a folder and of the files in it."""
+    """Set the age of a folder and of the files in the folder."""
     for path in (*folder.iterdir(), folder):
         os.utime(path, (time.time() - seconds,) * 2)
 
 
 def forget(monkeypatch) -> None:
-    """Clear the folders that this process remembers, as if it were another process."""
+    """Forget the folders of this process, so that it acts like another process."""
     monkeypatch.setattr(folders, "_known", set())
 
 
-def test_a_recent_folder_of_another_process_is_kept_for_an_hour(tmp_path, monkeypatch):
+def test_a_recent_expert_folder_of_another_process_is_kept_for_an_hour(tmp_path, monkeypatch):
     theirs = folders.begin(tmp_path)
     (theirs / "a.safetensors").write_text("theirs")
     committed = tmp_path / folders.commit(theirs, ["theirs"])
@@ -184,7 +184,7 @@ def test_a_recent_folder_of_another_process_is_kept_for_an_hour(tmp_path, monkey
     assert held(tmp_path) == [own]
 
 
-def test_a_folder_is_deleted_at_once_if_this_process_saw_its_checkpoint(tmp_path, monkeypatch):
+def test_an_expert_folder_is_deleted_at_once_if_this_process_saw_its_checkpoint(tmp_path, monkeypatch):
     save(tmp_path, "checkpoint1.pt", "one")
     forget(monkeypatch)
     second = save(tmp_path, "checkpoint2.pt", "two")
@@ -193,7 +193,7 @@ def test_a_folder_is_deleted_at_once_if_this_process_saw_its_checkpoint(tmp_path
     assert held(tmp_path) == [second]
 
 
-def test_equal_content_is_kept_once_and_replaces_damaged_files(tmp_path):
+def test_shard_files_with_equal_content_are_stored_once_and_replace_damaged_files(tmp_path):
     first = save(tmp_path, "checkpoint1.pt", "one")
     (tmp_path / first / "a.safetensors").write_text("damaged")
     assert save(tmp_path, "checkpoint_last.pt", "one") == first
@@ -201,13 +201,13 @@ def test_equal_content_is_kept_once_and_replaces_damaged_files(tmp_path):
     assert (tmp_path / first / "a.safetensors").read_text() == "one"
 
 
-def test_an_old_incomplete_folder_is_deleted(tmp_path):
+def test_an_old_incomplete_expert_folder_is_deleted(tmp_path):
     folder = folders.begin(tmp_path)
     of_a_tool = folders.begin(tmp_path, "convert")
     (folder / "half").write_text("half")
     os.utime(folder, (1, 1))
     folders.collect(tmp_path)
-    assert folder.exists()  # a file in the folder is recent
+    assert folder.exists()  # The folder has a recent file.
     age(folder, folders.YOUNG_SECONDS)
     folders.collect(tmp_path)
     assert not folder.exists()
@@ -218,7 +218,7 @@ def test_an_old_incomplete_folder_is_deleted(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"\x00" * 90, b"PK", b"PK\x03\x04 and no more", b"PK\x05\x06" + b"\xff" * 80]
 )
-def test_no_folder_is_deleted_if_a_checkpoint_cannot_be_read(tmp_path, caplog, content):
+def test_no_expert_folder_is_deleted_if_a_checkpoint_cannot_be_read(tmp_path, caplog, content):
     first = save(tmp_path, "checkpoint1.pt", "one")
     (tmp_path / "old.pt").write_bytes(b"\x80\x02older than zip")
     (tmp_path / "checkpoint1.pt").write_bytes(content)
@@ -227,7 +227,7 @@ def test_no_folder_is_deleted_if_a_checkpoint_cannot_be_read(tmp_path, caplog, c
     assert "kept all folders" in caplog.text
 
 
-def test_files_that_are_not_checkpoints_do_not_keep_a_folder(tmp_path):
+def test_files_that_are_not_checkpoints_do_not_keep_an_expert_folder(tmp_path):
     first = save(tmp_path, "checkpoint1.pt", "one")
     (tmp_path / "checkpoint1.pt").rename(tmp_path / "checkpoint1.pt.tmp")
     (tmp_path / "checkpoint_last.pt.tmp").write_bytes(b"PK\x03\x04 and no more")
@@ -237,7 +237,7 @@ def test_files_that_are_not_checkpoints_do_not_keep_a_folder(tmp_path):
     assert held(tmp_path) == []
 
 
-def test_a_committed_folder_is_flushed_to_disk(tmp_path, monkeypatch):
+def test_a_complete_expert_folder_is_flushed_to_disk(tmp_path, monkeypatch):
     folder, happened = folders.begin(tmp_path), []
     stock = os.rename
     monkeypatch.setattr(folders, "sync", lambda path: happened.append(("sync", path)))
@@ -257,7 +257,7 @@ def test_a_shard_file_is_flushed_and_has_the_permissions_of_its_folder(tmp_path,
         assert path.stat().st_mode & 0o777 == mode & 0o666
 
 
-def test_other_folders_and_links_are_kept(tmp_path):
+def test_cleanup_keeps_links_and_folders_that_are_not_expert_folders(tmp_path):
     (tmp_path / "experts" / "mine").mkdir(parents=True)
     folders.collect(tmp_path)
     assert (tmp_path / "experts" / "mine").is_dir()
@@ -269,7 +269,7 @@ def test_other_folders_and_links_are_kept(tmp_path):
     assert held(tmp_path / "a") == [there]
 
 
-def test_a_link_to_a_checkpoint_finds_its_shards(tmp_path):
+def test_a_link_to_a_sharded_checkpoint_finds_the_shard_files(tmp_path):
     whole = torch.randn(3, 4)
     torch.save({"a": write(tmp_path, whole, Slice()).record()}, tmp_path / "checkpoint.pt")
     link = tmp_path / "elsewhere" / "latest.pt"

@@ -1,4 +1,4 @@
-"""All subcommands of `convert`, with hostile, damaged and sharded input files, and with a full disk."""
+"""All subcommands of `convert` run with hostile, damaged and sharded input, and with a full disk."""
 
 import os
 import resource
@@ -15,7 +15,7 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor, write_pieces
 
 
 class Hostile:
-    """An object that creates a file if it is unpickled without restrictions."""
+    """This object creates a file if it is unpickled without restrictions."""
 
     def __init__(self, path):
         self.path = path
@@ -24,7 +24,7 @@ class Hostile:
         return os.mkdir, (str(self.path),)
 
 
-# The name of the input file that contains code, and the tool that reads this file.
+# Each entry has the name of an input file that contains code and the tool that reads the file.
 READERS = {
     "meta": ("x-shared.pt", ("--input", "x")),
     "tutel": ("x0-of-1", ("--input-prefix", "x", "--input-size", 1)),
@@ -35,7 +35,7 @@ READERS = {
 
 @pytest.mark.parametrize("older", [False, True], ids=["zip", "before zip"])
 @pytest.mark.parametrize("kind", [*READERS, "inspect"])
-def test_no_tool_runs_code_from_an_input_file(kind, older, tmp_path, monkeypatch):
+def test_no_convert_tool_runs_code_from_an_input_file(kind, older, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file, words = READERS.get(kind, ("x.pt", ("x.pt",)))
     state = {"model": {"decoder.version": torch.ones(1)}, "cfg": Hostile(tmp_path / "made")}
@@ -52,7 +52,7 @@ WRITTEN = {"sharded": (), "full": (), "prune": ("--drop", 0)}
 
 @pytest.fixture
 def small_disk():
-    """Limit files to 2000 bytes; writing more raises an error other than that of a full disk."""
+    """Limit files to 2000 bytes; a longer write raises another error than a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     yield
@@ -79,7 +79,7 @@ def test_convert_prints_the_system_error_if_it_cannot_write(kind, tmp_path, requ
 @pytest.mark.parametrize("where", ["fairseq_tutel.convert.sharded.digest", "torch.save"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_an_interrupted_convert_sharded_leaves_no_new_file(where, error, tmp_path):
-    """The interruption is before or after the folder is renamed. A training run's folders are kept."""
+    """The interruption is before or after the folder's renaming, and folders of a training run stay."""
     save(tmp_path / "a.pt")
     for name in ("writing", "0123456789abcdef"):
         (tmp_path / "experts" / name).mkdir(parents=True)
@@ -109,7 +109,7 @@ FROM_OURS = {**WRITTEN, "dense": ("--experts", 0)}
 
 @pytest.mark.parametrize("kind", FROM_OURS)
 def test_convert_gives_equal_results_for_a_sharded_and_a_full_checkpoint(kind, tmp_path):
-    """The written files, their bits, and the printed text are equal, except for file names."""
+    """The written files and the printed texts are equal except for file names."""
     (tmp_path / "in").mkdir()
     save(tmp_path / "in" / "whole.pt")
     shards = ("--input", tmp_path / "in" / "whole.pt", "--output", tmp_path / "in" / "shards.pt")
@@ -128,7 +128,7 @@ def test_convert_gives_equal_results_for_a_sharded_and_a_full_checkpoint(kind, t
     assert made["whole"] == made["shards"]
 
 
-def test_tools_open_the_best_checkpoint_of_a_save_folder(tmp_path):
+def test_convert_tools_open_the_best_checkpoint_of_a_save_folder(tmp_path):
     save(tmp_path / "checkpoint_best.pt")
     printed = tool("inspect", tmp_path)
     assert printed == tool("inspect", tmp_path / "checkpoint_best.pt")
@@ -143,7 +143,7 @@ ONE_BY_ONE = [("full",), ("sharded", "--expert-dtype", "int8"), ("prune", "--dro
 
 
 @pytest.mark.parametrize("words", ONE_BY_ONE, ids=str)
-def test_tools_hold_one_expert_of_a_sharded_checkpoint_in_memory(words, tmp_path):
+def test_convert_tools_hold_one_expert_of_a_sharded_checkpoint_in_memory(words, tmp_path):
     source, shards = save(tmp_path / "a.pt"), tmp_path / "b.pt"
     convert("sharded", "--input", source, "--output", shards)
     read, counts = ShardedTensor.read, []
@@ -154,7 +154,7 @@ def test_tools_hold_one_expert_of_a_sharded_checkpoint_in_memory(words, tmp_path
 
     with mock.patch.object(ShardedTensor, "read", counted):
         convert(*words, "--input", shards, "--output", tmp_path / "c.pt")
-    # The other subcommands read each expert into a memory-mapped file.
+    # Other subcommands read each expert into a memory-mapped file.
     assert set(counts) == ({1} if words[0] == "sharded" else set())
     left = [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
     assert is_whole(str(tmp_path / "c.pt")) and not left
@@ -192,7 +192,7 @@ def test_convert_full_without_disk_space_leaves_no_file(tmp_path):
     assert everything(tmp_path) == before
 
 
-def test_shard_files_equal_those_of_the_safetensors_library(tmp_path):
+def test_converted_shard_files_equal_files_of_the_safetensors_library(tmp_path):
     values = {"10.b": torch.ones(3, dtype=torch.uint8), "2.b": torch.ones(2, 2), "1.b": torch.ones(1)}
     layout = {key: (value.dtype, tuple(value.shape)) for key, value in values.items()}
     for metadata in (None, {"format": "pt"}):
@@ -202,14 +202,14 @@ def test_shard_files_equal_those_of_the_safetensors_library(tmp_path):
 
 
 def flat(tree):
-    """Replace tensors in nested dictionaries by lists, which can be compared."""
+    """Replace tensors in nested dictionaries by lists, so that results can be compared."""
     if isinstance(tree, dict):
         return {key: flat(value) for key, value in tree.items()}
     return tree.tolist() if torch.is_tensor(tree) else tree
 
 
 @pytest.mark.parametrize("kind", ["prune", "average"])
-def test_no_tool_replaces_a_file_without_overwrite(kind, tmp_path):
+def test_no_convert_tool_replaces_a_file_without_overwrite(kind, tmp_path):
     path, written = save(tmp_path / "a.pt"), tmp_path / "b.pt"
     written.write_text("older")
     flag = "--inputs" if kind == "average" else "--input"
@@ -224,7 +224,7 @@ def test_no_tool_replaces_a_file_without_overwrite(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [*FROM_OURS, "upcycle", "average"])
-def test_no_tool_converts_a_damaged_file_to_a_valid_file(kind, tmp_path):
+def test_no_convert_tool_turns_a_damaged_file_into_a_valid_file(kind, tmp_path):
     path = save(tmp_path / "a.pt", layers=("decoder.layers.0",))
     weight = torch.load(path, weights_only=True)["model"]["decoder.embed_tokens.weight"]
     content = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""`convert meta`: every weight and option is converted, and unsupported input is refused."""
+"""`convert meta` converts every weight and option, and raises an error for unsupported input."""
 
 import argparse
 import shutil
@@ -21,7 +21,7 @@ def load(path):
 
 
 def converted(folder, meta=None, **fields):
-    """Write and convert a checkpoint in Meta's format; return the printed text and the new checkpoint."""
+    """Convert a checkpoint in Meta's format, and return the printed text and the new checkpoint."""
     meta = meta or Meta(WORDS, **fields)
     meta_format.write(meta, folder / "best")
     printed = convert("meta", "--input", folder / "best.pt", "--output", folder / "ours.pt")
@@ -29,7 +29,7 @@ def converted(folder, meta=None, **fields):
 
 
 def expected_weight(meta, name):
-    """Return the expected converted weight with this name, computed from Meta's weights."""
+    """Compute the expected value of a converted weight from Meta's weights."""
     layer, found, rest = name.partition(".fc1.")
     shapes = dict(meta.names())
     if not found or layer not in meta.moe_layers():
@@ -73,7 +73,7 @@ def test_convert_meta_keeps_every_weight_and_starts_a_new_run(case, tmp_path):
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["cfg", "args"])
-def test_convert_meta_replaces_every_copy_of_a_translation_model_s_option(alone, tmp_path):
+def test_convert_meta_replaces_the_options_of_a_translation_model_everywhere(alone, tmp_path):
     _, state = converted(tmp_path, translates=True, args_alone=alone)
     flat = vars(state["args"] if alone else state["cfg"]["model"])
     assert (flat["arch"], flat["task"], flat["optimizer"]) == (
@@ -109,7 +109,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("given", "expected"), OPTIONS, ids=str)
-def test_convert_meta_translates_options(given, expected):
+def test_convert_meta_translates_meta_options_to_plugin_options(given, expected):
     options = Meta(WORDS, options=given).model_options()
     translate(options, 4, {"decoder": H})
     assert expected.items() <= options.items()
@@ -132,7 +132,7 @@ def test_convert_meta_prints_only_notes_on_differences(tmp_path):
         assert any(note.startswith(sentence) for note in translate(given, 4, {"decoder": H}))
 
 
-def test_convert_meta_finds_all_files_from_the_name_of_any_file(tmp_path):
+def test_convert_meta_finds_all_files_of_a_checkpoint_from_the_name_of_any_file(tmp_path):
     files = meta_format.write(Meta(WORDS), tmp_path / "best")
     for name in ("best", "best.pt", "best-shared.pt", "best-rank-1.pt"):
         assert {*inputs_of(argparse.Namespace(input=tmp_path / name))} == {*files}
@@ -173,7 +173,7 @@ def changed(path, change):
 
 
 def model_changed(name, change):
-    """Return a function that changes the weights in a file of a folder."""
+    """Return a function that changes the weights in one file of a folder."""
     return lambda folder: changed(folder / name, lambda state: change(state["model"]))
 
 
@@ -212,7 +212,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_convert_meta_refuses_bad_input_with_one_sentence(sentence, tmp_path):
+def test_convert_meta_rejects_bad_input_with_a_one_sentence_error(sentence, tmp_path):
     meta_format.write(Meta(WORDS), tmp_path / "best")
     REFUSED[sentence](tmp_path)
     with pytest.raises(ValueError) as error:
@@ -220,7 +220,7 @@ def test_convert_meta_refuses_bad_input_with_one_sentence(sentence, tmp_path):
     assert sentence.replace("FOLDER", str(tmp_path)) in str(error.value)
 
 
-def test_convert_refuses_to_overwrite_its_input(tmp_path):
+def test_convert_meta_does_not_overwrite_its_input_file(tmp_path):
     for path in meta_format.write(Meta(WORDS), tmp_path / "best"):
         message = refusal("meta", "--input", tmp_path / "best", "--output", path)
         assert "which would overwrite the input" in message
@@ -236,7 +236,7 @@ def tagged(folder):
     return Meta(4 + 20 + 2 + len(TAGS), translates=True, task=task)
 
 
-def test_the_model_opens_with_the_written_dictionaries_that_have_data_source_tags(tmp_path):
+def test_the_converted_model_opens_with_written_dictionaries_that_have_data_source_tags(tmp_path):
     data, output = tmp_path / "data", tmp_path / "ours"
     for folder in (data, output):
         folder.mkdir()
@@ -251,9 +251,10 @@ def test_the_model_opens_with_the_written_dictionaries_that_have_data_source_tag
     overrides = {"data": str(output), "source_lang": "de", "target_lang": "en"}
     (model,), _, task = load_model_ensemble_and_task([str(output / "model.pt")], arg_overrides=overrides)
     assert len(task.source_dictionary) == meta.words == len(model.encoder.embed_tokens.weight)
-    assert load(output / "model.pt")["cfg"]["task"]["data"] == ""  # the old dictionaries are not used
+    # The model does not use old dictionaries.
+    assert load(output / "model.pt")["cfg"]["task"]["data"] == ""
     assert "is another dictionary" in refusal("meta", tmp_path / "best.pt", "--output", data / "model.pt")
-    # The dictionary is missing, or is that of another model.
+    # The German dictionary is missing, or belongs to another model.
     (data / "dict.de.txt").unlink()
     (data / "dict.en.txt").rename(data / "others.txt")
     assert "--dictionary" in refusal(*words, "--overwrite")

@@ -1,4 +1,4 @@
-"""`convert swin`: files with the names and shapes of released Swin V2 checkpoints, against plain torch."""
+"""Models with the format of released Swin V2 files give the logits of plain torch after `convert swin`."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ from fairseq_tutel.plugin.feed_forward import moe_layers
 
 register()
 DEPTHS, HEADS, DIM, PATCH, CLASSES = (1, 2, 1), (1, 2, 4), 8, 2, 5
-SIDE, WINDOW = 32, 4  # sizes of the images and windows of the models whose logits are compared
+SIDE, WINDOW = 32, 4  # The compared models have images and windows of these sizes.
 MOE, EXPERTS = "mlp._moe_layer.", ("fc1_w", "fc2_w", "fc1_bias", "fc2_bias")
 
 
@@ -38,7 +38,7 @@ def position_index(window):
 def shift_mask(side, window):
     """Return the attention mask [windows, N, N] as in the released code.
 
-    It is -100 between image parts that are neighbors only because of the shift."""
+    The mask is -100 between image parts that are neighbors only because of the shift."""
     line = torch.zeros(side)
     line[-window:], line[-(window // 2) :] = 1, 2
     part = windows_of((line[:, None] * 3 + line).view(1, side, side, 1), window).squeeze(-1)
@@ -60,7 +60,7 @@ def images_of(x, side):
 
 
 def attended(p, x, heads, mask):
-    """Return the attention output for windows [windows, N, D], from the released tensors of a block."""
+    """Compute attention for windows [windows, N, D] with the released tensors of a block."""
     G, N, D = x.shape
     bias = p.get("qkv.bias")
     if bias is None:
@@ -82,7 +82,7 @@ def attended(p, x, heads, mask):
 
 
 def by_experts(own, x, top_k):
-    """Return the output of a released MoE layer for images [B, side, side, D], without dropping."""
+    """Compute a released MoE layer for images [B, side, side, D] without dropped assignments."""
     p = {k.removeprefix(MOE): t for k, t in own.items() if k.startswith(MOE)}
     if "gates.0.wg.weight" in p:
         scores = x @ p["gates.0.wg.weight"].T
@@ -101,7 +101,7 @@ def by_experts(own, x, top_k):
 
 
 def logits(theirs, images, top_k=1):
-    """Return the logits of a released state dict for images, computed in plain torch."""
+    """Compute the logits of a released state dict for images in plain torch."""
     w = {k: t.double() if t.is_floating_point() else t for k, t in theirs.items()}
 
     def norm(name, x):
@@ -141,7 +141,7 @@ def logits(theirs, images, top_k=1):
 
 
 def released(form, windows=(4, 4, 2), trained=None, mlp_ratio=4):
-    """Return a state dict with the names of the released code and random weights."""
+    """Return a state dict with random weights and the tensor names of the released code."""
     shapes = {"patch_embed.proj.weight": (DIM, 3, PATCH, PATCH)}
     shapes |= dict.fromkeys(("patch_embed.proj.bias", "patch_embed.norm.weight"), (DIM,))
     shapes["patch_embed.norm.bias"] = (DIM,)
@@ -187,7 +187,7 @@ def released(form, windows=(4, 4, 2), trained=None, mlp_ratio=4):
 
 
 def scaled(theirs):
-    """Return scaled-down weights, so that logits stay small; tables are not changed."""
+    """Scale weights down, so that logits stay small, and keep the position tables."""
     kept = ("table", "mask")
     return {
         k: v * 0.3 if v.is_floating_point() and not any(word in k for word in kept) else v
@@ -225,7 +225,7 @@ def released_experts(experts, cosine=False, fc2_bias=False, blocks=((1, 1),)):
 
 
 def of_rank(theirs, ranks, rank):
-    """Return the state dict of one rank: a part of the experts, and all other weights."""
+    """Return the state dict of one rank with the experts of that rank and all other weights."""
     return {
         name: part_of(name, t, ranks, rank) if "_moe_layer.experts." in name else t
         for name, t in theirs.items()
@@ -233,13 +233,13 @@ def of_rank(theirs, ranks, rank):
 
 
 def save_ranks(theirs, ranks, path, **beside):
-    """Save the files of an unfinished training run, in which every rank writes all its weights."""
+    """Save an unfinished training run, in which every rank writes all its weights."""
     for rank in range(ranks):
         torch.save({"model": of_rank(theirs, ranks, rank), **beside}, f"{path}.rank{rank}")
 
 
 def save_final(theirs, ranks, path):
-    """Save the files of a finished run. The frozen fc2 biases are not in the experts' files."""
+    """Save the files of a finished training run, where experts' files lack the frozen fc2 biases."""
     for rank in range(ranks):
         own = of_rank(theirs, ranks, rank)
         moe = {n: t for n, t in own.items() if "experts." in n and not n.endswith("fc2_bias")}
@@ -251,7 +251,7 @@ def save_final(theirs, ranks, path):
 
 @pytest.fixture
 def released_file(tmp_path):
-    """Return a function that writes a released file."""
+    """Return a function that writes a file in the released format."""
 
     def write(*args, **kwargs):
         torch.save({"model": released(*args, **kwargs)}, tmp_path / "released.pth")
@@ -261,12 +261,12 @@ def released_file(tmp_path):
 
 
 def opened(path):
-    """Return the model and the task of a checkpoint, opened in the way of fairseq's commands."""
+    """Open a checkpoint like fairseq's commands, and return the model and the task."""
     models, _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)])
     return models[0].eval(), task
 
 
-def test_a_released_model_opens_with_a_new_head_and_another_window(released_file, tmp_path):
+def test_a_released_swin_model_opens_with_a_new_head_and_another_window(released_file, tmp_path):
     how, output = {"windows": (8, 8, 4), "trained": (4, 4, 4), "mlp_ratio": 2}, tmp_path / "ours.pt"
     source = released_file("v2", **how)
     said = convert("swin", "--input", source, "--output", output, "--classes", 7)
@@ -279,14 +279,14 @@ def test_a_released_model_opens_with_a_new_head_and_another_window(released_file
 
 
 @pytest.mark.parametrize(("form", "fc2_bias"), [("v2", True), ("moe", False)])
-def test_the_logits_equal_those_of_plain_torch(tmp_path, form, fc2_bias, monkeypatch):
-    """The files have the form of a training run; the class of their configuration cannot be imported."""
+def test_the_logits_of_a_converted_swin_model_equal_plain_torch(tmp_path, form, fc2_bias, monkeypatch):
+    """The input files come from a training run, and the class of their configuration cannot be imported."""
     theirs = scaled(released(form, (WINDOW, WINDOW, WINDOW)))
     if not fc2_bias:
         theirs = {name: t for name, t in theirs.items() if not name.endswith("fc2.bias")}
 
     class CfgNode(dict):
-        """Like the class of yacs: a dictionary with attributes."""
+        """Imitates the configuration class of yacs, a dictionary with attributes."""
 
     CfgNode.__module__, CfgNode.__qualname__ = "yacs.config", "CfgNode"
     yacs = types.ModuleType("yacs.config")
@@ -306,7 +306,8 @@ def test_the_logits_equal_those_of_plain_torch(tmp_path, form, fc2_bias, monkeyp
 
 
 ALL = [(i, j) for i, depth in enumerate(DEPTHS) for j in range(depth)]
-# Experts, ranks, whether the gate is cosine, form of the saved files, file that --input names.
+# Each entry has the number of experts, the number of ranks, whether the gate is cosine, the file format,
+# and the --input file.
 SAVED = {
     "whole experts, at the end": (4, 2, False, "final", "x.pth"),
     "split experts, at the end": (2, 4, True, "final", "x.pth.master"),
@@ -316,7 +317,7 @@ SAVED = {
 
 
 @pytest.mark.parametrize("case", SAVED)
-def test_the_logits_of_a_model_with_experts_equal_those_of_plain_torch(tmp_path, case):
+def test_the_logits_of_a_converted_swin_model_with_experts_equal_plain_torch(tmp_path, case):
     experts, ranks, cosine, how, named = SAVED[case]
     blocks, top_k = ALL if "all blocks" in case else [(1, 1)], 1
     theirs = released_experts(experts, cosine, how != "final", blocks)
@@ -349,7 +350,7 @@ def refused(path):
     return str(error.value)
 
 
-def test_an_incomplete_model_with_experts_is_refused(tmp_path):
+def test_convert_swin_raises_an_error_for_an_incomplete_model_with_experts(tmp_path):
     theirs, block = released_experts(4), "layers.1.blocks.1.mlp._moe_layer."
     for remove, ranks, sentence in (
         (["rank0"], 2, "x.pth.rank0, which does not exist"),
@@ -378,7 +379,7 @@ def test_an_incomplete_model_with_experts_is_refused(tmp_path):
     assert "blocks (stage, index) [(1, 0)], which no values of --moe-freq" in refused(tmp_path / "y.pth")
 
 
-def test_a_released_model_is_upcycled_and_converted_back_to_dense(released_file, tmp_path):
+def test_a_released_swin_model_is_upcycled_and_converted_back_to_dense(released_file, tmp_path):
     source, dense, moe, back = released_file("moe"), *(tmp_path / f"{n}.pt" for n in "abc")
     said = convert("swin", "--input", source, "--output", dense)
     assert "form moe" in said and "5 classes, images of 3 x 16 x 16" in said
@@ -398,7 +399,7 @@ def test_a_released_model_is_upcycled_and_converted_back_to_dense(released_file,
     torch.testing.assert_close(opened(back)[0](images), expected)
 
 
-def test_files_that_are_not_a_released_model_are_refused(tmp_path):
+def test_convert_swin_raises_an_error_for_files_that_are_not_a_released_model(tmp_path):
     theirs = released("v2")
     for change, sentence in (
         (lambda m: m.clear(), "is not a Swin"),

@@ -1,4 +1,4 @@
-"""`convert tutel`: every expert's bits, and the layer's output compared with Tutel's formula in loops."""
+"""The tests check every expert weight of `convert tutel`, and compare a layer with Tutel's formula."""
 
 import meta_format
 import pytest
@@ -36,7 +36,7 @@ def llama(experts, hidden=H):
 
 
 def part_of(name, whole, ranks, rank):
-    """Return the part of a tensor [E, …] that a rank holds in Tutel."""
+    """Return the part of a tensor [E, …] that a rank of Tutel holds."""
     experts = whole.shape[0]
     if ranks <= experts:
         local = experts // ranks
@@ -52,7 +52,7 @@ def part_of(name, whole, ranks, rank):
 
 
 def write(folder, experts, ranks, whole, gates, name="m-{rank}-of-{size}", wrapped=lambda weights: weights):
-    """Write the files of a model that has a dense layer, and a Tutel layer with the name `moe`."""
+    """Write the files of a model with a dense layer and a Tutel layer named `moe`."""
     for rank in range(ranks):
         weights = {
             "dense.weight": drawn(3, 3),
@@ -73,7 +73,7 @@ def linear(experts):
 
 
 def model(gate, **experts):
-    """Return a model with `fairseq_tutel.moe_layer` in which all weights are random."""
+    """Return a model with a random `fairseq_tutel.moe_layer`."""
     holder = nn.Module()
     holder.dense = nn.Linear(3, 3, bias=False)
     gate = [{"k": 2, "capacity_factor": 0.0, **g} for g in (gate if isinstance(gate, list) else [gate])]
@@ -82,7 +82,7 @@ def model(gate, **experts):
 
 
 def by_loops(logits_TE, expert, x_TD):
-    """Return Tutel's output for k = 2 without a capacity limit; a token's two weights sum to 1."""
+    """Compute Tutel's layer by loops for k = 2 without a capacity limit, with normalized weights."""
     y = []
     for t, probs_E in enumerate(torch.softmax(logits_TE, 1)):
         first, second = probs_E.topk(2).indices.tolist()
@@ -127,7 +127,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("case", KINDS)
-def test_convert_keeps_every_weight_and_the_output_is_that_of_tutel_s_formula(case, tmp_path):
+def test_convert_tutel_keeps_every_weight_and_the_output_equals_tutels_formula(case, tmp_path):
     experts, ranks, whole, kind = KINDS[case]
     write(tmp_path, experts, ranks, whole, linear(experts))
     convert(*words(tmp_path, ranks))
@@ -141,7 +141,7 @@ def test_convert_keeps_every_weight_and_the_output_is_that_of_tutel_s_formula(ca
     has_experts(load(tmp_path / "o"), "moe.moe.experts.", whole)
 
 
-# Tutel's name of a tensor of experts -> our name.
+# The keys are Tutel's names of expert tensors, and the values are the names in this package.
 OURS = {
     "batched_fc1_w": "fc1_weight", "batched_fc2_w": "fc2_weight", "batched_fc1_bias": "fc1_bias",
     "batched_fc2_bias": "fc2_bias", "W_fc1": "fc1_weight", "W_fc2": "fc3_weight", "W_fc3": "fc2_weight",
@@ -149,7 +149,7 @@ OURS = {
 
 
 def has_experts(weights, prefix, whole):
-    """Assert that the layer has exactly these experts; all except Tutel's fc1 are transposed."""
+    """Assert that the layer has these experts, with all weights except Tutel's fc1 transposed."""
     found = {k.removeprefix(prefix): t for k, t in weights.items() if k.startswith(prefix)}
     assert found.keys() == {OURS[name] for name in whole}
     for name, tensor in whole.items():
@@ -159,7 +159,7 @@ def has_experts(weights, prefix, whole):
         assert torch.equal(own, expected) and own.is_contiguous(), name
 
 
-def test_convert_of_tutel_s_cosine_gate_and_of_a_second_gate(tmp_path):
+def test_convert_tutel_converts_a_cosine_gate_and_a_second_gate(tmp_path):
     gates = {
         "gates.0.temperature": torch.tensor([0.7]),
         "gates.0.sim_matrix": drawn(4, 3),
@@ -202,7 +202,7 @@ class OwnGate(nn.Module):
         return self.map(x)
 
 
-def test_convert_of_custom_gates_and_experts(tmp_path):
+def test_convert_tutel_converts_custom_gates_and_experts(tmp_path):
     scale = drawn(4, 1, D)
     gates = {"gates.0.map.weight": drawn(4, D), "gates.0.map.bias": drawn(4)}
     write(tmp_path, 4, 2, {"inner.scale": scale}, gates)
@@ -219,7 +219,7 @@ def test_convert_of_custom_gates_and_experts(tmp_path):
     torch.testing.assert_close(holder.moe(x_TD, capacity_factor=0), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_convert_finds_files_by_a_pattern_and_weights_by_their_keys(tmp_path):
+def test_convert_tutel_finds_files_by_a_pattern_and_weights_by_their_keys(tmp_path):
     def wrapped(weights):
         return {"net": {"ema": weights, "step": 3}, "optimizer": [{"m": drawn(2)}], "epoch": 4}
 
@@ -234,7 +234,7 @@ def test_convert_finds_files_by_a_pattern_and_weights_by_their_keys(tmp_path):
     assert found["net"]["ema"]["moe.moe.experts.fc1_weight"].shape == (4, H, D)
 
 
-def test_convert_of_the_single_file_of_tutel_s_gather(tmp_path):
+def test_convert_tutel_reads_the_single_file_that_tutels_gather_writes(tmp_path):
     write(tmp_path, 4, 1, ffn(4), linear(4), name="all.ckpt")
     one = ("tutel", "--input-prefix", tmp_path / "all.ckpt", "--input-size", 1, "--output")
     assert "would overwrite the input" in refusal(*one, tmp_path / "all.ckpt")
@@ -242,8 +242,8 @@ def test_convert_of_the_single_file_of_tutel_s_gather(tmp_path):
     assert load(tmp_path / "o")["moe.moe.experts.fc1_weight"].shape == (4, H, D)
 
 
-def test_convert_of_tutel_s_scatter_to_more_ranks_than_experts(tmp_path):
-    """Tutel's scatter views the memory of [E, …, n] as [N, …, n / s]; rank r gets the tensor at index r."""
+def test_convert_tutel_reads_files_that_tutels_scatter_wrote_for_more_ranks_than_experts(tmp_path):
+    """Tutel's scatter views [E, …, n] as [N, …, n / s], and rank r gets the tensor at index r."""
     whole, ranks = ffn(2), 4
     for rank in range(ranks):
         weights = {"moe._num_global_experts": torch.tensor(2), "moe.gates.0.wg.weight": drawn(2, D)}
@@ -256,7 +256,7 @@ def test_convert_of_tutel_s_scatter_to_more_ranks_than_experts(tmp_path):
     has_experts(found, "moe.moe.experts.", whole)
 
 
-def test_convert_prints_a_note_if_other_weights_differ_between_ranks(tmp_path):
+def test_convert_tutel_prints_a_note_if_other_weights_differ_between_ranks(tmp_path):
     write(tmp_path, 4, 2, ffn(4), linear(4))
     state = load(tmp_path / "m-1-of-2")
     state["dense.weight"] += 1
@@ -303,7 +303,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_convert_tutel_refuses_bad_input_with_one_sentence(sentence, tmp_path):
+def test_convert_tutel_rejects_bad_input_with_a_one_sentence_error(sentence, tmp_path):
     write(tmp_path, 4, 2, ffn(4), linear(4))
     REFUSED[sentence](tmp_path)
     assert sentence.replace("FOLDER", str(tmp_path)) in refusal(*words(tmp_path, 2))
@@ -317,7 +317,7 @@ def write_example(folder, **fields):
     return words(folder, 4)
 
 
-def test_convert_of_tutel_s_fairseq_example_with_some_dense_layers(tmp_path):
+def test_convert_tutel_reads_tutels_fairseq_example_with_some_dense_layers(tmp_path):
     example = write_example(tmp_path, moe_freq=2, options={"activation_fn": "gelu"})
     message = refusal(*example)
     assert "--expert-activation is linear, but" in message
@@ -339,7 +339,7 @@ def test_convert_of_tutel_s_fairseq_example_with_some_dense_layers(tmp_path):
     assert not [name for name in found if "moe_ffn" in name]
 
 
-def test_convert_of_tutel_s_fairseq_example_of_translation(tmp_path):
+def test_convert_tutel_reads_tutels_fairseq_example_of_a_translation_model(tmp_path):
     example = write_example(tmp_path, translates=True, options={"activation_fn": "relu"})
     assert "with the MoE layer encoder.layers.0.moe_ffn" in refusal(*example)
     for rank in range(4):

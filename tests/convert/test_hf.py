@@ -1,4 +1,4 @@
-"""`convert from-hf` and `to-hf`: small random models give the same logits and outputs in transformers."""
+"""Small random models give equal logits in fairseq after `convert from-hf` and in transformers."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ SEQ2SEQ = ("m2m100", "nllb", "bart", "mbart", "mbart50", "fsmt")
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
-    """Function from a name to (model, tokenizer, folder, converted folder); results are cached."""
+    """Return a cached function from a model name to (model, tokenizer, folder, converted folder)."""
     made = {}
 
     def get(name):
@@ -40,7 +40,7 @@ def released(tmp_path_factory):
 
 
 def imported(source, output):
-    """Convert a folder; return the notes."""
+    """Convert a model folder, and return the printed notes."""
     return from_hf.convert(ReleasedFolder(source), output)[1]
 
 
@@ -49,7 +49,7 @@ def exported(path, output):
 
 
 def opened(folder):
-    """Open a converted folder with fairseq's functions; return the model and the task."""
+    """Open a converted folder with fairseq's functions, and return the model and the task."""
     models, _, task = checkpoint_utils.load_model_ensemble_and_task(
         [str(folder / "model.pt")], arg_overrides={"data": str(folder)}
     )
@@ -57,7 +57,7 @@ def opened(folder):
 
 
 def batch(size):
-    """Return two sequences of token IDs, the second padded, and the mask of tokens."""
+    """Return two sequences of token IDs, of which the second is padded, and the mask of real tokens."""
     torch.manual_seed(2)
     ids = torch.randint(4, size, (2, 9))
     ids[:, 0], ids[0, -1], ids[1, 6], ids[1, 7:] = 0, 2, 2, 1
@@ -73,7 +73,7 @@ def their_logits(name, model, ids, mask):
 
 
 def sizes(model):
-    """Return the sizes of the source and target vocabulary."""
+    """Return the sizes of the source and target vocabularies."""
     config = model.config
     if config.model_type == "fsmt":
         return config.src_vocab_size, config.tgt_vocab_size
@@ -105,12 +105,12 @@ TEXTUAL = [name for name in MODELS if not name.startswith(("wav2vec2", "hubert")
 
 
 def some(names, *quick):
-    """Return the names as test parameters; all except the quick ones are marked as long."""
+    """Return model names as test parameters, and mark all except the quick models as long."""
     return [pytest.param(name, marks=() if name in quick else pytest.mark.long) for name in names]
 
 
 @pytest.mark.parametrize("name", some(TEXTUAL, "m2m100", "bart", "mbart50", "opt", "roberta", "fsmt"))
-def test_logits_are_equal_in_both_directions(name, released, tmp_path):
+def test_logits_are_equal_after_conversion_in_both_directions(name, released, tmp_path):
     model, _, _, folder = released(name)
     compared(name, model, opened(folder)[0])
     back = tmp_path / "back"
@@ -121,12 +121,12 @@ def test_logits_are_equal_in_both_directions(name, released, tmp_path):
     assert own.keys() == theirs.keys()
     for key, tensor in theirs.items():
         if "token_type" in key or (name in ("roberta", "xlm_roberta") and "position_embeddings" in key):
-            continue  # fairseq_tutel adds the row of the token type to the position table
+            continue  # Conversion adds the row of the token type to the position table.
         assert torch.equal(own[key], tensor), key
 
 
 @pytest.mark.parametrize("name", some(TEXTUAL, "m2m100", "bart", "xglm"))
-def test_token_ids_are_equal(name, released):
+def test_token_ids_of_a_converted_model_equal_those_of_the_released_tokenizer(name, released):
     _, tokenizer, _, folder = released(name)
     interface = ft.from_checkpoint(folder, device="cpu")
     dictionary = interface.task.source_dictionary
@@ -146,7 +146,7 @@ def test_token_ids_are_equal(name, released):
     pytest.param("m2m100", "en", "fr", marks=pytest.mark.long),
     pytest.param("mbart50", "en_XX", "ro_RO", marks=pytest.mark.long),
 ])  # fmt: skip
-def test_greedy_translations_are_equal(name, source, target, released):
+def test_greedy_translations_after_conversion_equal_those_of_transformers(name, source, target, released):
     model, tokenizer, _, folder = released(name)
     interface = ft.from_checkpoint(folder, device="cpu")
     tokenizer.src_lang = source
@@ -165,7 +165,7 @@ def test_greedy_translations_are_equal(name, source, target, released):
 
 
 @pytest.mark.parametrize("name", some(["xglm", "opt"], "xglm"))
-def test_greedy_continuations_are_equal(name, released):
+def test_greedy_continuations_of_a_converted_model_equal_those_of_transformers(name, released):
     model, tokenizer, _, folder = released(name)
     interface = ft.from_checkpoint(folder, device="cpu")
     for text in TEXT[:4]:
@@ -180,13 +180,13 @@ def test_greedy_continuations_are_equal(name, released):
 @pytest.mark.parametrize(
     "name", some(["wav2vec2", "wav2vec2_large", "hubert", "hubert_large"], "wav2vec2", "hubert_large")
 )
-def test_features_of_speech_are_equal_in_both_directions(name, released, tmp_path):
+def test_speech_features_are_equal_after_conversion_in_both_directions(name, released, tmp_path):
     model, _, _, folder = released(name)
     ours, _ = opened(folder)
     torch.manual_seed(0)
     source = torch.randn(2, 400)
     state = torch.load(folder / "model.pt", weights_only=False)
-    state["cfg"]["model"]["latent_dim"] = 0  # fairseq then uses final_dim
+    state["cfg"]["model"]["latent_dim"] = 0  # With 0, fairseq uses final_dim as latent_dim.
     torch.save(state, tmp_path / "model.pt")
     exported(tmp_path / "model.pt", tmp_path / "back")
     again = type(model).from_pretrained(tmp_path / "back").eval()
@@ -201,7 +201,7 @@ def test_features_of_speech_are_equal_in_both_directions(name, released, tmp_pat
             torch.testing.assert_close(found, features, atol=1e-5, rtol=1e-5)
 
 
-# Unsupported values of options in config.json, and the error sentence.
+# Each entry has an option value of config.json that is not supported, and the error sentence.
 REFUSED = (
     ("m2m100", {"tie_word_embeddings": False}, "config.json has tie_word_embeddings False"),
     ("m2m100", {"activation_function": "silu"}, "config.json has activation_function 'silu'"),
@@ -223,7 +223,7 @@ REFUSED = (
 
 @pytest.fixture
 def copied(released, tmp_path):
-    """Function that copies a released folder, changes the copy, and returns its path."""
+    """Return a function that copies a released folder, changes the copy, and returns its path."""
 
     def copy(name, config=(), tensors=()):
         source = tmp_path / "hf"
@@ -239,7 +239,7 @@ def copied(released, tmp_path):
 
 
 def refused(source, sentence):
-    """Assert that converting a folder fails with this sentence in the message, and writes nothing."""
+    """Assert that the conversion of a folder fails with this sentence and writes nothing."""
     with pytest.raises(ValueError) as error:
         imported(source, source.with_name("ours"))
     assert sentence in str(error.value)
@@ -247,11 +247,11 @@ def refused(source, sentence):
 
 
 @pytest.mark.parametrize(("name", "change", "sentence"), REFUSED)
-def test_an_unsupported_option_is_refused(name, change, sentence, copied):
+def test_an_unsupported_option_in_config_json_raises_an_error(name, change, sentence, copied):
     refused(copied(name, change), sentence)
 
 
-def test_a_list_of_convolutions_has_a_limited_length():
+def test_config_json_must_not_list_very_many_convolutions():
     assert convolutions("[(4, 3, 2)] + [(5, 2, 1)] * 2") == [(4, 3, 2), (5, 2, 1), (5, 2, 1)]
     for text in ("[(4, 3, 2)] * 9999", "[(4, 3, 2)]" + " * 99" * 9, "[(4, 3)]", "[4] * 2", "print()"):
         with pytest.raises(ValueError, match="--conv-feature-layers is "):
@@ -279,7 +279,7 @@ WRONG_TENSORS = (
 
 
 @pytest.mark.parametrize(("name", "tensors", "sentence"), WRONG_TENSORS)
-def test_a_wrong_tensor_is_refused(name, tensors, sentence, copied):
+def test_a_wrong_tensor_in_a_released_folder_raises_an_error(name, tensors, sentence, copied):
     refused(copied(name, tensors=tensors), sentence)
 
 
@@ -289,7 +289,7 @@ def test_a_note_names_an_unknown_entry_of_config_json(copied, tmp_path):
 
 
 @pytest.mark.parametrize("form", some(["sharded", "bin", "sharded_bin", "bare"], "sharded", "sharded_bin"))
-def test_all_formats_of_weight_files_give_equal_weights(form, released, tmp_path):
+def test_all_file_formats_of_released_weights_give_equal_weights(form, released, tmp_path):
     model, _, folder, ours = released("m2m100")
     source = tmp_path / "hf"
     shutil.copytree(folder, source)
@@ -320,7 +320,7 @@ DAMAGED = {
 }  # fmt: skip
 
 
-def test_a_damaged_folder_is_refused(copied):
+def test_a_damaged_released_folder_raises_an_error(copied):
     source = copied("m2m100")
     for name, cases in DAMAGED.items():
         before = (source / name).read_bytes()
@@ -332,7 +332,7 @@ def test_a_damaged_folder_is_refused(copied):
             (source / name).write_bytes(before)
 
 
-def test_an_index_that_names_a_file_in_another_folder_is_refused(copied):
+def test_a_weight_index_that_names_a_file_in_another_folder_raises_an_error(copied):
     source = copied("m2m100")
     (source / "model.safetensors").unlink()
     index = source / "model.safetensors.index.json"
@@ -342,7 +342,7 @@ def test_an_index_that_names_a_file_in_another_folder_is_refused(copied):
     refused(source, "lacks the file model-1.safetensors")
 
 
-def test_pickled_code_does_not_run(copied):
+def test_from_hf_does_not_run_pickled_code(copied):
     source = copied("m2m100")
     (source / "model.safetensors").unlink()
     torch.save({"a": Harmful()}, source / "pytorch_model.bin")
@@ -363,7 +363,7 @@ class Harmful:
      "the closest family is fsmt: INPUT has share_all_embeddings True"),
     ("opt", {"scale_fc": True}, "is opt: INPUT has scale_fc True, but OPTForCausalLM has only False"),
 ])  # fmt: skip
-def test_a_model_without_counterpart_is_refused_by_name(name, change, sentence, released, tmp_path):
+def test_an_error_names_a_model_without_a_transformers_class(name, change, sentence, released, tmp_path):
     saved = SavedModel.open(released(name)[3] / "model.pt")
     saved.options.update(change)
     with pytest.raises(ValueError) as error:
@@ -373,13 +373,13 @@ def test_a_model_without_counterpart_is_refused_by_name(name, change, sentence, 
 
 
 @pytest.mark.parametrize("name", ["nllb", "fsmt"])
-def test_words_added_to_a_tokenizer_are_refused(name, released, copied, tmp_path):
-    """transformers finds such a word in a text before it splits the text; fairseq's BPE cannot."""
+def test_words_that_were_added_to_a_tokenizer_raise_an_error(name, released, copied, tmp_path):
+    """Only the library transformers finds added words in a text before it splits the text."""
     source = copied(name)
     added = type(released(name)[1]).from_pretrained(source)
     added.add_tokens(["<marker>"], special_tokens=True)
     added.save_pretrained(source)
-    if name == "nllb":  # the embedding table has unused rows
+    if name == "nllb":  # The embedding table has unused rows.
         (note,) = imported(source, tmp_path / "with marker")
         assert "the tokens '<marker>' keep their IDs" in note
     added.add_tokens(["zebra"])
@@ -391,8 +391,8 @@ def test_words_added_to_a_tokenizer_are_refused(name, released, copied, tmp_path
     "name", some(["nllb", "mbart50", "xlm_roberta", "xglm", "roberta", "bart"], "bart")
 )
 @pytest.mark.parametrize("removed", [(), ("sentencepiece.bpe.model", "vocab.json", "merges.txt")])
-def test_a_fast_tokenizer_and_dictionary_give_equal_token_ids(name, removed, released, copied, tmp_path):
-    """The folder has tokenizer.json, with or without the other tokenizer files."""
+def test_a_fast_tokenizer_and_the_dictionary_give_equal_ids(name, removed, released, copied, tmp_path):
+    """The released folder has tokenizer.json, with or without other tokenizer files."""
     model, slow, _, _ = released(name)
     source = copied(name)
     fast = getattr(transformers, f"{type(slow).__name__}Fast").from_pretrained(source)
@@ -414,8 +414,8 @@ def test_a_fast_tokenizer_and_dictionary_give_equal_token_ids(name, removed, rel
         assert tokens.get(symbol, symbol) in (token, f"__{token}__", f"[{token}]") or token is None, i
 
 
-def test_bart_fills_and_fsmt_and_mbart_translate_as_in_transformers(released):
-    """Greedy outputs; mBART-25 starts with the target language, and FSMT has two dictionaries."""
+def test_bart_fills_masks_and_fsmt_and_mbart_translate_as_in_transformers(released):
+    """Compare greedy outputs; mBART-25 starts with the target language, and FSMT has two dictionaries."""
     for name, options in (
         ("bart", {}),
         ("fsmt", {}),
@@ -423,7 +423,7 @@ def test_bart_fills_and_fsmt_and_mbart_translate_as_in_transformers(released):
     ):
         model, tokenizer, _, folder = released(name)
         interface = ft.from_checkpoint(folder, device="cpu")
-        # fairseq never generates the start symbol as the first token; a random model might.
+        # Fairseq never generates the start symbol as the first token, but a random model might.
         start = tokenizer.convert_tokens_to_ids("ro_RO") if name == "mbart" else 2
         for text in TEXT[:3]:
             inputs = tokenizer(text, return_tensors="pt")
@@ -441,7 +441,7 @@ def test_bart_fills_and_fsmt_and_mbart_translate_as_in_transformers(released):
             assert tokens.tolist()[:-1] == out[0, 1 : len(tokens)].tolist(), name
 
 
-def test_overwrite_replaces_only_folders_of_the_same_command(released, tmp_path):
+def test_overwrite_replaces_only_output_folders_of_the_same_command(released, tmp_path):
     _, _, source, ours = released("m2m100")
     words = ("from-hf", source, "--output", tmp_path / "ours")
     assert "model.pt: transformer, task translation_multi_simple_epoch" in convert(*words)
@@ -468,7 +468,7 @@ def test_overwrite_replaces_only_folders_of_the_same_command(released, tmp_path)
     assert again("a boat")["input_ids"] == released("m2m100")[1]("a boat")["input_ids"]
 
 
-def test_a_folder_is_replaced_only_by_a_complete_folder(tmp_path):
+def test_only_a_complete_output_folder_replaces_an_existing_folder(tmp_path):
     weights = {name: torch.randn(size) for name, size in (("a", 200), ("b", 50), ("c", 1), ("d", 500))}
     for fails in (False, True):
         with contextlib.suppress(ValueError), output.new_folder(tmp_path / "hf") as folder:

@@ -1,4 +1,4 @@
-"""NLLB-MoE is imported and exported with equal logits, for all values of the router's options."""
+"""NLLB-MoE is imported and exported with equal logits for all values of the router's options."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ PAIR = {"source_lang": "deu_Latn", "target_lang": "fra_Latn"}
 
 @pytest.fixture
 def no_draws(monkeypatch):
-    """Remove the randomness with which transformers chooses the second expert in evaluation."""
+    """Remove the random choice of the second expert that transformers makes in evaluation."""
     monkeypatch.setattr(
         torch.distributions.gumbel.Gumbel, "rsample", lambda self, shape: torch.zeros(shape)
     )
@@ -33,7 +33,7 @@ def no_draws(monkeypatch):
 
 
 def converted(source, output, **how):
-    """Convert a folder; return the notes."""
+    """Convert a model folder, and return the printed notes."""
     return from_hf.convert(ReleasedFolder(source), output, from_hf.Experts(**how))[1]
 
 
@@ -44,7 +44,7 @@ def imported(model, tmp_path, **how):
 
 
 def same_logits(theirs, ours, padded, atol=1e-5):
-    """Assert that logits are equal at all positions without padding; return the logits."""
+    """Assert that logits are equal at all positions without padding, and return the logits."""
     src_BS, tgt_BL = nllb.batch(padded)
     expected = nllb.their_logits(theirs, src_BS, tgt_BL)
     got = nllb.our_logits(ours, src_BS, tgt_BL)
@@ -78,11 +78,11 @@ OTHERS = [
 def all_cases():
     for values, (fraction, slots) in itertools.product(itertools.product(*EACH.values()), CAPACITIES):
         options = dict(zip(EACH, values, strict=True))
-        if values[:2] == ("random", True):  # this value is refused
+        if values[:2] == ("random", True):  # `convert from-hf` rejects these options.
             continue
         options |= {"moe_eval_capacity_token_fraction": fraction, "expert_capacity": slots}
         options["router_bias"] = sum(map(hash, values[1:])) % 2 == (slots is None)
-        # With a capacity limit, transformers assigns slots to padding.
+        # With a capacity limit, the library transformers assigns slots to padding.
         yield options, fraction == 1
     for options in OTHERS:
         yield options, True
@@ -91,15 +91,15 @@ def all_cases():
 @pytest.mark.parametrize(
     ("options", "padded"), [*DEFAULT, *(pytest.param(*case, marks=LONG) for case in all_cases())], ids=str
 )
-def test_imported_logits_equal_those_of_transformers(options, padded, tmp_path, no_draws):
+def test_the_logits_of_an_imported_model_equal_those_of_transformers(options, padded, tmp_path, no_draws):
     theirs = nllb.moe_model(**options)
     folder = imported(theirs, tmp_path)
     for store in ({}, STORE):
         same_logits(theirs, ft.from_checkpoint(folder, **store).models[0], padded)
 
 
-def test_a_router_drops_and_options_matter(tmp_path, no_draws):
-    """The comparison above would not fail if options had no effect."""
+def test_the_compared_models_drop_assignments_and_depend_on_router_options(tmp_path, no_draws):
+    """If router options had no effect, the comparison of logits would prove nothing."""
     src_BS, tgt_BL = nllb.batch(padded=False)
     plain = nllb.their_logits(nllb.moe_model(), src_BS, tgt_BL)
     for options in (
@@ -114,7 +114,7 @@ def test_a_router_drops_and_options_matter(tmp_path, no_draws):
     ("dtype", "atol"), [("int8", 1.0), *(pytest.param(*case, marks=LONG) for case in
     (("fp32", 1e-5), ("bf16", 0.5), ("int4", 6.0)))]
 )  # fmt: skip
-def test_imported_experts_in_a_store_give_equal_logits(dtype, atol, tmp_path):
+def test_imported_experts_in_an_expert_store_give_equal_logits(dtype, atol, tmp_path):
     theirs = nllb.moe_model()
     folder = imported(theirs, tmp_path, expert_dtype=dtype)
     stored = ft.from_checkpoint(folder, **STORE, moe_expert_compute="unpacked").models[0]
@@ -132,13 +132,13 @@ def test_a_released_half_precision_model_keeps_its_weights(dtype, tmp_path):
     folder = imported(theirs, tmp_path)
     for store in ({}, STORE):
         ours = ft.from_checkpoint(folder, **store).models[0]
-        same_logits(theirs.float(), ours, True, 0.3)  # transformers' router is in half precision
+        same_logits(theirs.float(), ours, True, 0.3)  # The transformers router is in half precision.
     state = SavedModel.open(folder / "model.pt").weights
     assert {t.dtype for n, t in state.items() if "version" not in n} == {getattr(torch, dtype)}
 
 
 def greedy(theirs, text):
-    """Return transformers' greedy output tokens after the language token."""
+    """Return the greedy output tokens of transformers after the language token."""
     source = torch.tensor([nllb.encoded(text, "deu_Latn")])
     (tokens,) = theirs.generate(
         source, forced_bos_token_id=nllb.language_id("fra_Latn"), num_beams=1, do_sample=False,
@@ -147,7 +147,7 @@ def greedy(theirs, text):
     return [int(i) for i in tokens[2:] if i not in (1, 2)]
 
 
-def test_greedy_translations_are_equal(tmp_path):
+def test_greedy_translations_of_an_imported_model_equal_those_of_transformers(tmp_path):
     theirs = nllb.moe_model(seed=5)
     model = ft.from_checkpoint(imported(theirs, tmp_path))
     for text in nllb.TEXTS:
@@ -194,7 +194,7 @@ def test_import_and_export_restore_all_tensors_and_options(options, tmp_path):
 
 
 @LONG
-def test_a_full_quantized_or_split_checkpoint_is_exported(tmp_path):
+def test_a_full_or_quantized_or_sharded_checkpoint_can_be_exported(tmp_path):
     theirs = nllb.moe_model()
     folder = imported(theirs, tmp_path)
     convert("full", folder / "model.pt", "--output", tmp_path / "full.pt")
@@ -212,7 +212,7 @@ def test_a_full_quantized_or_split_checkpoint_is_exported(tmp_path):
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
-    """A released folder with several weight files, written without transformers."""
+    """Return a released folder with several weight files, written without transformers."""
     return nllb.plain_folder(tmp_path_factory.mktemp("released") / "hf")
 
 
@@ -223,7 +223,7 @@ def small(released):
     return released.with_name("ours")
 
 
-def test_an_option_without_counterpart_is_refused_by_name(small, tmp_path):
+def test_an_option_that_transformers_lacks_raises_an_error_with_its_name(small, tmp_path):
     for key, value, sentence in (
         ("moe_top_k", 1, "moe_top_k 1, but NllbMoeForConditionalGeneration has only 2"),
         ("moe_normalize_gate", "none", "moe_normalize_gate none, which transformers does not have"),
@@ -241,7 +241,7 @@ def test_an_option_without_counterpart_is_refused_by_name(small, tmp_path):
         assert sentence in str(error.value) and not (tmp_path / "b").exists()
 
 
-def test_masking_and_scaling_become_one_option(small, tmp_path):
+def test_output_masking_and_output_scaling_are_exported_as_one_option(small, tmp_path):
     saved = SavedModel.open(small / "model.pt", keep_shards=True)
     assert saved.options["moe_eom"] == 0.2
     saved.options.update({"moe_eom": 0.5, "moe_routed_scaling_factor": 0.5})
@@ -250,7 +250,7 @@ def test_masking_and_scaling_become_one_option(small, tmp_path):
 
 
 def refused(source, **how):
-    """Assert that converting a folder fails and writes nothing; return the message."""
+    """Assert that the conversion of a folder fails and writes nothing, and return the error message."""
     output = source.with_name("refused")
     with pytest.raises(ValueError) as error:
         converted(source, output, **how)
@@ -258,7 +258,7 @@ def refused(source, **how):
     return str(error.value)
 
 
-def test_inconsistent_options_are_refused(tmp_path):
+def test_inconsistent_router_options_raise_an_error(tmp_path):
     folder = nllb.plain_folder(tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())
     for changes, sentence in (
@@ -279,7 +279,7 @@ def test_inconsistent_options_are_refused(tmp_path):
         assert sentence in refused(folder), changes
 
 
-# Experts to keep in the encoder layers 1 and 3, and in the decoder layers 1 and 3.
+# The import keeps these experts in encoder layers 1 and 3 and in decoder layers 1 and 3.
 GLOBAL = [0, 3, 4, 5, 6, 7, 9, 10, 11, 12, 14]
 
 
@@ -308,7 +308,7 @@ PAIRS = ("deu_Latn-fra_Latn",)
 LAYERS = [f"{side}.layers.{i}" for side in ("encoder", "decoder") for i in (1, 3)]
 
 
-def test_every_form_of_the_list_of_experts_gives_the_same_model(tmp_path):
+def test_every_format_of_the_list_of_kept_experts_gives_the_same_model(tmp_path):
     file = tmp_path / "keep.json"
     by_language = {"deu_Latn": [0, 3, 4, 5, 6, 7, 8], "fra_Latn": [1, 9, 10, 11, 12, 14]}
     for content, pairs in ((GLOBAL, ()), (by_language, PAIRS), ({PAIRS[0]: GLOBAL}, PAIRS)):
@@ -325,15 +325,15 @@ def test_every_form_of_the_list_of_experts_gives_the_same_model(tmp_path):
     ('{"deu_Latn": [0, 1]}', PAIRS, "no list for 'fra_Latn'"),
     ("{", (), "cannot be read"),
 ])  # fmt: skip
-def test_a_wrong_list_of_experts_is_refused(content, pairs, sentence, tmp_path):
+def test_a_wrong_list_of_kept_experts_raises_an_error(content, pairs, sentence, tmp_path):
     (tmp_path / "keep.json").write_text(content)
     with pytest.raises(ValueError) as error:
         kept_experts(tmp_path / "keep.json", pairs, LAYERS, 4, 2)
     assert sentence in str(error.value)
 
 
-def test_names_without_prefix_and_pickled_files_are_read(tmp_path):
-    """The released NLLB-MoE has tensor names without "model.", and .bin files."""
+def test_tensor_names_without_a_prefix_and_pickled_files_are_read(tmp_path):
+    """The released NLLB-MoE has tensor names without "model." and .bin files."""
     theirs = nllb.moe_model()
     source = nllb.save(theirs, tmp_path / "hf")
     tensors = load_file(source / "model.safetensors")
@@ -360,7 +360,7 @@ def content(folder):
     }
 
 
-def test_one_expert_at_a_time_is_in_memory_and_an_interruption_leaves_nothing(
+def test_the_import_holds_one_expert_in_memory_and_leaves_no_file_if_it_is_interrupted(
     released, tmp_path, monkeypatch
 ):
     plain, alive, most = ReleasedFolder.read, weakref.WeakSet(), []
@@ -393,7 +393,7 @@ def full(*arguments):
     raise OSError(28, "No space left on device")
 
 
-def test_a_corrupt_file_and_a_value_that_is_not_finite_are_named(tmp_path):
+def test_errors_name_a_corrupt_file_and_a_tensor_that_is_not_finite(tmp_path):
     folder = nllb.plain_folder(tmp_path / "hf", files=1)
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)

@@ -1,4 +1,4 @@
-"""`convert prune` and `convert dense` with small files: tensors, options, outputs, and refused input."""
+"""The tests check tensors, options, outputs and errors of `convert prune` and `convert dense`."""
 
 import itertools
 import re
@@ -17,7 +17,7 @@ STEP = "decoder.layers.{}.fc1."
 
 @pytest.fixture
 def convert(tmp_path):
-    """Run `convert KIND` with a.pt as input and b.pt as output; return the printed text."""
+    """Run `convert KIND` with a.pt as input and b.pt as output, and return the printed text."""
 
     def run(kind, *words, input="a.pt"):
         files = ("--output", tmp_path / "b.pt", "--overwrite")
@@ -55,7 +55,7 @@ FFN = [f"experts.fc{i}_{kind}" for i in (1, 2) for kind in ("weight", "bias")]
 
 
 @pytest.mark.parametrize("name", PER_EXPERT)
-def test_convert_prune_keeps_the_other_experts_in_every_tensor(name, convert, tmp_path):
+def test_convert_prune_keeps_the_remaining_experts_in_every_tensor(name, convert, tmp_path):
     options, per_expert = PER_EXPERT[name]
     save(tmp_path / "a.pt", **options)
     text = convert("prune", "--drop", "decoder_1=0,2")
@@ -67,17 +67,17 @@ def test_convert_prune_keeps_the_other_experts_in_every_tensor(name, convert, tm
         assert torch.equal(b[key], expected), key
     assert load(tmp_path / "b.pt")["cfg"]["model"]["moe_expert_count"] == "4,2"
     assert "decoder_0: 4 -> 4 experts, 0/1/2/3\ndecoder_1: 4 -> 2 experts, 1/3\n" in text
-    outputs(tmp_path / "b.pt", tokens())  # fairseq opens the result
+    outputs(tmp_path / "b.pt", tokens())  # Fairseq opens the pruned checkpoint.
 
 
 def no_token_chooses_the_last(model):
-    """Give all experts after expert 1 its gate row. Of equal scores, the lower IDs are chosen."""
+    """Copy expert 1's gate row to all later experts; equal scores favor the lowest expert IDs."""
     for i in range(2):
         rows = model[f"{STEP.format(i)}gate.weight"]
         rows[2:] = rows[1]
 
 
-def test_removing_an_unused_expert_changes_no_output(convert, tmp_path):
+def test_convert_prune_of_an_unused_expert_changes_no_output(convert, tmp_path):
     save(tmp_path / "a.pt", change=no_token_chooses_the_last)
     convert("prune", "--drop", 3)
     assert same_outputs(tmp_path)
@@ -91,7 +91,7 @@ def equal_experts(model):
             model[key] = model[key][:1].repeat(E, *(1 for _ in model[key].shape[1:]))
 
 
-def test_expert_groups_must_keep_equal_sizes(convert, tmp_path):
+def test_convert_prune_must_leave_expert_groups_of_equal_size(convert, tmp_path):
     save(tmp_path / "a.pt", num_experts=6, expert_groups=2, groups_per_token=2)
     convert("prune", "--drop", "1,5")
     outputs(tmp_path / "b.pt", tokens())
@@ -129,7 +129,7 @@ def test_convert_dense_prints_whether_outputs_stay_equal(name, convert, tmp_path
     assert ("if the gate has an effect in decoder_0, decoder_1" in text) != is_same
 
 
-def test_convert_dense_keeps_one_expert_s_bits_and_uses_fairseq_s_names(convert, tmp_path):
+def test_convert_dense_keeps_one_experts_weights_and_uses_fairseqs_tensor_names(convert, tmp_path):
     save(tmp_path / "a.pt")
     convert("dense", "--experts", "decoder_0=2", "decoder_1=0")
     a, b = load(tmp_path / "a.pt"), load(tmp_path / "b.pt")
@@ -146,7 +146,7 @@ def test_convert_dense_keeps_one_expert_s_bits_and_uses_fairseq_s_names(convert,
     }
 
 
-def test_convert_dense_pads_all_layers_to_one_width(convert, tmp_path):
+def test_convert_dense_pads_the_ffns_of_all_layers_to_one_hidden_dimension(convert, tmp_path):
     layers = ("decoder.layers.0!", "decoder.layers.1", "decoder.layers.2")
     save(tmp_path / "a.pt", layers, equal_experts)
     text = convert("dense", "--experts", "decoder_1=0,1,2", "decoder_2=0")
@@ -176,7 +176,7 @@ SHARES = {
 
 
 @pytest.mark.parametrize("name", SHARES)
-def test_convert_prune_keeps_a_share_by_load_or_importance(name, convert, tmp_path):
+def test_convert_prune_keeps_the_experts_with_the_largest_load_or_importance(name, convert, tmp_path):
     save(tmp_path / "a.pt")
     pairs = {"de-en": USE, "fr-en": OTHER} if "pair" in name else {"de-en": USE}
     (tmp_path / "use.json").write_text(text_of(pairs))
@@ -187,7 +187,7 @@ def test_convert_prune_keeps_a_share_by_load_or_importance(name, convert, tmp_pa
 
 
 def test_convert_prune_reads_only_the_experts_that_it_keeps(convert, tmp_path):
-    """The shard file of a removed expert is damaged, which is not noticed."""
+    """The shard file of a removed expert is damaged, but `convert prune` does not read the file."""
     save(tmp_path / "a.pt")
     tool("convert", "sharded", tmp_path / "a.pt", "--output", tmp_path / "sharded.pt")
     (file, *_) = sorted((tmp_path / "experts").rglob("decoder.layers.0.*"))
@@ -212,8 +212,8 @@ SCORES = {
 
 
 @pytest.mark.parametrize("least", (1, 2))
-def test_globally_each_layer_covers_the_same_fraction_of_its_scores(least):
-    """The reference raises the fraction t in small steps, until enough experts are kept."""
+def test_with_global_pruning_each_layer_keeps_the_same_fraction_of_its_expert_scores(least):
+    """The reference raises the kept fraction in small steps until enough experts are kept."""
     for wanted in range(5, 16):
         found = kept_by_share(SCORES, wanted / 15, dict.fromkeys(SCORES, least), globally=True)
         count = max(wanted, 3 * least)
@@ -227,7 +227,7 @@ def test_globally_each_layer_covers_the_same_fraction_of_its_scores(least):
             if sum(map(len, reference.values())) >= count:
                 break
         assert sum(map(len, found.values())) == count
-        # The reference may add several experts in its last step, of which only some are kept.
+        # The last step of the reference may add several experts, of which only some are kept.
         assert all(set(found[layer]) <= reference[layer] for layer in SCORES)
 
 
@@ -274,7 +274,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_convert_refuses_bad_input_with_one_sentence_and_writes_nothing(case, convert, tmp_path):
+def test_convert_rejects_bad_input_with_a_one_sentence_error_and_writes_nothing(case, convert, tmp_path):
     options, (kind, *words), sentence = REFUSED[case]
     file, options = options.get("input", "a.pt"), {k: v for k, v in options.items() if k != "input"}
     whole = save(tmp_path / "a.pt", **options)

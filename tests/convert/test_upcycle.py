@@ -1,4 +1,4 @@
-"""`convert upcycle` for single layers: outputs of the copies, initial values, and refused options."""
+"""The tests upcycle single layers, and check outputs, initial values and errors of `convert upcycle`."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ SAME = Variation(seed=3)
 
 
 def dense_step(layer_norm=False, seed=0):
-    """Return the tensors of a dense FFN with the names in a checkpoint."""
+    """Return the tensors of a dense FFN under the names of a checkpoint."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"fc1.weight": (H, D), "fc1.bias": (H,), "fc2.weight": (D, H), "fc2.bias": (D,)}
     if layer_norm:
@@ -39,7 +39,7 @@ def moe_output(config, tensors, x):
     return layer.eval()(x)[0]
 
 
-# Options of the experts and of the tool. With those in EQUAL, the output equals that of the dense FFN.
+# With these options of experts and `convert upcycle`, the MoE layer returns the dense FFN's output.
 EQUAL = {
     "top-2": {},
     "as many as there are": {"top_k": E, "normalize_gate": "none"},
@@ -79,7 +79,7 @@ UNEQUAL = {
 
 
 def case(options):
-    """Return the MoE configuration and the `Variation` of a case."""
+    """Return the MoE configuration and the upcycling `Variation` of a test case."""
     names = {item.name for item in dataclasses.fields(Variation)}
     how = dataclasses.replace(SAME, **{k: v for k, v in options.items() if k in names})
     config = MoEConfig(**{**PLAIN, **{k: v for k, v in options.items() if k not in names}})
@@ -87,7 +87,7 @@ def case(options):
 
 
 @pytest.mark.parametrize("name", [*EQUAL, *UNEQUAL])
-def test_upcycle_prints_whether_the_output_equals_that_of_the_dense_ffn(name):
+def test_convert_upcycle_prints_whether_the_output_equals_that_of_the_dense_ffn(name):
     config, how = case({**EQUAL, **UNEQUAL}[name])
     ffn = dense_step(config.hidden_layer_norm)
     x = torch.randn(40, D, generator=torch.Generator().manual_seed(5))
@@ -98,7 +98,7 @@ def test_upcycle_prints_whether_the_output_equals_that_of_the_dense_ffn(name):
     assert (differences(config, how) == []) == (name in EQUAL)
 
 
-def test_top_1_with_a_small_gate_scale_nearly_equals_the_dense_ffn():
+def test_a_top_1_layer_with_a_small_gate_scale_nearly_equals_the_dense_ffn():
     config, how = case({"top_k": 1, "routed_scaling_factor": float(E), "gate_scale": 0.01})
     ffn, x = dense_step(), F.layer_norm(torch.randn(40, D), (D,))
     found = moe_output(config, moe_tensors(ffn, config, "a", how), x)
@@ -107,7 +107,7 @@ def test_top_1_with_a_small_gate_scale_nearly_equals_the_dense_ffn():
     assert not torch.allclose(ratio, torch.ones(()), atol=1e-4)
 
 
-def test_gates_are_initialized_as_in_training_and_differ_between_layers():
+def test_upcycled_gates_are_initialized_as_in_training_and_differ_between_layers():
     config = MoEConfig(**PLAIN, gate_type="linear,cosine", residual=True)
     made = moe_tensors(dense_step(), config, "decoder.layers.1.fc1", SAME)
     drawn = MoELayer(config, seed=3, name="decoder.layers.1.fc1").state_dict()
@@ -120,7 +120,7 @@ def test_gates_are_initialized_as_in_training_and_differ_between_layers():
     assert not torch.equal(made["gate.weight"], other["gate.weight"])
 
 
-def test_the_parts_of_one_ffn_copy_have_equal_gate_rows():
+def test_experts_that_are_parts_of_one_copied_ffn_have_equal_gate_rows():
     config = MoEConfig(**{**PLAIN, "hidden_dim": H // 3, "top_k": 3, "gate_type": "linear,cosine"})
     made = moe_tensors(dense_step(), config, "a", SAME)
     for rows in (made["gate.weight"], made["other_gates.0.directions"]):
@@ -130,7 +130,7 @@ def test_the_parts_of_one_ffn_copy_have_equal_gate_rows():
     assert torch.equal(stack[4], dense_step()["fc1.weight"][H // 3 : 2 * H // 3])
 
 
-def test_reinitialize_replaces_a_share_of_each_expert_s_hidden_units():
+def test_reinitialize_replaces_a_share_of_the_hidden_units_of_each_expert():
     wide = {"fc1.weight": torch.randn(400, 50) * 0.3 + 1, "fc1.bias": torch.randn(400) * 2}
     wide |= {"fc2.weight": torch.randn(50, 400) * 0.1 - 2, "fc2.bias": torch.randn(50)}
     config = MoEConfig(model_dim=50, hidden_dim=400, num_experts=3, top_k=2)
@@ -151,7 +151,7 @@ def test_reinitialize_replaces_a_share_of_each_expert_s_hidden_units():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_upcycle_keeps_the_dtype_of_all_weights(dtype):
+def test_convert_upcycle_keeps_the_dtype_of_all_weights(dtype):
     ffn = {key: tensor.to(dtype) for key, tensor in dense_step().items()}
     made = moe_tensors(ffn, MoEConfig(**PLAIN), "a", Variation(reinitialize=0.5))
     assert {t.dtype for key, t in made.items() if "experts" in key} == {dtype}
@@ -179,14 +179,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_upcycle_refuses_options_that_copies_cannot_fulfill(name):
+def test_convert_upcycle_raises_an_error_for_options_that_copies_cannot_fulfill(name):
     options, sentence = REFUSED[name]
     config, how = case(options)
     with pytest.raises(ValueError, match=sentence):
         moe_tensors(dense_step(config.hidden_layer_norm), config, "a", how)
 
 
-def test_upcycle_replaces_names_by_those_of_moe_variants():
+def test_convert_upcycle_replaces_model_names_by_the_names_of_moe_variants():
     dense = {"model": "transformer_lm", "task": "language_modeling", "optimizer": "adam"}
     for criterion, renamed in (("cross_entropy", "moe_cross_entropy"), ("composite_loss",) * 2):
         names = {**dense, "criterion": criterion}

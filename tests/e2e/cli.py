@@ -1,9 +1,9 @@
 """Runs fairseq's real command lines in tests without importing fairseq for each run.
 
-A fork server imports fairseq and the plugin's modules. Each rank of a run is a child process of the server.
-It calls `cli_main` with separate arguments, environment and log, and registers the plugin when it imports
---user-dir. Without --user-dir, fairseq-train runs in a new process, which is slower. Several ranks get the
-environment variables of torchrun.
+A fork server imports fairseq and the plugin's modules once. Each rank of a run is a child process of the
+fork server. Each rank calls `cli_main` with separate arguments, environment and log. fairseq-train without
+--user-dir runs in a new process, which starts more slowly. If a run has several ranks, each rank gets
+torchrun's environment variables.
 """
 
 import json
@@ -31,7 +31,7 @@ _stock = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Run:
-    """A finished command: the exit codes of its ranks, and the output of all ranks, rank 0 first."""
+    """The exit codes and logs of all ranks of a finished command, in the order of ranks."""
 
     exit_codes: list[int]
     logs: list[str]
@@ -46,16 +46,16 @@ class Run:
         return "\n".join(self.logs)
 
     def stats(self, tag):
-        """Return the JSON records that rank 0 logged under `tag`: train_inner, train, valid."""
+        """Return the JSON records that rank 0 logged under `tag` (train_inner, train or valid)."""
         found = re.findall(rf"\| {tag} \| (\{{.*\}})", self.logs[0])
         return [json.loads(text) for text in found]
 
 
 def fairseq(command, *args, ranks=1, check=True, env=None, stdin=None):
-    """Run fairseq-`command` in `ranks` processes and wait; with `check`, fail on a nonzero exit code.
+    """Run fairseq-`command` in `ranks` processes and wait; `check` asserts that all exit codes are 0.
 
-    A command "tutel-NAME" runs `python -m fairseq_tutel.NAME`. Use "tutel-__main__" for tools that import
-    fairseq.
+    The command "tutel-NAME" runs `python -m fairseq_tutel.NAME`. The command "tutel-__main__" runs the
+    tools of `fairseq-tutel`.
     """
     run = wait(start(command, *args, ranks=ranks, env=env, stdin=stdin))
     if check:
@@ -66,7 +66,7 @@ def fairseq(command, *args, ranks=1, check=True, env=None, stdin=None):
 def refused(command, *args, **kwargs):
     """Run a command that must end with an error; return its output.
 
-    As under torchrun, the first failure of a rank ends the other ranks, which could otherwise wait long.
+    After the first failure of a rank, the other ranks are killed, as torchrun does.
     """
     started = start(command, *args, **kwargs)
     connection.wait([process.sentinel for process, _ in started], TIMEOUT_S)
@@ -80,13 +80,13 @@ def refused(command, *args, **kwargs):
 
 
 def start(command, *args, ranks=1, env=None, stdin=None):
-    """Start a command; return the argument for `wait`: [(process, log file), …].
+    """Start a command; return a list of (process, log file), which `wait` takes.
 
-    The current directory is the folder of the logs, because fairseq and hydra write to this directory.
+    The processes run in the folder of the logs, because fairseq and hydra write to the current directory.
     """
     argv = [f"fairseq-{command}", *map(str, args)]
     if command in ("generate", "eval-lm", "validate") and "--num-workers" not in argv:
-        argv += ["--num-workers", "0"]  # starting a worker is slower than loading a few batches
+        argv += ["--num-workers", "0"]  # commands without worker processes start faster
     is_stock = command == "train" and "--user-dir" not in argv
     base = {"OMP_NUM_THREADS": "1", **(env or {})}
     directory = Path(_scratch())
@@ -103,7 +103,7 @@ def start(command, *args, ranks=1, env=None, stdin=None):
 
 
 def start_each(command, *arguments):
-    """Start a command on several ranks, with one list of arguments per rank; see `start`."""
+    """Start a command on several ranks, with one list of arguments per rank."""
     ranks, port = len(arguments), free_port()
     return [
         started
@@ -113,7 +113,8 @@ def start_each(command, *arguments):
 
 
 def wait(started, timeout=TIMEOUT_S):
-    """Wait for all ranks. Ranks that still run at the time limit are killed and reported."""
+    """Wait for all ranks of a command. Ranks that still run after `timeout` seconds are killed and
+    reported."""
     begin = time.monotonic()
     for process, _ in started:
         process.join(max(0.1, timeout - (time.monotonic() - begin)))
@@ -140,7 +141,7 @@ def torchrun_environment(rank, ranks, port):
 
 
 def tail(text, lines=40):
-    """Return the last lines, which contain errors."""
+    """Return the last lines of a log, which contain the errors."""
     return "\n".join(text.splitlines()[-lines:])
 
 
@@ -157,7 +158,7 @@ def _child(command, argv, env, log, stdin):
 
     import torch
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
     torch.set_num_threads(1)
     os.environ.update(env)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -169,7 +170,7 @@ def _child(command, argv, env, log, stdin):
     if stdin is not None:
         sys.stdin = open(stdin)  # noqa: SIM115 - open as long as the process
     sys.argv = argv
-    if "fairseq_tutel.plugin" in sys.modules:  # the log of the registration depends on the arguments
+    if "fairseq_tutel.plugin" in sys.modules:  # the log of register() depends on the arguments
         sys.modules["fairseq_tutel.plugin"].register.cache_clear()
     try:
         if command.startswith("tutel-"):
@@ -177,4 +178,4 @@ def _child(command, argv, env, log, stdin):
         else:
             importlib.import_module("fairseq_cli." + command.replace("-", "_")).cli_main()
     finally:
-        atexit._run_exitfuncs()  # like a command's; Python closes it in a forked child
+        atexit._run_exitfuncs()  # a forked child process skips exit handlers

@@ -1,11 +1,11 @@
-"""Text that a tiny model can learn, binarized by fairseq-preprocess."""
+"""Writes texts that a tiny model can learn, and binarizes them with fairseq-preprocess."""
 
 import numpy as np
 from cli import fairseq
 
 
 def language(folder):
-    """Write and binarize a text of 40 words, each mostly followed by a few words; return its folder."""
+    """Write and binarize a text with 40 different words; return the folder of the binarized data."""
     for split, lines in (("train", 220), ("valid", 24), ("test", 24)):
         write_text(folder / f"{split}.txt", lines, seed=len(split) + lines)
     prefixes = [f"--{s}pref={folder / (s + '.txt')}" for s in ("train", "valid", "test")]
@@ -14,7 +14,8 @@ def language(folder):
 
 
 def translation(folder):
-    """Write and binarize a translation corpus: a target is the reversed source, with other words."""
+    """Write and binarize a translation corpus in which each target is the reversed source with other
+    words."""
     for split, lines in (("train", 160), ("valid", 21), ("test", 21)):
         write_text(folder / f"{split}.de", lines, seed=len(split) + lines, longest=9)
         source = (folder / f"{split}.de").read_text().splitlines()

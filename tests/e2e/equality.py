@@ -5,11 +5,11 @@ import torch
 from cli import fairseq
 from models import lm_args, mt_args
 
-EXEMPT_WITH_ADAM = "k_proj.bias"  # Its exact gradient is zero, and Adam scales the rounding noise up.
+EXEMPT_WITH_ADAM = "k_proj.bias"  # the exact gradient of k_proj.bias is 0; Adam amplifies rounding errors
 
 
 def assert_ranks_agree(kind, data, extra, tmp_path):
-    """Train on 1 rank and on 4 ranks with the same micro-batches; numbers must agree to 1e-5."""
+    """Train on 1 rank and on 4 ranks with equal micro-batches; metrics and weights must agree to 1e-5."""
     make = {"lm": lm_args, "mt": mt_args}[kind]
     results = {}
     for ranks in (1, 4):
@@ -24,7 +24,7 @@ def assert_ranks_agree(kind, data, extra, tmp_path):
 
 
 def learns(run):
-    """Assert that the loss of a training run falls and that its experts are balanced."""
+    """Assert that a training run reduces the loss and logs a balance loss and the load of experts."""
     first, *_ = stats = run.stats("train_inner")
     of = len(stats) // 3
     assert sum(float(log["loss"]) for log in stats[-of:]) < sum(float(log["loss"]) for log in stats[:of])
@@ -33,7 +33,7 @@ def learns(run):
 
 
 def facts_of(checkpoint):
-    """Return the unrounded averages of the current epoch's metrics from the checkpoint."""
+    """Return the unrounded averages of the current epoch's metrics in a checkpoint."""
     aggregators = dict(checkpoint["extra_state"]["metrics"])
     facts = {}
     for _, name, _, state in aggregators["train"]:

@@ -1,4 +1,4 @@
-"""Starts commands in new processes: fairseq-train, torchrun, and nodes that leave and join a job."""
+"""Starts fairseq-train and torchrun in new processes, and simulates nodes that leave and join a job."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ STORE = (
 
 
 class Launched(subprocess.Popen):
-    """A command that may start processes, with the methods of a multiprocessing.Process."""
+    """A started command with the methods of a multiprocessing.Process."""
 
     @property
     def exitcode(self):
@@ -31,14 +31,15 @@ class Launched(subprocess.Popen):
         self.wait()
 
     def kill(self):
-        """Kill the command and its processes, each by ID: torchrun's processes have separate sessions."""
+        """Kill the command and its child processes one by one, because torchrun's ranks have separate
+        sessions."""
         for pid in (*children(self.pid), self.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
 def launch(launcher, words, log, env=None):
-    """Start `python -m LAUNCHER WORDS`; append its output to a log."""
+    """Start `python -m LAUNCHER WORDS`; append the output of this command to a log."""
     command = [sys.executable, "-m", *map(str, launcher), *map(str, words)]
     with open(log, "a") as file:
         return Launched(
@@ -48,22 +49,19 @@ def launch(launcher, words, log, env=None):
 
 
 def torchrun(ranks, *flags):
-    """Return torchrun's arguments that start ranks on this machine."""
+    """Return arguments with which torchrun starts the given number of ranks on this machine."""
     own = ("--nproc_per_node", ranks, "--master_port", free_port(), *flags)
     return ("torch.distributed.run", *own, "-m", "fairseq_tutel.train")
 
 
 def children(pid):
-    """Return the IDs of the processes that a process has started."""
+    """Return the IDs of a process's child processes."""
     found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
     return [int(child) for child in found.stdout.split()]
 
 
 class Cluster:
-    """A simulated cluster on this machine: two nodes with one torchrun agent each, and a store process.
-
-    Each update sleeps for `seconds`.
-    """
+    """A simulated cluster on this machine: two nodes with one torchrun agent each, and a store process."""
 
     def __init__(self, folder, words, seconds=0.7):
         self.folder, self.words, self.port = folder, words, free_port()
@@ -92,7 +90,7 @@ class Cluster:
         self.wait_until(listens)
 
     def lose(self, node):
-        """Kill a node: its agent, and the ranks that the agent started."""
+        """Kill the torchrun agent of a node and the ranks that the agent started."""
         agent = self.agents.pop(node)
         agent.kill()
         agent.wait()
@@ -108,7 +106,7 @@ class Cluster:
             time.sleep(0.2)
 
     def has_ended(self):
-        """Whether the agents of all nodes have ended without an error."""
+        """Return whether the torchrun agents of all nodes have ended without an error."""
         return all(agent.poll() == 0 for agent in self.agents.values())
 
     def close(self):

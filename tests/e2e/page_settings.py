@@ -1,6 +1,6 @@
-"""Settings for the tests of commands and Python blocks in README.md and docs/: files, sizes, exceptions."""
+"""Settings for the tests that run the commands and Python blocks of README.md and docs/."""
 
-# First words of commands that the tests of the pages do not run -> the reason.
+# For each page: the first words of each command that is not run, and the reason.
 NOT_RUN = {
     "README.md": {
         "make setup": "installs; the continuous integration runs it",
@@ -54,14 +54,14 @@ NOT_RUN = {
         "examples/vision.sh": "hours",
     },
 }  # fmt: skip
-# The tests run every command that is not in NOT_RUN. Its first word must be one of these programs.
+# The programs that commands on the pages may start.
 PROGRAMS = {
     "cat", "fairseq-eval-lm", "fairseq-generate", "fairseq-hydra-train", "fairseq-preprocess",
     "fairseq-score", "fairseq-train", "fairseq-tutel", "fairseq-validate", "grep", "mkdir", "python",
     "torchrun",
 }  # fmt: skip
 
-# Replacements for a reader's placeholders, and for numbers of ranks.
+# For each page: texts in commands, and the replacements for the tests.
 EDITS = {
     "README.md": [("--beam 5", "--beam 1 --max-len-b 5"), ("Hund\")", "Hund\", beam=1, max_len_b=5)")],
     "docs/checkpoints.md": [
@@ -79,7 +79,7 @@ EDITS = {
     ],
     "docs/report.md": [("ein kleiner Hund", "w1 w2"), ("eine große Katze", "w3")],
 }  # fmt: skip
-# Page -> names on this page -> files of the fixture `shelf` that replace the names.
+# For each page: file names in commands, and the files of the fixture `shelf` that replace these names.
 FILES = {
     "docs/checkpoints.md": {"SAVE": "mt", "SAVE_DIR": "nothing", "DENSE.pt": "dense/checkpoint_best.pt"},
     "docs/daily_use.md": {
@@ -109,7 +109,7 @@ FILES = {
     "docs/vision.md": {"vision": "vision"},
 }  # fmt: skip
 INIT = "import torch.distributed as dist; dist.init_process_group('gloo')"
-# Pages whose Python blocks need several ranks -> launcher, and replacements for placeholders.
+# For each page whose Python blocks need several ranks: the launcher, and replacements in the code.
 PYTHON = {
     "docs/parallelism.md": (
         ["torchrun", "--nproc_per_node", "4"],
@@ -131,7 +131,7 @@ PYTHON = {
     ),
 }  # fmt: skip
 
-# Small sizes: after --arch (a page's flags override these), and at the end of every training command.
+# Flags for small models, which the tests add after --arch, so that later flags of a page override them.
 LM_SIZES = """
     --decoder-layers 2 --decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16
     --decoder-ffn-embed-dim 32 --decoder-attention-heads 2
@@ -145,7 +145,7 @@ HYDRA_SMALL = ["optimization.max_update=2", "dataset.required_batch_size_multipl
 SMALL = ["--num-workers", "0", "--required-batch-size-multiple", "1"]
 UPDATES = {"docs/ensembles.md": ["--max-epoch", "1"]}
 TWO_UPDATES = ["--max-update", "2"]
-# The flags that replace `…` on a page, unless the command already has them.
+# Flags that replace the placeholder `…` in a command, except flags that the command already has.
 TRAIN = "DATA_BIN --user-dir user_dir --arch moe_… …"
 LM_FLAGS = {
     "--task": "moe_language_modeling", "--arch": "moe_transformer_lm_gpt", "--optimizer": "moe_adam",
@@ -155,7 +155,7 @@ MT_FLAGS = {
     "--task": "moe_translation", "--arch": "moe_transformer_iwslt_de_en", "--optimizer": "moe_adam",
     "--criterion": "moe_label_smoothed_cross_entropy", "--lr": "0.01", "--max-tokens": "400",
 }  # fmt: skip
-# The checkpoints of the fixture `shelf` to average.
+# Flags to train the checkpoints that commands on the pages average.
 KEPT = "--save-interval-updates 2 --keep-best-checkpoints 5 --max-tokens 400 --max-epoch 9 --store-ema"
 STOCK = "--task translation --criterion label_smoothed_cross_entropy --optimizer adam"
 MOE_FLAGS = {"--moe-freq": "1", "--moe-expert-count": "4"}

@@ -1,4 +1,4 @@
-"""Parses an HTML page of `report`."""
+"""Parses an HTML page that `fairseq-tutel report` writes."""
 
 import base64
 from html.parser import HTMLParser
@@ -9,7 +9,7 @@ HREF = "{http://www.w3.org/1999/xlink}href"
 
 
 class Page(HTMLParser):
-    """A parsed page; the parser fails at the first tag that is not closed correctly."""
+    """A parsed HTML page. Parsing fails at the first tag that is not closed correctly."""
 
     def __init__(self, text):
         super().__init__()
@@ -40,7 +40,7 @@ class Page(HTMLParser):
             self.cells.append(data)
 
     def pictures(self, section):
-        """Return (alternative text, SVG) of every picture of a section."""
+        """Return the alternative text and the SVG tree of every picture of a section."""
         return [(alt, svg) for name, alt, svg in self.images if name == section]
 
 

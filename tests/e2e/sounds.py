@@ -1,4 +1,4 @@
-"""Speech that a tiny model can learn: every letter is a tone, and the text lists the letters."""
+"""Writes sound files that a tiny speech model can learn; each letter of the text is a tone."""
 
 import importlib.util
 import math
@@ -11,14 +11,15 @@ from cli import ROOT
 
 RATE = 16000
 LETTERS = "abcdef"
-STEPS_A_LETTER = 4  # frames of 20 ms, as in wav2vec2 and for labels
+STEPS_A_LETTER = 4  # the tone of a letter lasts 4 frames of 20 ms each
 
 
 def tones(folder):
-    """Write utterances of 2 to 5 letters, and lists of them; return the folder.
+    """Write sound files and fairseq's lists of these files; return the folder.
 
     For each split, SPLIT.tsv is fairseq's manifest, SPLIT.ltr has the text, and SPLIT.km has one label per
-    frame. The sounds are in a subfolder, because fairseq would treat their names as those of splits.
+    frame. The sound files are in a subfolder, because fairseq would take a file name for the name of a
+    split.
     """
     (folder / "wav").mkdir(parents=True)
     for name in ("ltr", "km"):
@@ -38,7 +39,8 @@ def tones(folder):
 
 
 def banks(sounds, folder):
-    """Write the filter banks of these sounds with examples/filter_banks.py; return the folder."""
+    """Compute filter banks of sound files with examples/filter_banks.py; return the folder of the filter
+    banks."""
     spec = importlib.util.spec_from_file_location("banks", ROOT / "examples" / "filter_banks.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -52,7 +54,7 @@ def banks(sounds, folder):
 
 
 def _play(path, letters, rng):
-    """Write a .wav file with a tone for each letter; return its number of samples."""
+    """Write a .wav file with a tone for each letter; return the number of audio samples."""
     time = np.arange(int(0.02 * STEPS_A_LETTER * RATE)) / RATE
     wave_of = [np.sin(2 * math.pi * (300 + 250 * of) * time) for of in letters]
     samples = np.concatenate(wave_of) * 0.5 + rng.normal(scale=0.01, size=len(time) * len(letters))

@@ -1,4 +1,4 @@
-"""Sharded checkpoints that threads write during training equal those of a blocking save."""
+"""Sharded checkpoints that threads write during training equal checkpoints that a blocking save writes."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ FLAGS = {
 
 @pytest.fixture(scope="module")
 def in_background(lm_data, tmp_path_factory):
-    """Return a function from a case of `FLAGS` to the folder of its run with background saves."""
+    """Return a function that trains with background saves and returns the folder of the run."""
     folders = {}
 
     def of(case):
@@ -56,7 +56,7 @@ def in_background(lm_data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[LONG] * (c != "kept")) for c in FLAGS])
-def test_files_and_bits_equal_those_of_a_blocking_save(lm_data, tmp_path, in_background, case):
+def test_a_background_save_writes_the_same_files_as_a_blocking_save(lm_data, tmp_path, in_background, case):
     ranks, flags = FLAGS[case]
     _train(lm_data, tmp_path, ranks, *SHARDED, *flags)
     names = [sorted(path.name for path in (f / "save").iterdir()) for f in (tmp_path, in_background(case))]
@@ -66,7 +66,7 @@ def test_files_and_bits_equal_those_of_a_blocking_save(lm_data, tmp_path, in_bac
             _same(tmp_path, in_background(case), name)
 
 
-# The first save waits until the fourth update is done.
+# A --user-dir that delays the writing of experts until update 4 is done.
 SLOW = """
 import threading
 from fairseq.trainer import Trainer
@@ -86,15 +86,16 @@ experts.write_file, Trainer.train_step = write_slowly, train
 """
 
 
-def test_training_continues_while_threads_write(lm_data, tmp_path):
-    """Updates continue while a thread waits. The checkpoint has the weights of the update that it names."""
+def test_training_continues_while_threads_write_a_checkpoint(lm_data, tmp_path):
+    """While a thread writes the checkpoint of update 2, training continues without changing this
+    checkpoint."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "__init__.py").write_text(SLOW)
     flags = (*ASYNC, "--user-dir", tmp_path / "slow", "--disable-validation", "--max-update", 4)
     log = fairseq("train", *_words(lm_data, tmp_path, *flags)).logs[0]
     committed = log.index("Saved checkpoint")
     assert log.index("update 2 in the background") < log.index('"num_updates": "3"') < committed
-    assert log.index("update 4 in the background") > committed  # the next save waits for the previous one
+    assert log.index("update 4 in the background") > committed  # the next save waits for the previous save
     first = torch.load(tmp_path / "save" / "checkpoint_1_2.pt", weights_only=False)
     assert first["optimizer_history"][-1]["num_updates"] == 2
 
@@ -110,7 +111,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[LONG] * (c != "kill of a writing thread")) for c in FAULTS]
 )
-def test_a_run_continues_exactly_after_a_failed_save(lm_data, tmp_path, in_background, case):
+def test_a_run_resumed_after_a_failed_save_ends_with_equal_weights(lm_data, tmp_path, in_background, case):
     words, env = _words(lm_data, tmp_path, *ASYNC, *KEPT), environment(tmp_path, FAULTS[case])
     run = wait(start("train", *words, ranks=2, env=env))
     assert 0 not in run.exit_codes

@@ -1,4 +1,4 @@
-"""Checkpoints through the command line: files are complete or absent, and unsuitable files are refused."""
+"""If a training run fails, the last checkpoint stays; a bad checkpoint is refused."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from models import lm_args
 
 from fairseq_tutel.plugin.training.save import writing
 
-# The fault, and the start of the log's last line.
+# Name of a fault -> the fault to inject into training, and a pattern of the last log line.
 FAULTS = {
     "memory": (
         Trial(what="oom", place="train", when=3, rank=1),
@@ -41,7 +41,8 @@ def test_a_fault_ends_every_rank_with_an_error_and_keeps_the_last_checkpoint(lm_
 
 
 def test_a_save_dir_that_another_run_uses_is_refused_on_all_ranks(lm_data, tmp_path):
-    """Dense models are refused too. In this test, the other run is this process."""
+    """The test process holds the lock of --save-dir, so a second training run, even of a dense model, is
+    refused."""
     dense = [
         lm_data, "--user-dir", USER_DIR, "--task", "language_modeling", "--arch", "transformer_lm",
         "--optimizer", "adam", "--batch-size", 4, "--save-dir", tmp_path,
@@ -56,7 +57,7 @@ def test_a_save_dir_that_another_run_uses_is_refused_on_all_ranks(lm_data, tmp_p
 
 @pytest.fixture(scope="module")
 def saved(lm_data, tmp_path_factory):
-    """A checkpoint after one update."""
+    """The checkpoint of a language model after one update."""
     folder = tmp_path_factory.mktemp("saved")
     fairseq("train", *lm_args(lm_data, folder, "--disable-validation", updates=1))
     return folder / "checkpoint_last.pt"
@@ -69,9 +70,7 @@ def saved(lm_data, tmp_path_factory):
         (("--moe-freq", 2), "does not fit this model (Error(s) in loading state_dict"),
     ],
 )
-def test_a_truncated_checkpoint_and_one_of_another_model_are_refused(
-    lm_data, saved, tmp_path, option, named
-):
+def test_a_truncated_checkpoint_or_one_of_another_model_is_refused(lm_data, saved, tmp_path, option, named):
     path = shutil.copy(saved, tmp_path)
     if not option:
         os.truncate(path, 4096)

@@ -1,4 +1,4 @@
-"""Every fairseq command with a MoE model, through the real command line."""
+"""Runs every fairseq command with a MoE model."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from cli import HYDRA, ROOT, USER_DIR, fairseq
 from models import lm_args, mt_args
 
 PACKAGE = str(ROOT / "fairseq_tutel")
-ALL = ("--required-batch-size-multiple", 1)  # no sentence is dropped, even in a smaller last batch
+ALL = ("--required-batch-size-multiple", 1)  # fairseq keeps a last batch with fewer sentences
 EXPERT_METRICS = {
     "moe_gate_loss", "moe_gshard_loss", "entropy_gating", "expert1_balance_top",
     "expert1_balance_bottom", "unused_expert1_count", "overflow_expert1", "expert2_balance_top",
@@ -19,7 +19,7 @@ EXPERT_METRICS = {
 
 @pytest.fixture(scope="module")
 def lm(lm_data, tmp_path_factory):
-    """A language model that two ranks trained, and its training run."""
+    """The folder of a language model that two ranks trained, and the finished training command."""
     folder = tmp_path_factory.mktemp("lm-run")
     extra = ("--record-a2a-perf-stats", "--lr", 0.02)
     return folder, fairseq("train", *lm_args(lm_data, folder, *extra, updates=40), ranks=2)
@@ -27,14 +27,14 @@ def lm(lm_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mt(mt_data, tmp_path_factory):
-    """A translation model that two ranks trained with --eval-bleu, and its training run."""
+    """The folder of a translation model that two ranks trained, and the finished training command."""
     folder = tmp_path_factory.mktemp("mt-run")
     bleu = ("--eval-bleu", "--eval-bleu-args", '{"beam": 2, "max_len_b": 12}')
-    words = (*bleu, "--user-dir", PACKAGE)  # the folder of the package can also be the --user-dir
+    words = (*bleu, "--user-dir", PACKAGE)  # the package folder can be the --user-dir
     return folder, fairseq("train", *mt_args(mt_data, folder, *words, updates=8), ranks=2)
 
 
-def test_training_logs_loss_and_expert_metrics_and_learns(lm):
+def test_training_reduces_the_loss_and_logs_expert_metrics(lm):
     _, run = lm
     first, *_, last = run.stats("train_inner")
     assert first.keys() >= EXPERT_METRICS | {"loss", "nll_loss", "ppl", "gnorm", "clip"}
@@ -67,7 +67,7 @@ def test_validate_gives_the_validation_loss_of_the_training_run(lm, lm_data):
     assert float(found.stats("valid")[-1]["valid_loss"]) == pytest.approx(expected, abs=0.02)
 
 
-def test_interactive_continues_a_line(lm, lm_data, tmp_path):
+def test_interactive_continues_a_line_of_text(lm, lm_data, tmp_path):
     (tmp_path / "in.txt").write_text("w1 w3 w9\nw2\n")
     found = fairseq(
         "interactive", lm_data, "--user-dir", USER_DIR, "--task", "language_modeling",
@@ -95,12 +95,12 @@ def test_generate_and_interactive_give_equal_translations(mt, mt_data, tmp_path)
     one = fairseq(
         "interactive", mt_data, "--user-dir", USER_DIR, *path, "--input", tmp_path / "in.txt",
     )  # fmt: skip
-    # One sentence at a time or seven in a batch: no token is dropped, so the outputs agree.
+    # The outputs do not depend on the batch size, because the experts drop no assignment.
     found = re.findall(r"^H-\d+\t\S+\t(.*)$", one.output, re.M)
     assert found == [expected[k] for k in keys]
 
 
-def test_generate_on_two_ranks_has_all_experts_on_each_rank(mt, mt_data):
+def test_generate_on_two_ranks_outputs_every_sentence(mt, mt_data):
     run = fairseq(
         "generate", mt_data, "--user-dir", USER_DIR, "--path", mt[0] / "checkpoint_last.pt",
         "--beam", 2, "--max-len-b", 8, "--batch-size", 5, *ALL, ranks=2,
@@ -109,7 +109,7 @@ def test_generate_on_two_ranks_has_all_experts_on_each_rank(mt, mt_data):
     assert found == {str(i) for i in range(21)}
 
 
-def test_hydra_trains_the_committed_configuration(lm_data, tmp_path):
+def test_hydra_trains_a_configuration_of_this_repository(lm_data, tmp_path):
     run = fairseq(
         "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm", f"task.data={lm_data}",
         f"checkpoint.save_dir={tmp_path}", "optimization.max_update=2", "dataset.num_workers=0",
@@ -122,7 +122,7 @@ def test_hydra_trains_the_committed_configuration(lm_data, tmp_path):
     assert any("fc1.experts.fc1_weight" in key for key in saved["model"])
 
 
-def test_fairseq_task_criterion_and_optimizer_run_and_log_what_is_missing(lm_data, tmp_path):
+def test_experts_train_with_the_task_and_criterion_of_fairseq_without_a_balance_loss(lm_data, tmp_path):
     stock = ("--task", "language_modeling", "--criterion", "cross_entropy", "--optimizer", "adam")
     args = lm_args(lm_data, tmp_path, *stock, "--disable-validation", updates=2)
     run = fairseq("train", *args, ranks=2)

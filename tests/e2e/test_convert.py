@@ -1,4 +1,4 @@
-"""Converted checkpoints in the real commands: MoE layers compute the same as those of Meta and Tutel."""
+"""Converted checkpoints of Meta and Tutel give the outputs of Meta's and Tutel's MoE layers."""
 
 import dataclasses
 import math
@@ -14,13 +14,13 @@ WATCHING = str(Path(__file__).parent / "watching_user_dir")
 
 
 def words_of(data, language):
-    """Return the size of a dictionary, which fairseq pads to a multiple of 8."""
+    """Return the vocabulary size of a dictionary, which fairseq pads to a multiple of 8."""
     lines = len((data / f"dict{language}.txt").read_text().splitlines())
     return (lines + 4 + 7) // 8 * 8
 
 
 def evaluated(data, path, folder):
-    """Evaluate a language model; return the file with the recorded calls of its MoE layers."""
+    """Evaluate a language model; return the file that records inputs and outputs of its MoE layers."""
     watched = folder / "watched.pt"
     run = fairseq(
         "eval-lm", data, "--user-dir", WATCHING, "--path", path, "--gen-subset", "valid",
@@ -31,7 +31,8 @@ def evaluated(data, path, folder):
 
 
 def equals_the_layer_by_loops(meta, path):
-    """Compare recorded outputs with Meta's layer for tokens without padding; return the number of drops."""
+    """Compare recorded outputs with Meta's layer, padding excepted; return the number of dropped
+    assignments."""
     dropped, calls = 0, torch.load(path)
     assert {name.removesuffix(".fc1") for name, *_ in calls} == set(meta.moe_layers())
     for name, x_TBD, mask, y_TBD in calls:
@@ -45,7 +46,6 @@ def equals_the_layer_by_loops(meta, path):
     return dropped
 
 
-# Top-2, batch-prioritized, normalized before dropping, with the training capacity, and relu.
 LANGUAGE_MODEL = {
     "moe_batch_prioritized_routing": True, "moe_normalize_gate_prob_before_dropping": True,
     "moe_eval_capacity_token_fraction": -1.0, "activation_fn": "relu", "moe_eom": 0.2, "moe_fom": 0.1,
@@ -53,7 +53,7 @@ LANGUAGE_MODEL = {
 }  # fmt: skip
 
 
-def test_convert_of_meta_s_language_model_evaluates_as_meta_s_layer(lm_data, tmp_path):
+def test_a_converted_language_model_of_meta_computes_the_outputs_of_meta_s_layer(lm_data, tmp_path):
     meta = Meta(words_of(lm_data, ""), options=LANGUAGE_MODEL)
     meta_format.write(meta, tmp_path / "best")
     convert("meta", "--input", tmp_path / "best.pt", "--output", tmp_path / "ours.pt")
@@ -61,7 +61,7 @@ def test_convert_of_meta_s_language_model_evaluates_as_meta_s_layer(lm_data, tmp
     assert equals_the_layer_by_loops(meta, watched) > 0
 
 
-def test_convert_of_meta_s_translation_model_translates_as_meta_s_layer(mt_data, tmp_path):
+def test_a_converted_translation_model_of_meta_computes_the_outputs_of_meta_s_layer(mt_data, tmp_path):
     options = {
         "moe_eval_capacity_token_fraction": 0.02, "moe_eval_capacity_max_seqlen": True,
         "use_moe_pad_mask": True,
@@ -79,7 +79,7 @@ def test_convert_of_meta_s_translation_model_translates_as_meta_s_layer(mt_data,
     assert equals_the_layer_by_loops(meta, watched) > 0
 
 
-def test_convert_of_tutel_s_fairseq_example_evaluates_as_its_layer(lm_data, tmp_path):
+def test_a_converted_model_of_tutel_s_fairseq_example_computes_the_outputs_of_tutel(lm_data, tmp_path):
     options = {"activation_fn": "gelu", "share_decoder_input_output_embed": True}
     meta = Meta(words_of(lm_data, ""), ranks=4, options=options)
     for rank in range(4):
@@ -89,7 +89,7 @@ def test_convert_of_tutel_s_fairseq_example_evaluates_as_its_layer(lm_data, tmp_
     assert "L_AUX_WT" in printed
     watched = evaluated(lm_data, tmp_path / "ours.pt", tmp_path)
     computed = {
-        "activation_fn": "linear",  # the example's experts have no activation
+        "activation_fn": "linear",  # experts of Tutel's example have no activation
         "moe_normalize_gate_prob_before_dropping": True,
         "moe_eval_capacity_token_fraction": 1.0,
     }

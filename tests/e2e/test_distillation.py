@@ -1,4 +1,4 @@
-"""Distillation from a teacher, through the real command line."""
+"""Trains student models with distillation from a teacher, through fairseq-train."""
 
 import shutil
 
@@ -22,7 +22,7 @@ def distill(*extra, criterion="moe_cross_entropy"):
 
 @pytest.fixture(scope="module")
 def teacher(lm_data, tmp_path_factory):
-    """A language model of two layers with four experts, in a sharded checkpoint."""
+    """The sharded checkpoint of a teacher, a language model with experts."""
     folder = tmp_path_factory.mktemp("teacher")
     sharded = ("--moe-checkpoint", "sharded", "--dropout", 0.1)
     fairseq("train", *lm_args(lm_data, folder, *sharded, updates=4))
@@ -30,7 +30,7 @@ def teacher(lm_data, tmp_path_factory):
 
 
 def student(data, folder, teacher, *extra, criterion="moe_cross_entropy", updates=4, **options):
-    """Train a student of one layer; return the run."""
+    """Train a student with one layer and return the finished command."""
     asks = ("--distill-teacher", teacher) if teacher else ()
     words = distill(*asks, *extra, criterion=criterion)
     return fairseq(
@@ -40,10 +40,10 @@ def student(data, folder, teacher, *extra, criterion="moe_cross_entropy", update
     )
 
 
-def test_distillation_ends_at_its_update_and_the_run_resumes_with_either_criterion(
+def test_distillation_ends_at_the_given_update_and_the_run_resumes_without_a_teacher(
     lm_data, teacher, tmp_path
 ):
-    """After --distill-until, moe_distillation computes the same loss as --distill-criterion."""
+    """After the update of --distill-until, moe_distillation computes the loss of --distill-criterion."""
     sgd = ("--optimizer", "moe_sgd", "--save-interval-updates", 1)
     run = student(lm_data, tmp_path / "whole", teacher, "--distill-until", 1, *sgd, updates=2)
     of_teacher = [record["distill_loss"] for record in run.stats("train_inner")]
@@ -60,8 +60,8 @@ SHARED = ("--distill-teacher-parallel-size", 2, "--moe-expert-parallel-size", 2)
 
 
 @pytest.mark.parametrize("extra", [(), pytest.param(SHARED, marks=LONG)], ids=["each", "shared"])
-def test_two_ranks_train_like_one(lm_data, teacher, extra, tmp_path):
-    """With --distill-in-validation; the number of batches is odd, so a rank gets an empty batch."""
+def test_two_ranks_train_the_same_student_as_one_rank(lm_data, teacher, extra, tmp_path):
+    """In this test, the number of validation batches is odd, so one rank gets an empty batch."""
     words = ("--optimizer", "moe_sgd", "--distill-in-validation", "--max-epoch", 1, "--batch-size", 24)
     facts = {}
     for ranks in (1, 2):

@@ -1,4 +1,4 @@
-"""With --moe-micro-batches, a run that loses and gains ranks trains like a run with constant ranks."""
+"""With --moe-micro-batches, a run that loses and gains ranks gives the model of a run on one rank."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from models import lm_args
 PLACES = str(Path(__file__).parents[1] / "faults" / "faulty_places")
 SLOW = str(Path(__file__).parent / "slow_user_dir")
 SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
-# Random numbers do not depend on the number of ranks either.
+# Dropout and gate noise draw the same random numbers on any number of ranks.
 DROPOUT = ("--dropout", 0.1, "--moe-gate-noise", 1)
 SAVES = ("--save-interval-updates", 2, "--disable-validation")
 
@@ -22,8 +22,8 @@ def _words(data, folder, size, *extra, updates):
     return lm_args(data, folder, *SGD, *SAVES, "--moe-micro-batches", size, *extra, updates=updates)
 
 
-def test_three_ranks_and_one_train_as_one_rank(lm_data, tmp_path):
-    """With four micro-batches on three ranks, two ranks have an empty micro-batch in every update."""
+def test_a_run_resumed_on_three_ranks_and_then_on_one_equals_a_run_on_one_rank(lm_data, tmp_path):
+    """Three ranks share four micro-batches, so two ranks run an empty micro-batch in every update."""
     one, three = tmp_path / "one", tmp_path / "three"
     # An epoch has four updates; the last update has fewer micro-batches.
     kind = ("--batch-size", 16, "--moe-balance-bias", "--moe-capacity-factor", 1, *DROPOUT)
@@ -38,10 +38,10 @@ def test_three_ranks_and_one_train_as_one_rank(lm_data, tmp_path):
 
 
 @pytest.mark.long
-def test_a_node_is_lost_and_another_one_joins(lm_data, tmp_path):
-    """The store runs outside of the nodes, so any node may be lost."""
+def test_training_continues_after_one_node_is_lost_and_another_joins(lm_data, tmp_path):
+    """torch's rendezvous store runs outside of the nodes, so the run survives the loss of any node."""
     lost = 0
-    # With seed 2, two logits of a token are almost equal in update 5, so rounding would swap its experts.
+    # With seed 2, two gate logits of a token are almost equal, so rounding could change the chosen experts.
     seed = ("--seed", 4)
     words = _words(lm_data, tmp_path / "save", 4, "--user-dir", SLOW, *seed, updates=60)
     cluster = Cluster(tmp_path, words)
@@ -64,7 +64,8 @@ def test_a_node_is_lost_and_another_one_joins(lm_data, tmp_path):
         cluster.wait_until(cluster.has_ended)
     finally:
         cluster.close()
-    # When a node joins, torchrun sends SIGTERM to the ranks, which then save. So no update is repeated.
+    # When a node joins, torchrun sends SIGTERM to the ranks. After SIGTERM, the ranks save, so training
+    # repeats no update.
     saved = re.findall(r"a rank received a signal; update (\d+) is saved in", cluster.log())
     assert saved and f"@ {saved[-1]} updates)" in cluster.log()
     fairseq("train", *_words(lm_data, tmp_path / "one", 4, *seed, updates=60))

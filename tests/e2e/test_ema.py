@@ -1,4 +1,4 @@
-"""--store-ema on several ranks: a checkpoint has the average of all experts, for any number of ranks."""
+"""With --store-ema, a checkpoint has the moving average of all experts, for any number of ranks."""
 
 import re
 from pathlib import Path
@@ -14,11 +14,11 @@ from fairseq_tutel.checkpoint.shards import bind, is_record, unbind
 
 LAST = "checkpoint_last.pt"
 
-DECAY = 0.75  # sums of powers of two, so that all orders of summation round equally
+DECAY = 0.75  # fp32 represents 0.75 exactly
 AVERAGED = ("--store-ema", "--ema-decay", DECAY, "--save-interval-updates", 1, "--disable-validation")
 SHARDED = ("--moe-checkpoint", "sharded")
 WIDE = ("--bf16", "--ema-fp32")
-# The ranks of each start, and its options besides --moe-micro-batches; each trains one or two more updates.
+# Each test case is a list of runs (ranks, last update, flags), and the flags of all runs.
 CASES = {
     "full": ([(2, 2, ()), (1, 3, ())], ()),
     "sharded, bf16": ([(1, 2, SHARDED), (2, 4, (*SHARDED, "--moe-save-async"))], WIDE),
@@ -48,14 +48,14 @@ def _load(path):
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES]
 )
-def test_the_average_is_that_of_the_saved_weights(lm_data, tmp_path, case):
+def test_the_saved_average_is_the_moving_average_of_the_saved_weights(lm_data, tmp_path, case):
     starts, flags = CASES[case]
     for ranks, updates, own in starts:
         filled = [str(flag).format(most=min(ranks, 4)) for flag in flags]
         words = (*AVERAGED, "--moe-micro-batches", 4, *filled, *own)
         fairseq("train", *lm_args(lm_data, tmp_path, *words, updates=updates), ranks=ranks)
     saved = [_load(tmp_path / f"checkpoint_1_{update}.pt") for update in range(1, updates + 1)]
-    # The average starts after update 1.
+    # After update 1, the average equals the weights.
     average = {key: value.float() for key, value in saved[0]["model"].items()}
     for state in saved:
         extra = state["extra_state"]
@@ -74,8 +74,8 @@ def test_the_average_is_that_of_the_saved_weights(lm_data, tmp_path, case):
     assert not torch.allclose(average["decoder.layers.0.fc1.experts.fc1_weight"], moved, atol=1e-4)
 
 
-def test_a_run_starts_an_average_and_tools_keep_it_or_write_it_as_weights(lm_data, tmp_path):
-    """With a decay of 1, the average stays equal to the weights of the checkpoint without an average."""
+def test_a_resumed_run_can_start_a_moving_average_that_tools_keep(lm_data, tmp_path):
+    """With a decay of 1, a moving average never changes."""
     saved, full, again = (tmp_path / name for name in ("saved", "full", "again"))
     full.mkdir()
     again.mkdir()

@@ -1,4 +1,4 @@
-"""Ensembles and confident multiple choice learning through the real command lines."""
+"""Trains ensembles, with and without confident multiple choice learning, through fairseq-train."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def trained(request, lm_data, tmp_path_factory):
 @pytest.mark.parametrize(
     "trained", [pytest.param("dense", marks=pytest.mark.long), "experts"], indirect=True
 )
-def test_two_ranks_train_the_same_ensemble_as_one(trained, lm_data, tmp_path):
+def test_two_ranks_train_the_same_ensemble_as_one_rank(trained, lm_data, tmp_path):
     kind, folder, run = trained
     fairseq("train", *lm_args(lm_data, tmp_path, "--update-freq", 1, kind=kind), ranks=2)
     expected, found = load(folder), load(tmp_path)
@@ -77,7 +77,7 @@ def test_an_ensemble_opens_as_one_model_and_as_separate_members(trained, lm_data
     convert("members", "--input", folder / "checkpoint_last.pt", "--output", tmp_path / "members")
     paths = [tmp_path / "members" / f"member{m}.pt" for m in range(SIZE)]
     alone = fairseq("eval-lm", *data, "--path", paths[1])
-    # A member is uncertain about samples that other members have learned.
+    # A single member predicts worse than the ensemble, because each member learns only some samples.
     assert 0 < loss_of(one) < loss_of(alone)
     of_ensemble, of_member = load(folder)["model"], torch.load(paths[1], weights_only=False)["model"]
     same_bits({key: of_ensemble[f"members.1.{key}"] for key in of_member}, of_member)
@@ -94,7 +94,7 @@ EXAMPLE = str(ROOT / "examples" / "cmcl")
 
 
 def images(folder):
-    """Write 96 images of 3 classes that a tiny network can tell apart; return the folder."""
+    """Write image files with 3 classes that a tiny network can learn; return the folder."""
     rng = np.random.default_rng(0)
     folder.mkdir()
     for split, count in (("train", 96), ("valid", 30)):
@@ -116,7 +116,7 @@ def image_args(data, folder):
     ]  # fmt: skip
 
 
-def test_images_are_learned_by_some_members(tmp_path):
+def test_each_image_is_learned_by_some_member_of_an_ensemble(tmp_path):
     data = images(tmp_path / "data")
     run = fairseq("train", *image_args(data, tmp_path / "run"))
     last = run.stats("valid")[-1]

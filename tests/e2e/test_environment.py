@@ -1,4 +1,4 @@
-"""`fairseq-tutel env`: its output here, without fairseq, and with an unrelated package named apex."""
+"""Tests of `fairseq-tutel env`, which prints versions and devices, with and without fairseq."""
 
 import sys
 
@@ -13,7 +13,7 @@ def _env():
     return {name.strip(): value for name, _, value in lines}
 
 
-def test_env_prints_versions_devices_and_reasons():
+def test_env_prints_versions_devices_and_unavailable_features():
     facts = _env()
     assert facts["fairseq-tutel"] == fairseq_tutel.__version__
     assert facts["torch"] == torch.__version__

@@ -1,4 +1,4 @@
-"""Expert statistics in the real commands: collecting, pruning and caching."""
+"""Collects expert statistics with `fairseq-tutel tokens`, and prunes experts with these statistics."""
 
 import json
 import re
@@ -20,7 +20,7 @@ EXPERTS = 4
 
 @pytest.fixture(scope="module")
 def mt(mt_data, tmp_path_factory):
-    """A translation model in a sharded checkpoint, and the statistics of its experts on the split valid."""
+    """The sharded checkpoint of a translation model, next to a file with expert statistics."""
     save = tmp_path_factory.mktemp("statistics")
     fairseq("train", *mt_args(mt_data, save, *SHARDED, updates=2))
     collect(save / "checkpoint_last.pt", mt_data, save / "use.json")
@@ -28,7 +28,7 @@ def mt(mt_data, tmp_path_factory):
 
 
 def collect(path, data, output, *extra):
-    """Run `tokens --output-statistics`; return the file's language pairs."""
+    """Run `tokens --output-statistics`; return the statistics of each language pair."""
     page = output.with_suffix(".html")
     printed = tool("tokens", path, data, "--output", page, "--output-statistics", output, *extra)
     assert f"wrote {page}\nwrote {output}\n" in printed
@@ -37,7 +37,7 @@ def collect(path, data, output, *extra):
     return found["pairs"]
 
 
-def test_the_statistics_equal_those_of_the_gate(mt, mt_data):
+def test_the_expert_statistics_match_the_probabilities_of_the_gate(mt, mt_data):
     (layers,) = json.loads((mt.parent / "use.json").read_text())["pairs"].values()
     assert list(layers) == ["encoder_0", "encoder_1", "decoder_0", "decoder_1"]
     opened = ft.from_checkpoint(mt, mt_data)
@@ -60,7 +60,7 @@ def test_the_statistics_equal_those_of_the_gate(mt, mt_data):
         assert found["load"][e] == pytest.approx(load, abs=1e-6)
 
 
-def test_language_pairs_of_a_multilingual_model_have_separate_statistics(tmp_path):
+def test_each_language_pair_of_a_multilingual_model_has_separate_statistics(tmp_path):
     data = translation(tmp_path)
     task = (*BOTH, "--encoder-langtok", "src", "--decoder-langtok")
     fairseq("train", *mt_args(data, tmp_path / "one", *task, "--disable-validation", updates=2))
@@ -80,7 +80,7 @@ def test_language_pairs_of_a_multilingual_model_have_separate_statistics(tmp_pat
     assert isinstance(model.translate("w1 w2"), str)
 
 
-def test_an_automatic_cache_gives_the_same_output_and_reads_each_expert_once(mt, mt_data):
+def test_an_automatic_expert_cache_keeps_the_output_and_reads_each_expert_once(mt, mt_data):
     expected, _ = generate(mt_data, mt)
     lines, run = generate(mt_data, mt, "--moe-expert-store", "on-demand", "--moe-expert-cache", "auto")
     assert lines == expected
@@ -89,8 +89,8 @@ def test_an_automatic_cache_gives_the_same_output_and_reads_each_expert_once(mt,
     assert found["fetches"] <= 4 * EXPERTS and found["peak_experts"] == found["fetches"]
 
 
-def test_opening_reads_no_expert(mt, mt_data, tmp_path):
-    """The shard files are empty, so reading an expert would raise an error."""
+def test_opening_a_model_with_offloaded_experts_reads_no_expert(mt, mt_data, tmp_path):
+    """The test empties the files of all experts, so reading an expert would raise an error."""
     shutil.copytree(mt.parent, tmp_path / "empty")
     files = sorted((tmp_path / "empty/experts").rglob("*.safetensors"))
     assert files

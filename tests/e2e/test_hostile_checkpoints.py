@@ -8,7 +8,7 @@ from models import lm_args
 import fairseq_tutel
 
 
-def test_no_command_runs_code_of_a_file(lm_data, tmp_path):
+def test_no_command_runs_python_code_in_a_checkpoint(lm_data, tmp_path):
     fairseq("train", *lm_args(lm_data, tmp_path, updates=1))
     state, bad = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False), tmp_path / "bad.pt"
     code = f"[500+0*__import__('os').system('touch {tmp_path / 'ran'}'),1000]"

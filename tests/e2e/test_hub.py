@@ -1,4 +1,4 @@
-"""from_checkpoint gives the results of the commands (masked and denoising models: test_other_models)."""
+"""Models from `from_checkpoint` give the results of fairseq's commands."""
 
 import io
 import logging
@@ -23,7 +23,7 @@ from fairseq_tutel import plugin
 
 @pytest.fixture(scope="module")
 def mt(mt_data, tmp_path_factory):
-    """A --save-dir of a translation model with a sharded checkpoint that two ranks wrote."""
+    """The --save-dir of a translation model, with a sharded checkpoint that two ranks wrote."""
     folder = tmp_path_factory.mktemp("mt-run")
     fairseq("train", *mt_args(mt_data, folder, "--moe-checkpoint", "sharded", updates=4), ranks=2)
     return folder
@@ -60,7 +60,7 @@ def test_translate_gives_the_output_of_fairseq_generate(mt, mt_data):
     assert all(parameter.is_meta for parameter in experts.parameters())
 
 
-def test_scores_are_those_of_eval_lm_and_samples_are_the_best_words(lm, lm_data):
+def test_score_gives_the_output_of_eval_lm_and_sample_gives_the_most_probable_words(lm, lm_data):
     run = fairseq(
         "eval-lm", lm_data, "--user-dir", USER_DIR, "--path", lm, "--gen-subset", "valid",
         "--sample-break-mode", "eos", "--batch-size", 5, "--output-word-probs",
@@ -68,7 +68,7 @@ def test_scores_are_those_of_eval_lm_and_samples_are_the_best_words(lm, lm_data)
     printed = dict(re.findall(r"eval_lm \| (\d+) (w.*)$", run.output, re.M))
     texts = (lm_data.parent / "valid.txt").read_text().splitlines()
     model = fairseq_tutel.from_checkpoint(lm)
-    found = model.score([texts[int(i)] for i in printed])  # eval-lm skips texts that are too long
+    found = model.score([texts[int(i)] for i in printed])  # eval-lm skips long texts
     assert len(printed) > 5
     for hypothesis, line in zip(found, printed.values(), strict=True):
         scores = hypothesis["positional_scores"].tolist()
@@ -77,12 +77,12 @@ def test_scores_are_those_of_eval_lm_and_samples_are_the_best_words(lm, lm_data)
     tokens = model.generate(model.encode("w1 w3"), beam=1, max_len_b=9)[0]["tokens"]
     inputs = torch.cat([torch.tensor([2]), tokens[:-1]])
     log_probs_LV = model.models[0](inputs[None])[0][0].log_softmax(-1)
-    log_probs_LV[:, 1] = -torch.inf  # padding is never chosen
+    log_probs_LV[:, 1] = -torch.inf  # sampling never outputs padding
     assert torch.equal(log_probs_LV[2:-1].argmax(-1), tokens[2:-1])
     assert model.sample("w1 w3", max_len_b=9) == model.decode(tokens)
 
 
-def test_dictionaries_are_read_next_to_the_checkpoint_or_from_an_argument(lm, lm_data, tmp_path):
+def test_dictionaries_are_read_from_the_checkpoint_folder_or_from_an_argument(lm, lm_data, tmp_path):
     state, path = torch.load(lm, weights_only=False), tmp_path / "moved.pt"
     state["cfg"]["task"]["data"] = "/nowhere"
     torch.save(state, path)
@@ -142,7 +142,7 @@ def test_the_tools_refuse_other_models_and_values(kind, more, sentence, mt):
     assert sentence in refusal_of(kind, mt, *more)
 
 
-def test_classify_gives_the_model_s_classes_of_an_image(tmp_path):
+def test_classify_gives_the_most_probable_classes_of_an_image(tmp_path):
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (12, 6, 8), dtype=np.uint8), np.arange(12) % 3
     for split in ("train", "valid"):
@@ -165,7 +165,7 @@ def test_classify_gives_the_model_s_classes_of_an_image(tmp_path):
         model.classify([np.zeros((4, 4, 3), np.uint8)])
 
 
-def test_a_model_without_an_interface_and_an_ensemble_of_bart_are_refused():
+def test_from_checkpoint_refuses_a_model_without_a_hub_interface_and_two_bart_models():
     plugin.register()
     from fairseq.models import FairseqEncoderDecoderModel
 
@@ -188,7 +188,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_a_checkpoint_that_cannot_be_opened_is_refused_with_one_sentence(sentence, lm, tmp_path):
+def test_from_checkpoint_refuses_bad_arguments_with_one_sentence(sentence, lm, tmp_path):
     options, path = dict(REFUSED[sentence]), lm
     if "path" in options:
         path = tmp_path / options.pop("path")
@@ -199,7 +199,7 @@ def test_a_checkpoint_that_cannot_be_opened_is_refused_with_one_sentence(sentenc
         fairseq_tutel.from_checkpoint(path, **options)
 
 
-def test_the_example_in_the_docstring_runs(mt, tmp_path, monkeypatch):
+def test_the_example_in_the_docstring_of_from_checkpoint_runs(mt, tmp_path, monkeypatch):
     (tmp_path / "SAVE").symlink_to(mt)
     monkeypatch.chdir(tmp_path)
     run_example("from_checkpoint")

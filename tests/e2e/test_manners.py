@@ -1,4 +1,4 @@
-"""A command that fails ends with one sentence, which is its last line."""
+"""If a command fails, the last line of the output is one error sentence."""
 
 import os
 import pathlib
@@ -15,7 +15,7 @@ from models import lm_args
 SPAWNING_DIR = str(pathlib.Path(__file__).parent / "spawning_user_dir")
 
 
-def test_a_bad_option_and_missing_data_are_the_last_line_and_nothing_is_saved(lm_data, tmp_path):
+def test_the_last_line_of_a_failed_command_names_a_bad_option_or_missing_data(lm_data, tmp_path):
     last = refused("train", *lm_args(lm_data, tmp_path, "--moe-top-k", 5)).strip().splitlines()[-1]
     assert re.match(r"error: .*--moe-top-k\) is 5", last)
     assert not list(tmp_path.iterdir())
@@ -23,7 +23,7 @@ def test_a_bad_option_and_missing_data_are_the_last_line_and_nothing_is_saved(lm
     assert re.match("error: .*nowhere/dict.txt does not exist", last)
 
 
-def test_hydra_refuses_a_bad_option_with_a_sentence(lm_data, tmp_path):
+def test_hydra_names_a_bad_option_in_the_last_line(lm_data, tmp_path):
     output = refused(
         "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm", f"task.data={lm_data}",
         f"checkpoint.save_dir={tmp_path}", "model.moe_top_k=9", env={"PWD": str(ROOT)},
@@ -43,7 +43,7 @@ FAILURES = {
 @pytest.mark.long
 @pytest.mark.parametrize("spawned", [False, True], ids=["one process", "two spawned ranks"])
 @pytest.mark.parametrize("failure", FAILURES)
-def test_every_failure_ends_with_one_sentence_on_stderr(failure, spawned, lm_data, tmp_path):
+def test_the_last_line_of_stderr_after_a_failure_is_one_error_sentence(failure, spawned, lm_data, tmp_path):
     flags, wanted = FAILURES[failure]
     data = tmp_path / "nowhere" if failure == "data" else lm_data
     (tmp_path / "bad.pt").write_bytes(b"not a checkpoint")

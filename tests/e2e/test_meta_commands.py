@@ -1,6 +1,5 @@
-"""Runs the command lines of the README of Meta's fairseq-moe with another architecture name.
-
-Flags at the end reduce the sizes. The sharded DDP backend and, on a CPU, half precision are omitted.
+"""Runs the command lines of the README of Meta's fairseq-moe with small models. The commands omit the
+sharded DDP backend, and half precision on a CPU.
 """
 
 import shlex
@@ -42,7 +41,7 @@ EVALUATE = """
 
 
 @pytest.mark.parametrize("dtype", ["full", pytest.param("half", marks=pytest.mark.gpu)])
-def test_the_training_command_runs(dtype):
+def test_the_training_command_of_meta_s_readme_runs(dtype):
     half = () if dtype == "half" else ("--memory-efficient-fp16", "--fp16-adam-stats")
     words = [word for word in shlex.split(TRAIN) if word not in half]
     ranks = min(2, torch.cuda.device_count() or 2)
@@ -50,7 +49,7 @@ def test_the_training_command_runs(dtype):
     records = run.stats("train_inner")
     assert len(records) == 4
     assert float(records[-1]["loss"]) < float(records[0]["loss"])
-    assert float(records[0]["overflow_expert2"]) == 0  # dropless; Meta's branch drops assignments
+    assert float(records[0]["overflow_expert2"]) == 0  # by default, the plugin drops no assignments
     assert "8 experts, top-2, hidden 32" in run.output
     assert "(evaluation as in training)" in run.output
 
@@ -59,7 +58,7 @@ def perplexity(run):
     return float(run.output.split("Perplexity: ")[1].split()[0])
 
 
-def test_the_evaluation_command_runs_and_drops_assignments(lm_data, tmp_path):
+def test_the_evaluation_command_of_meta_s_readme_drops_assignments(lm_data, tmp_path):
     fairseq("train", *lm_args(lm_data, tmp_path, "--disable-validation", updates=2))
     words = (
         lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt", "--num-workers", 0,

@@ -1,4 +1,4 @@
-"""Metrics of every layer and expert in fairseq's logs, through the command line."""
+"""Checks the metrics of every layer and expert that fairseq-train logs."""
 
 import re
 from statistics import mean
@@ -14,10 +14,7 @@ AVERAGES = {"entropy": "entropy_gating", "weight1": "expert1_weight", "weight2":
 
 @pytest.fixture(scope="module")
 def logged(lm_data, tmp_path_factory):
-    """Return the logs of training runs with learning rate 0, by (ranks, --update-freq).
-
-    Sentences have different lengths, so micro-batches have different numbers of tokens.
-    """
+    """Return the logs of two runs with learning rate 0, as a dictionary by (ranks, --update-freq)."""
     made = {}
     for ranks, freq in ((1, 2), (2, 1)):
         folder = tmp_path_factory.mktemp(f"ranks-{ranks}-freq-{freq}")
@@ -32,7 +29,7 @@ def logged(lm_data, tmp_path_factory):
 
 
 def numbers_of(record):
-    """Return the logged metrics of experts as numbers, with flattened lists."""
+    """Return all metrics of experts in a log record as floating-point numbers, by (metric, list index)."""
     numbers = {}
     for key, value in record.items():
         if re.search("moe_|expert|entropy", key):
@@ -41,7 +38,7 @@ def numbers_of(record):
     return numbers
 
 
-def test_metrics_are_equal_for_ranks_and_for_micro_batches(logged):
+def test_two_ranks_log_the_expert_metrics_of_one_rank_with_two_micro_batches(logged):
     one, two = (logged[key].stats("train_inner") for key in ((1, 2), (2, 1)))
     assert len(one) == len(two) == 5
     for first, second in zip(one, two, strict=True):
@@ -49,7 +46,7 @@ def test_metrics_are_equal_for_ranks_and_for_micro_batches(logged):
 
 
 @pytest.mark.parametrize("tag, prefix", [("train_inner", ""), ("valid", "valid_")])
-def test_lists_over_layers_agree_with_averages(logged, tag, prefix):
+def test_metrics_per_layer_agree_with_averages_over_layers(logged, tag, prefix):
     for record in logged[1, 2].stats(tag):
         record = {key.removeprefix(prefix): value for key, value in record.items()}
         for quantity in QUANTITIES:
@@ -71,7 +68,7 @@ def test_lists_over_layers_agree_with_averages(logged, tag, prefix):
             assert overall > 0
 
 
-def test_a_layer_that_layerdrop_skips_has_no_weight_in_averages(mt_data, tmp_path):
+def test_averages_ignore_a_layer_that_layerdrop_skips(mt_data, tmp_path):
     run = fairseq(
         "train", *mt_args(mt_data, tmp_path, updates=4), "--encoder-layerdrop", 0.6,
         "--disable-validation", "--no-save",
@@ -86,7 +83,7 @@ def test_a_layer_that_layerdrop_skips_has_no_weight_in_averages(mt_data, tmp_pat
             assert [i for i, value in enumerate(listed) if value is not None] == seen
             average = float(record[AVERAGES.get(quantity, f"moe_{quantity}")])
             assert mean(listed[i] for i in seen) == pytest.approx(average, abs=2e-4)
-        for i in seen:  # number of tokens of one micro-batch, without padding
+        for i in seen:  # no metric counts padding
             load = record[f"moe_load_{labels[i]}"]
             assert record["moe_layers_max_violation"][i] == pytest.approx(max(load), abs=2e-3)
             assert record["moe_layers_dead_experts"][i] == load.count(0)

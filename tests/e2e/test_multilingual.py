@@ -1,4 +1,4 @@
-"""multilingual_translation with experts: a batch has one sample, and one criterion call, per pair."""
+"""Multilingual translation with experts gives the same results on two ranks and after a resume."""
 
 import re
 
@@ -30,7 +30,7 @@ SHARED = ("--moe-expert-parallel-size", 2, "--moe-zero-stage", 2)
 
 
 @pytest.mark.long
-def test_a_multilingual_training_is_the_same_on_two_ranks_and_resumed(tmp_path):
+def test_multilingual_training_resumed_on_two_ranks_equals_training_on_one_rank(tmp_path):
     data = translation(tmp_path)
     one, two = tmp_path / "one", tmp_path / "two"
     run = fairseq("train", *mt_args(data, one, *MODEL, "--update-freq", 2))
@@ -40,7 +40,7 @@ def test_a_multilingual_training_is_the_same_on_two_ranks_and_resumed(tmp_path):
 
     first = run.stats("train_inner")[0]
     decoders = [first[f"moe_load_{pair}_decoder_0"] for pair in ("de-en", "en-de")]
-    assert decoders[0] != decoders[1]  # each list belongs to another layer
+    assert decoders[0] != decoders[1]  # each language pair has a separate decoder
     assert [sum(load) for load in decoders] == pytest.approx([4, 4], abs=0.01)
     opened = ("--user-dir", USER_DIR, "--path", two / "checkpoint_last.pt", "--max-tokens", 120)
     validated = fairseq("validate", data, *PAIRS, *opened, "--log-format", "json").output
@@ -48,7 +48,7 @@ def test_a_multilingual_training_is_the_same_on_two_ranks_and_resumed(tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_resumed_in_a_later_epoch_samples_the_same_sentences(tmp_path):
+def test_a_multilingual_run_resumed_in_a_later_epoch_samples_the_same_sentences(tmp_path):
     data = translation(tmp_path)
     one, two = tmp_path / "one", tmp_path / "two"
     command, in_second = (*SIMPLE, *DRAWN), 4

@@ -1,11 +1,11 @@
-"""Options of fairseq's models together with experts, and all options of experts through hydra."""
+"""Combines options of fairseq's models with experts, and passes all options of experts through hydra."""
 
 import torch
 from cli import HYDRA, ROOT, fairseq
 from models import lm_args
 
 
-def test_adaptive_input_and_softmax_train_with_the_stock_criterion(lm_data, tmp_path):
+def test_adaptive_input_and_softmax_train_with_fairseq_s_criterion(lm_data, tmp_path):
     flags = (
         "--arch", "moe_transformer_lm_wiki103", "--criterion", "adaptive_loss",
         "--adaptive-input-cutoff", "10,20", "--adaptive-softmax-cutoff", "10,20",
@@ -17,7 +17,7 @@ def test_adaptive_input_and_softmax_train_with_the_stock_criterion(lm_data, tmp_
     assert "without a balance loss" in run.output
 
 
-def test_scale_fc_becomes_a_layer_norm_inside_the_experts(lm_data, tmp_path):
+def test_the_option_scale_fc_adds_a_layer_norm_inside_the_experts(lm_data, tmp_path):
     flags = ("--scale-fc", "--scale-attn", "--scale-heads", "--scale-resids")
     fairseq("train", *lm_args(lm_data, tmp_path, *flags, updates=2))
     model = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"]
@@ -27,7 +27,7 @@ def test_scale_fc_becomes_a_layer_norm_inside_the_experts(lm_data, tmp_path):
     assert not any("ffn_layernorm" in key for key in model)
 
 
-def test_every_model_option_reaches_a_layer_through_hydra_too(lm_data, tmp_path):
+def test_every_model_option_reaches_a_moe_layer_through_hydra(lm_data, tmp_path):
     overrides = [
         "model.moe_expert_ffn_dim=12", "model.moe_expert_count='4,6,8'", "+model.moe_top1_expert=true",
         "+model.moe_expert_type=glu", "+model.no_moe_gating_use_fp32=true", "+model.moe_gate_type=linear",

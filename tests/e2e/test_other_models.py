@@ -39,12 +39,12 @@ def _train(kind, data, folder):
 
 @pytest.fixture(scope="module", params=KINDS)
 def trained(request, lm_data, tmp_path_factory):
-    """A model that two ranks trained for 5 updates, with its run."""
+    """The name, the folder and the finished training command of a model that two ranks trained."""
     folder = tmp_path_factory.mktemp(request.param)
     return request.param, folder, _train(request.param, lm_data, folder)
 
 
-def test_roberta_and_bart_train_and_log_the_experts(trained):
+def test_roberta_and_bart_train_and_log_metrics_of_experts(trained):
     kind, _, run = trained
     first, *_, last = run.stats("train_inner")
     assert float(last["nll_loss"]) < float(first["nll_loss"])
@@ -54,7 +54,7 @@ def test_roberta_and_bart_train_and_log_the_experts(trained):
     assert sum(first[f"moe_load_{layers[0]}"]) == pytest.approx(4, abs=0.01)
 
 
-def test_roberta_and_bart_open_in_the_hub_interfaces(trained, lm_data):
+def test_roberta_and_bart_open_in_fairseq_s_hub_interfaces(trained, lm_data):
     kind, folder, _ = trained
     model = fairseq_tutel.from_checkpoint(folder)
     if kind == "bart":

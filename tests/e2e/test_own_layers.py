@@ -24,12 +24,12 @@ def evaluated(data, save_dir):
 
 @pytest.fixture(scope="module")
 def alone(lm_data, tmp_path_factory):
-    """Return the losses and norms of six updates on one rank, and the loss of an evaluation."""
+    """Return the logged losses and gradient norms of a run on one rank, and the evaluation loss."""
     folder = tmp_path_factory.mktemp("alone")
     return train(lm_data, folder, updates=6), evaluated(lm_data, folder)
 
 
-def test_a_model_of_two_ranks_resumes_on_three_and_is_evaluated_on_one(alone, lm_data, tmp_path):
+def test_a_custom_model_of_two_ranks_resumes_on_three_and_is_evaluated_on_one(alone, lm_data, tmp_path):
     words = ("--moe-zero-stage", 2, "--moe-checkpoint", "sharded", "--store-ema")
     begun = train(lm_data, tmp_path, *words, updates=3, ranks=2)
     resumed = train(lm_data, tmp_path, *words, updates=6, ranks=3)
@@ -38,7 +38,7 @@ def test_a_model_of_two_ranks_resumes_on_three_and_is_evaluated_on_one(alone, lm
     assert evaluated(lm_data, tmp_path) == pytest.approx(alone[1], abs=2e-3)
 
 
-def test_another_number_of_experts_is_refused(lm_data, tmp_path):
+def test_a_custom_model_refuses_a_checkpoint_with_another_number_of_experts(lm_data, tmp_path):
     train(lm_data, tmp_path, updates=1)
     env = {"EXPERTS": "4"}
     words = ("--arch", "own_lm", "--user-dir", OWN_DIR, "--decoder-layers", 4)

@@ -1,4 +1,4 @@
-"""The wheel and the sdist hold the whole package, and an environment with only the wheel trains."""
+"""The wheel and the sdist have every file of the package, and a model trains with only the wheel."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ def _run(command, **options):
 
 
 def _modules():
-    """Return every file of the package, kernels/ included, as the wheel names them."""
+    """Return the path inside the wheel of every file of the package."""
     files = {*(ROOT / "fairseq_tutel").rglob("*.py"), *(ROOT / "fairseq_tutel/kernels").glob("*.py")}
     data = {
         "fairseq_tutel/py.typed",
@@ -54,13 +54,13 @@ def test_wheel_and_sdist_hold_every_module_as_a_regular_file(built):
 
 
 @pytest.mark.long
-def test_an_environment_with_only_the_wheel_trains(built, lm_data, tmp_path):
+def test_a_model_trains_in_an_environment_with_only_the_wheel(built, lm_data, tmp_path):
     (wheel,) = built.glob("*.whl")
     _run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"])
     python = tmp_path / "env" / "bin" / "python"
     site = Path(_run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
     _run([sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel])
-    # This uses the installed torch and fairseq. A path line does not include editable installs.
+    # A .pth file makes the installed torch and fairseq importable, but not editable installs.
     (site / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     somewhere = {"cwd": tmp_path, "env": clean}

@@ -50,14 +50,14 @@ def edited(page: str, text: str) -> str:
 
 
 def runs(page: str) -> list[tuple[int, str]]:
-    """Return the commands of a page to run, with the line numbers of their blocks."""
+    """Return the line number and the text of every command of a page that is not in NOT_RUN."""
     skipped = tuple(reasons(page))
     found = [(line, text) for line, text in commands(page) if not text.startswith(skipped or ("\0",))]
     return [(line, edited(page, text)) for line, text in found]
 
 
 def completed(words: list[str], folder: Path) -> list[str]:
-    """Return a training command's arguments with small sizes, and with replacements for TRAIN and `…`."""
+    """Return the arguments of a training command with small model sizes and without placeholders."""
     if words[0] == "…":
         words = ["TRAIN", *words[1:]]
     if "TRAIN" in words:
@@ -125,7 +125,7 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder that has the files of the repository; the commands run in this folder."""
+    """The folder in which the commands of a page run, with links to files of the repository."""
     for name in ("user_dir", "configs", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "stdin.txt").write_text("w1 w2\nw3\n")
@@ -136,7 +136,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def shelf(lm_data, mt_data, tmp_path_factory):
-    """Data, checkpoints and other files that replace the names on the pages."""
+    """The folder with the data and checkpoints that the commands of the pages use."""
     shelf = tmp_path_factory.mktemp("shelf")
     (shelf / "nothing").mkdir()
     shutil.copytree(mt_data, shelf / "pairs")
@@ -175,7 +175,7 @@ def _train_pieces(text: Path, prefix: Path) -> None:
 
 
 def _save_released(shelf: Path) -> None:
-    """Save small random models in the format of Hugging Face, and a checkpoint that can be exported."""
+    """Save small random models in Hugging Face's format, and convert some of them to fairseq's format."""
     pytest.importorskip("transformers")
     for name in ("nllb", "roberta"):
         released_models.saved(name, shelf / "released" / name)
@@ -193,7 +193,7 @@ def _draw_images(folder: Path) -> None:
 
 
 def lay_out(page: str, shelf: Path, folder: Path) -> None:
-    """Copy the files that replace the names on a page."""
+    """Copy the data and checkpoints that the commands of a page use to the names on the page."""
     named = {"DATA_BIN": "DATA_BIN", "DATA": "DATA_BIN", **FILES.get(page, {})}
     for name, sources in named.items():
         for source in sources.split():
@@ -205,7 +205,7 @@ def lay_out(page: str, shelf: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_of_a_page_is_run_or_is_in_not_run(page):
+def test_every_command_of_a_page_is_run_or_has_a_reason_in_not_run(page):
     texts = [text for _, text in commands(page)]
     for start in reasons(page):
         assert any(text.startswith(start) for text in texts), f"{page} has no command {start}"
@@ -215,7 +215,7 @@ def test_every_command_of_a_page_is_run_or_is_in_not_run(page):
 
 
 def check(page: str, folder: Path) -> None:
-    """Run the commands of a page, and then its Python blocks as one program."""
+    """Run all commands of a page, and then all Python blocks of the page as one program."""
     failed = []
     for line, command in runs(page):
         try:
@@ -243,6 +243,6 @@ def test_the_commands_of_the_readme_need_only_two_text_files(mt_data, folder):
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", [page for page in PAGES[1:] if runs(page) or blocks(page, "python")])
-def test_the_commands_and_python_blocks_of_a_page_run(page, shelf, folder):
+def test_the_commands_and_python_blocks_of_a_documentation_page_run(page, shelf, folder):
     lay_out(page, shelf, folder)
     check(page, folder)

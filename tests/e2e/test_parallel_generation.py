@@ -1,4 +1,4 @@
-"""Inference commands on several ranks that share a model's experts give the results of one process."""
+"""Inference commands with experts spread over several ranks give the results of one process."""
 
 import re
 
@@ -8,13 +8,13 @@ from faults.trial import PLACES, Trial, environment
 from models import lm_args, mt_args
 
 SHARED = ("--moe-expert-parallel-size", 2)
-# 21 sentences in 3 batches for 2 ranks, and in 1 batch, so that one rank has no batch.
+# With batch size 7, 21 sentences form 3 batches for two ranks; with batch size 21, one rank has no batch.
 UNEQUAL, ALL_ON_ONE = ("--batch-size", 7), ("--batch-size", 21)
 
 
 @pytest.fixture(scope="module")
 def mt(mt_data, tmp_path_factory):
-    """A pre-gated translation model with little training, so that its outputs have different lengths."""
+    """The checkpoint of a pre-gated translation model after one update."""
     folder = tmp_path_factory.mktemp("mt-run")
     flags = ("--moe-checkpoint", "sharded", "--moe-pregate", 1, "--seed", 5, "--disable-validation")
     fairseq("train", *mt_args(mt_data, folder, *flags, updates=1))
@@ -44,20 +44,20 @@ BEAM = ("--beam", 4, "--nbest", 4, "--max-len-b", 12)
 
 
 def _hypotheses(text):
-    """Return a dictionary from (sentence, output) to the score."""
+    """Return the scores of all printed hypotheses, by (sentence number, text)."""
     found = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", text, re.M)
     return {(int(i), words): float(score) for i, score, words in found}
 
 
 def _calls(run):
-    """Return rank 0's numbers of layer calls: with its tokens, and without tokens for other ranks."""
+    """Return how often rank 0 called a MoE layer with tokens, and how often with zero tokens."""
     (found,) = re.findall(r"ranks: (\d+) layer calls .* tokens, (\d+) for other", run.logs[0])
     return tuple(map(int, found))
 
 
 @pytest.fixture(scope="module")
 def alone(mt, mt_data):
-    """Return the scores of one process."""
+    """Return the hypotheses that one process generates, and the score of each hypothesis."""
     one = _run("generate", mt_data, mt, *BEAM, *UNEQUAL, ranks=1)
     found = _hypotheses(one.output)
     lengths = {len(words.split()) for _, words in found}
@@ -65,7 +65,7 @@ def alone(mt, mt_data):
     return found
 
 
-def test_generate_with_more_batches_on_one_rank(mt, mt_data, alone, tmp_path):
+def test_two_ranks_with_unequal_batches_generate_the_output_of_one_process(mt, mt_data, alone, tmp_path):
     results = ("--results-path", tmp_path)
     run = _run("generate", mt_data, mt, *BEAM, *UNEQUAL, *SHARED, *results)
     parts = [_hypotheses((tmp_path / f"rank{rank}" / "generate-test.txt").read_text()) for rank in range(2)]
@@ -74,7 +74,7 @@ def test_generate_with_more_batches_on_one_rank(mt, mt_data, alone, tmp_path):
     assert "expert parallel size 2, replicas 1" in run.logs[0]
 
 
-def test_generate_where_a_rank_has_no_sentence(mt, mt_data, alone):
+def test_generate_works_if_one_rank_has_no_sentence(mt, mt_data, alone):
     run = _run("generate", mt_data, mt, *BEAM, *ALL_ON_ONE, *SHARED)
     assert _hypotheses(run.logs[0]) == pytest.approx(alone, abs=1e-5)
     assert not _hypotheses(run.logs[1])
@@ -86,7 +86,7 @@ def test_generate_where_a_rank_has_no_sentence(mt, mt_data, alone):
 EVAL = ("--gen-subset", "valid", "--tokens-per-sample", 16, "--batch-size", 9)
 
 
-def test_a_rank_of_eval_lm_has_its_sentences_and_its_experts(lm, lm_data):
+def test_eval_lm_spreads_sentences_and_experts_over_ranks(lm, lm_data):
     one = fairseq("eval-lm", *_words("eval-lm", lm_data, lm, *EVAL))
     two = fairseq("eval-lm", *_words("eval-lm", lm_data, lm, *EVAL, *SHARED), ranks=2)
     whole, part = (
@@ -97,11 +97,11 @@ def test_a_rank_of_eval_lm_has_its_sentences_and_its_experts(lm, lm_data):
         int(re.search(r"num. model params: ([\d,]+)", run.logs[0])[1].replace(",", ""))
         for run in (one, two)
     ]
-    # Two layers of 4 experts with 16 x 32 + 32 x 16 weights and 48 biases: half of them.
+    # A rank has 2 of 4 experts in each of two layers; an expert has 2 x 16 x 32 weights and 48 biases.
     assert sizes[0] - sizes[1] == 2 * 2 * (2 * 16 * 32 + 48)
 
 
-def test_a_failing_rank_ends_the_command(mt, mt_data, tmp_path):
+def test_a_failing_rank_ends_generation_on_all_ranks(mt, mt_data, tmp_path):
     flags = (*UNEQUAL, *SHARED, "--moe-comm-timeout", 1, "--user-dir", PLACES)
     env = environment(tmp_path, Trial(what="error", place="generate", rank=1))
     run = wait(start("tutel-run", "generate", *_words("generate", mt_data, mt, *flags), ranks=2, env=env))

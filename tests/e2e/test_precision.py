@@ -1,4 +1,4 @@
-"""Half precision through the command line: --bf16, memory-efficient, fp16 Adam moments, fp16."""
+"""Trains models in half precision (bf16 and fp16) through fairseq-train."""
 
 import re
 
@@ -21,7 +21,7 @@ ON_GPU = {
 
 
 def _train(data, folder, *flags, updates=4, ranks=1):
-    """Train on two micro-batches per update, whatever the number of ranks."""
+    """Train a language model with two micro-batches per update on one or two ranks."""
     args = lm_args(data, folder, "--update-freq", 2 // ranks, "--cpu", *flags, updates=updates)
     return fairseq("train", *args, ranks=ranks)
 
@@ -30,7 +30,7 @@ def _load(folder):
     return torch.load(folder / "checkpoint_last.pt", weights_only=False)
 
 
-def test_bf16_with_fp16_moments_trains_like_fp32_and_resumes_bit_for_bit(lm_data, tmp_path):
+def test_bf16_with_fp16_adam_moments_trains_like_fp32_and_resumes_bit_for_bit(lm_data, tmp_path):
     flags = ("--bf16", "--fp16-adam-stats")
     losses = [
         [float(s["nll_loss"]) for s in run.stats("train_inner")]
@@ -51,7 +51,7 @@ def _translation(data, folder, *flags, updates=6, ranks=1):
 
 @pytest.fixture(scope="module")
 def fp32_translation(mt_data, tmp_path_factory):
-    """A fp32 run. It also tests that --cpu and clipping work on a machine with a GPU."""
+    """The finished fp32 run of a translation model on the CPU."""
     run = _translation(mt_data, tmp_path_factory.mktemp("fp32-mt"), "--cpu")
     assert float(run.stats("train_inner")[-1]["gnorm"]) > 0.5
     return run
@@ -59,13 +59,13 @@ def fp32_translation(mt_data, tmp_path_factory):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ON_GPU)
-def test_a_gpu_precision_trains_clips_validates_resumes_and_generates(
+def test_half_precision_on_a_gpu_trains_resumes_and_generates_like_fp32(
     precision, mt_data, fp32_translation, tmp_path
 ):
     flags, ranks = ON_GPU[precision], 2 if "two GPUs" in precision else 1
     if torch.cuda.device_count() < ranks:
         pytest.skip("not run: each rank needs a GPU")
-    if ranks == 1:  # by default, fairseq uses all GPUs of a machine
+    if ranks == 1:  # without --distributed-world-size, fairseq would use all GPUs
         flags = ("--distributed-world-size", 1, *flags)
     _translation(mt_data, tmp_path, *flags, updates=3, ranks=ranks)
     run = _translation(mt_data, tmp_path, *flags, ranks=ranks)

@@ -1,4 +1,4 @@
-"""A signal ends a training run after an update, and the checkpoint continues it to the same bits."""
+"""A signal ends a training run with a checkpoint, and the resumed run ends with the same weights."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def _words(make, data, folder, *flags, updates=UPDATES):
 
 @pytest.fixture(scope="module")
 def unbroken(lm_data, tmp_path_factory):
-    """Return a function from flags and ranks to the folder of a run without a signal."""
+    """Return a function that trains without a signal and returns the folder of the run."""
     folders = {}
 
     def of(make, ranks, *flags):
@@ -93,7 +93,7 @@ def test_a_signal_before_the_first_update_saves_nothing(lm_data, tmp_path):
 
 
 @LONG
-def test_only_the_given_signals_are_handled(lm_data, tmp_path):
+def test_only_the_signals_of_moe_preemption_signals_are_handled(lm_data, tmp_path):
     words = _words(lm_args, lm_data, tmp_path, "--moe-preemption-signals", "SIGUSR2")
     trial = Trial(what="signal", place="train", when=2, number="SIGUSR1")
     run = wait(start("train", *words, env=environment(tmp_path, trial)))
@@ -101,7 +101,7 @@ def test_only_the_given_signals_are_handled(lm_data, tmp_path):
 
 
 @LONG
-def test_ranks_that_fairseq_spawns_get_the_signal(lm_data, tmp_path):
+def test_the_main_process_forwards_a_signal_to_spawned_ranks(lm_data, tmp_path):
     words = lm_args(
         lm_data, tmp_path / "save", "--user-dir", SPAWNING, "--distributed-world-size", 2,
         "--ddp-backend", "legacy_ddp", "--distributed-backend", "gloo", "--cpu", updates=100_000,
@@ -123,7 +123,7 @@ def _wait_for_line(log, line, is_alive, seconds=90):
 
 
 @LONG
-def test_torchrun_forwards_a_signal_and_does_not_restart(lm_data, tmp_path):
+def test_torchrun_forwards_a_signal_and_does_not_restart_the_ranks(lm_data, tmp_path):
     flags = ("--max-restarts", 3, "--signals-to-handle", "SIGTERM,SIGUSR1")
     words = lm_args(lm_data, tmp_path / "save", "--user-dir", USER_DIR, *SAVES, updates=100_000)
     agent = launch(torchrun(2, *flags), words, log := tmp_path / "log")
@@ -135,7 +135,7 @@ def test_torchrun_forwards_a_signal_and_does_not_restart(lm_data, tmp_path):
 
 
 @LONG
-def test_processes_that_load_data_ignore_a_signal_to_all(lm_data, tmp_path):
+def test_data_loader_workers_ignore_a_signal_to_the_process_group(lm_data, tmp_path):
     flags = ("--num-workers", 2, "--max-update", 2000)
     words = _words(lm_args, lm_data, tmp_path, "--user-dir", USER_DIR, *flags)
     process = launch(("fairseq_tutel.train",), words, log := tmp_path / "log")

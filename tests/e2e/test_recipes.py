@@ -1,4 +1,4 @@
-"""The recipes of configs/: both files of a recipe build equal models (meta device); tiny recipes train."""
+"""Both files of a recipe in configs/ (flags and hydra) build the same model, and tiny recipes train."""
 
 import argparse
 import copy
@@ -23,12 +23,12 @@ register()
 
 ARGS = ROOT / "configs" / "args"
 HYDRA = ROOT / "configs" / "hydra"
-ARGS_ALONE = {"zcode_small"}  # hydra cannot create its task, which has no dataclass
+ARGS_ALONE = {"zcode_small"}  # hydra cannot create a task without a dataclass
 RECIPES = sorted({path.stem for path in ARGS.glob("*.args")} - ARGS_ALONE)
 GPT2_VOCABULARY, WMT_VOCABULARY = 50_257, 32_768
-# The published dense Z-code model has 0.7 billion parameters, as with this assumed vocabulary size.
+# With this assumed vocabulary size, the dense Z-code model has its published 0.7 billion parameters.
 ZCODE_VOCABULARY = 192_000
-SIZES = {  # recipe: (vocabulary, billions of parameters)
+SIZES = {  # for each recipe: (vocabulary size, billions of parameters)
     "gpt_125m_8_experts": (GPT2_VOCABULARY, 0.32),
     "gpt_125m_64_experts": (GPT2_VOCABULARY, 1.91),
     "gpt_350m_128_experts": (GPT2_VOCABULARY, 13.15),
@@ -80,24 +80,24 @@ def _shapes(model):
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def test_every_recipe_has_both_files_and_a_table_row():
+def test_every_recipe_has_a_flags_file_a_hydra_file_and_a_table_row():
     assert sorted(path.stem for path in HYDRA.glob("*.yaml")) == RECIPES == sorted(SIZES)
     table = (ROOT / "configs" / "README.md").read_text()
     assert all(f"| `{recipe}` |" in table for recipe in (*RECIPES, *ARGS_ALONE))
 
 
-# `make test-long` builds the recipes with other sizes or forms.
+# Prefixes of recipes whose models only `make test-long` builds.
 LARGE = ("parallel_", "zcode_64", "gpt_125m_64", "gpt_350m_128")
 
 
 @pytest.mark.parametrize(
     "recipe", [pytest.param(r, marks=[pytest.mark.long] * r.startswith(LARGE)) for r in RECIPES]
 )
-def test_both_files_of_a_recipe_build_the_same_model_of_the_listed_size(recipe):
+def test_both_files_of_a_recipe_build_a_model_with_the_listed_number_of_parameters(recipe):
     vocabulary, billions = SIZES[recipe]
     by_args, by_hydra = (_built(read(recipe), vocabulary) for read in (_from_args, _from_hydra))
     assert _shapes(by_args) == _shapes(by_hydra)
-    assert str(by_args) == str(by_hydra)  # dropout and other options without parameters
+    assert str(by_args) == str(by_hydra)  # the printed model shows options such as dropout
     size = sum(parameter.numel() for parameter in by_args.parameters()) / 1e9
     assert size == pytest.approx(billions, rel=0.03)
 

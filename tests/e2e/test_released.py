@@ -1,4 +1,4 @@
-"""The real commands `convert to-hf` and `convert from-hf`, with models that fairseq trained."""
+"""Exports models that fairseq trained to Hugging Face with `convert to-hf`, and imports them again."""
 
 import json
 import re
@@ -32,20 +32,20 @@ TRAINING = (
 
 
 def trained(data, folder, *extra):
-    """Train a dense model of M2M100's form; return its checkpoint."""
+    """Train a dense translation model with M2M100's architecture; return the path of the checkpoint."""
     fairseq("train", data, *TASK, *MODEL, *TRAINING, "--save-dir", folder, *extra)
     return folder / "checkpoint_last.pt"
 
 
 def translations(data, path, *extra):
-    """Return what fairseq-generate prints for the test set, as [(score, text), …]."""
+    """Return the scores and translations that fairseq-generate prints for the test set."""
     words = (*TASK, "-s", "de", "-t", "en", "--user-dir", USER_DIR, "--path", path, "--beam", 2)
     output = fairseq("generate", data, *words, "--max-len-b", 8, *extra).output
     return re.findall(r"^D-\d+\t(\S+)\t(.*)$", output, re.M)
 
 
 def encoded(folder, texts):
-    """Encode a parallel text with SentencePiece and binarize it; write the tokenizer files of M2M100."""
+    """Encode and binarize a parallel text with SentencePiece; return the data and the tokenizer folder."""
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir()
     files = {
@@ -78,10 +78,10 @@ def encoded(folder, texts):
 
 @pytest.fixture(scope="module")
 def exported(mt_data, tmp_path_factory):
-    """Data, checkpoint and exported folder of a trained model with the languages of M2M100."""
+    """Return the data, the checkpoint and the export folder of a translation model."""
     folder = tmp_path_factory.mktemp("exported")
     data, tokenizer = encoded(folder, mt_data.parent)
-    # CTranslate2 needs equal numbers of heads in encoder and decoder.
+    # CTranslate2 needs the same number of attention heads in the encoder and the decoder.
     path = trained(data, folder / "run", "--max-update", 200, "--decoder-attention-heads", 2)
     export = ("convert", "to-hf", path, "--output", folder / "hf", "--tokenizer", tokenizer)
     assert "M2M100ForConditionalGeneration" in fairseq("tutel-__main__", *export).output
@@ -92,7 +92,7 @@ def exported(mt_data, tmp_path_factory):
     return data, path, folder
 
 
-def test_a_trained_model_is_exported_and_imported(exported, tmp_path):
+def test_a_model_exported_to_hugging_face_and_imported_again_translates_equally(exported, tmp_path):
     data, path, folder = exported
     ours = folder / "ours" / "model.pt"
     one, two = (torch.load(file, weights_only=False)["model"] for file in (path, ours))
@@ -106,8 +106,8 @@ def test_a_trained_model_is_exported_and_imported(exported, tmp_path):
     )  # fmt: skip
 
 
-def test_ctranslate2_gives_the_same_translations_with_an_exported_model(exported, mt_data):
-    """The outputs for 21 sentences are equal, for greedy search and for beam 4."""
+def test_ctranslate2_translates_with_an_exported_model_as_fairseq_does(exported, mt_data):
+    """The translations are equal with greedy search and with beam search."""
     ctranslate2 = pytest.importorskip("ctranslate2")
     transformers = pytest.importorskip("transformers")
     tmp_path = exported[2]

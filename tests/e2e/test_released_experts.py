@@ -1,4 +1,4 @@
-"""An imported NLLB-MoE in fairseq's commands: on two ranks, from a store, and fine-tuned."""
+"""An NLLB-MoE model imported from Hugging Face translates and is fine-tuned with fairseq's commands."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ import fairseq_tutel as ft
 
 
 @pytest.mark.long
-def test_two_ranks_share_the_experts_of_an_imported_model(tmp_path):
+def test_two_ranks_translate_with_an_imported_model_as_one_rank_does(tmp_path):
     folder = nllb.plain_folder(tmp_path / "hf").with_name("ours")
     convert("from-hf", tmp_path / "hf", "--output", folder)
     (tmp_path / "in.txt").write_text("\n".join(nllb.TEXTS) + "\n")
@@ -40,7 +40,7 @@ def test_two_ranks_share_the_experts_of_an_imported_model(tmp_path):
 
 
 @pytest.mark.long
-def test_the_example_ends_with_a_model_that_transformers_opens(tmp_path):
+def test_the_nllb_example_exports_a_model_that_transformers_opens(tmp_path):
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     environment = {**os.environ, "UPDATES": "40", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""`report` for a real MoE run on two ranks and the stored log of a dense run."""
+"""`fairseq-tutel report` writes a page about a MoE run on two ranks and a dense run."""
 
 import json
 import re
@@ -20,7 +20,7 @@ DENSE = ROOT / "docs" / "report" / "dense.json"
 
 @pytest.fixture(scope="module")
 def moe(lm_data, tmp_path_factory):
-    """The --save-dir of a run on two ranks that drops tokens."""
+    """The --save-dir of a MoE run on two ranks that drops assignments."""
     folder = tmp_path_factory.mktemp("runs") / "moe"
     folder.mkdir()
     flags = ("--moe-capacity-factor", 1, "--record-a2a-perf-stats", "--log-file", folder / "train.log")
@@ -37,7 +37,7 @@ def page(moe, tmp_path_factory):
     return page_in(output)
 
 
-def test_the_page_is_accessible_and_needs_no_other_file(page):
+def test_the_report_is_accessible_and_needs_no_other_file(page):
     for address in page.addresses:
         assert address.startswith(("data:", "#")), address
     assert {a.removeprefix("#") for a in page.addresses if a.startswith("#")} <= set(page.ids)
@@ -50,7 +50,7 @@ def test_the_page_is_accessible_and_needs_no_other_file(page):
     assert len(page.texts["strong"]) == len(page.images)
 
 
-def test_every_section_has_its_pictures(page):
+def test_every_section_of_the_report_has_the_expected_pictures(page):
     found = {name: len(page.pictures(name)) for name in page.ids if page.pictures(name)}
     assert found == {
         "loss": 6, "experts": 7, "load": 4, "speed": 2, "optimizer": 3,
@@ -62,7 +62,7 @@ def test_every_section_has_its_pictures(page):
     assert "moe, cpu clock" in words_of(page.pictures("speed")[1][1])
 
 
-def test_metrics_of_experts_have_charts_and_loads_have_maps(page):
+def test_the_report_has_charts_of_expert_metrics_and_maps_of_expert_loads(page):
     balance, entropy, weights, by_choice, dead, dropped, busiest = page.pictures("experts")
     for _, svg in (balance, busiest, dead, dropped):
         assert words_of(svg) >= {"moe, training", "moe, valid"}
@@ -74,7 +74,7 @@ def test_metrics_of_experts_have_charts_and_loads_have_maps(page):
     assert words_of(page.pictures("load")[-1][1]) >= {"updates", "expert", "0", "3", "≤ ¼", "≥ 4"}
 
 
-def test_the_table_has_the_numbers_of_the_log(page, moe):
+def test_the_table_of_the_report_has_the_values_of_the_log(page, moe):
     row = page.cells[9:]
     lines = (moe / "train.log").read_text().splitlines()
     records = [json.loads(line) for line in lines if line.startswith('{"epoch"')]
@@ -88,7 +88,7 @@ def run_of(records):
     return {"images": join(read_log(map(json.dumps, records)))}
 
 
-def test_a_dropless_run_has_no_dropped_share():
+def test_the_report_of_a_dropless_run_has_no_chart_of_dropped_assignments():
     values = {
         "moe_dropped": "0", "overflow_expert1": "0", "entropy_gating": "1.5",
     }  # fmt: skip
@@ -97,7 +97,7 @@ def test_a_dropless_run_has_no_dropped_share():
     assert curves == ["Gate entropy against updates"]
 
 
-def test_accuracies_replace_perplexities_of_images():
+def test_the_report_of_an_image_model_has_accuracy_instead_of_perplexity():
     values = {"valid_accuracy": "50", "valid_top5_accuracy": "90"}
     loss, *_ = curve_sections(run_of([{**values, "valid_num_updates": u} for u in "36"]))
     titles = [picture.title for picture in loss.groups[""]]
@@ -114,14 +114,14 @@ def test_accuracies_replace_perplexities_of_images():
         ([DENSE, "--name", "a", "--name", "b"], "--name is given 2 time(s) for 1 run(s)"),
     ],
 )
-def test_bad_input_ends_with_one_sentence(tmp_path, monkeypatch, words, sentence):
+def test_report_refuses_bad_input_with_one_sentence(tmp_path, monkeypatch, words, sentence):
     (tmp_path / "a.txt").write_text("no record\n")
     monkeypatch.chdir(tmp_path)
     assert refusal_of("report", *words).startswith(sentence)
     assert not list(tmp_path.rglob("*.html"))
 
 
-def test_the_colors_of_maps_show_load():
+def test_load_maps_use_violet_for_low_load_and_orange_for_high_load():
     loads = figures.LOAD_NORM(np.array([0.25, 1.0, 4.0]))
     dead, even, crowded = figures.LOAD_COLORS(loads)[:, :3]
     assert even.min() > 0.9

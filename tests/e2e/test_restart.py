@@ -1,4 +1,4 @@
-"""If a launcher restarts ranks, the run resumes from its newest checkpoint and ends with equal weights."""
+"""If a launcher restarts the ranks, training resumes and ends with the weights of an undisturbed run."""
 
 import os
 import shutil
@@ -40,7 +40,7 @@ def _ended_like(expected, folder):
     assert facts_of(found) == facts_of(expected)
 
 
-def test_restarted_ranks_with_the_same_store_end_with_equal_weights(lm_data, tmp_path, undisturbed):
+def test_restarted_ranks_end_with_the_weights_of_an_undisturbed_run(lm_data, tmp_path, undisturbed):
     port = free_port()
     kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     words = lm_args(lm_data, tmp_path / "save", *SAVES, updates=UPDATES)
@@ -66,7 +66,7 @@ def _torchrun(words, *flags):
 
 
 @pytest.mark.long
-def test_torchrun_restarts_ranks(lm_data, tmp_path, undisturbed):
+def test_torchrun_restarts_the_ranks_after_one_is_killed(lm_data, tmp_path, undisturbed):
     words = lm_args(lm_data, tmp_path / "save", *SAVES, updates=UPDATES)
     flags = ("--nproc_per_node", 2, "--max-restarts", 2, "--master_port", free_port())
     done = subprocess.run(
@@ -97,7 +97,7 @@ def test_restarting_a_finished_run_changes_no_checkpoint(lm_data, tmp_path, undi
         pytest.param("exp_avg_sq", ("--moe-zero-stage", 2), marks=pytest.mark.long),
     ],
 )
-def test_no_rank_saves_if_one_has_a_nan(lm_data, tmp_path, what, flags):
+def test_no_rank_saves_a_checkpoint_if_one_rank_has_a_nan(lm_data, tmp_path, what, flags):
     words = lm_args(lm_data, tmp_path / "save", *SAVES, *flags, updates=6)
     trial = Trial(what=what, place="update", when=4, rank=1)
     run = wait(start("train", *words, ranks=2, env=environment(tmp_path, trial)))

@@ -1,4 +1,4 @@
-"""Selects the checkpoint to resume from if each rank has a different --save-dir or --restore-file."""
+"""Tests which checkpoint a run resumes from if each rank has a different --save-dir."""
 
 import re
 import shutil
@@ -10,14 +10,14 @@ from models import lm_args
 
 @pytest.fixture(scope="module")
 def saved(lm_data, tmp_path_factory):
-    """The folders of two training runs with two updates each."""
+    """The --save-dir of each of two training runs with different seeds."""
     folders = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
     for seed, folder in enumerate(folders, start=1):
         fairseq("train", *lm_args(lm_data, folder, "--seed", seed, updates=2))
     return folders
 
 
-def test_ranks_with_different_checkpoints_are_refused(lm_data, tmp_path, saved):
+def test_a_run_is_refused_if_its_ranks_have_different_checkpoints(lm_data, tmp_path, saved):
     first, second = tmp_path / "a", tmp_path / "b"
     shutil.copytree(saved[0], first)
     shutil.copytree(saved[1], second)
@@ -30,8 +30,8 @@ def test_ranks_with_different_checkpoints_are_refused(lm_data, tmp_path, saved):
         assert re.search(f"error: --restore-file is .*{sentence}", log.splitlines()[-1])
 
 
-def test_a_run_without_a_last_checkpoint_resumes_from_the_newest(lm_data, tmp_path, saved):
-    """This happens if the disk is full when fairseq copies the file. The ranks' folders may be copies."""
+def test_a_run_without_checkpoint_last_resumes_from_the_newest_checkpoint(lm_data, tmp_path, saved):
+    """A full disk can stop fairseq from writing checkpoint_last.pt."""
     for name in ("a", "b"):
         shutil.copytree(saved[0], tmp_path / name)
         (tmp_path / name / "checkpoint_last.pt").unlink()

@@ -1,4 +1,4 @@
-"""Several ranks of fairseq-train: errors name missing ranks and different options within a time limit."""
+"""If a rank of fairseq-train dies, hangs or has different options, the other ranks end with an error."""
 
 from cli import start, start_each, tail, wait
 from faults.trial import PLACES, Trial, environment
@@ -16,7 +16,7 @@ def _last_error(log):
     return [line for line in log.splitlines() if "rror: " in line][-1]
 
 
-def test_the_other_ranks_name_a_killed_rank(lm_data, tmp_path):
+def test_the_other_ranks_name_a_killed_rank_in_their_error(lm_data, tmp_path):
     flags = ("--moe-expert-count", 3, "--moe-comm-timeout", 3)
     run = wait(_start(lm_data, tmp_path, "kill", *flags, ranks=3))
     assert run.exit_codes[1] == -9 and 0 not in run.exit_codes
@@ -29,11 +29,11 @@ def test_the_other_ranks_name_a_killed_rank(lm_data, tmp_path):
     assert not (tmp_path / "save" / "crash.pt").exists()
 
 
-def test_a_stopped_rank_ends_the_other_ranks_in_fairseq_s_collectives(lm_data, tmp_path):
+def test_a_stopped_rank_ends_the_other_ranks_with_an_error(lm_data, tmp_path):
     flags = ("--moe-expert-parallel-size", 1, "--moe-comm-timeout", 1)
     started = _start(lm_data, tmp_path, "stop", *flags, ranks=2)
     (process, _), (stopped, _) = started
-    process.join(60)  # start-up, timeout and health check; torch alone would wait 30 minutes
+    process.join(60)  # without the plugin, torch would wait 30 minutes
     assert process.exitcode not in (0, None)
     stopped.kill()
     run = wait(started)
@@ -43,7 +43,7 @@ def test_a_stopped_rank_ends_the_other_ranks_in_fairseq_s_collectives(lm_data, t
     assert '"num_updates": "2"' in run.logs[0]
 
 
-def test_ranks_with_different_options_end_at_the_start(lm_data, tmp_path):
+def test_ranks_with_different_options_end_with_an_error_before_training(lm_data, tmp_path):
     first, second = (lm_args(lm_data, tmp_path, "--moe-top-k", k) for k in (2, 1))
     run = wait(start_each("train", first, second))
     for log in run.logs:

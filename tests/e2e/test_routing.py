@@ -1,4 +1,4 @@
-"""Routing through the command line: random choices after a resume, decoding, and custom classes."""
+"""Tests of routing in fairseq's commands, such as random choices after a resume and custom gates."""
 
 import itertools
 import re
@@ -35,7 +35,7 @@ def _load(folder):
 
 
 @pytest.mark.parametrize("kind, ranks", [("noise", 2), ("sampling", 1), ("nllb", 1)])
-def test_random_choices_continue_bit_for_bit_after_a_resume(kind, ranks, lm_data, tmp_path):
+def test_random_routing_choices_continue_bit_for_bit_after_a_resume(kind, ranks, lm_data, tmp_path):
     def train(folder, updates):
         words = lm_args(lm_data, folder, *RANDOM[kind], "--disable-validation", updates=updates)
         return fairseq("train", *words, ranks=ranks)
@@ -51,16 +51,16 @@ def test_random_choices_continue_bit_for_bit_after_a_resume(kind, ranks, lm_data
     if kind == "noise":
         steps = a["model"]["decoder.layers.0.fc1.balance_bias.bias"] / 0.001
         torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
-        assert 0 < steps.abs().max() <= 3  # the bias changes by one step per update
+        assert 0 < steps.abs().max() <= 3  # an update changes a balance bias by 0.001
     if kind == "nllb":
         assert a["model"]["decoder.layers.1.fc1.beside.cmr_gate.weight"].shape == (1, 16)
         for record in run.stats("train_inner"):
             distance = abs(float(record["moe_cmr_gate"]) - 0.3)
-            # The loss uses one mean over the tokens of all layers; the log has a mean for each micro-batch.
+            # The loss and the metric differ a little, because the metric is an average over micro-batches.
             assert float(record["cmr_gate_loss"]) == pytest.approx(distance, abs=0.02)
 
 
-def test_every_option_that_draws_random_numbers_is_resumed():
+def test_every_option_that_draws_random_numbers_is_in_the_resume_test():
     resumed = {pair for flags in RANDOM.values() for pair in itertools.pairwise(("", *flags, ""))}
     for name, item in LAYER.items():
         for settings in settings_of(name) if item.of == "model" else ():
@@ -76,13 +76,13 @@ DECODED = (
 )  # fmt: skip
 
 
-def test_incremental_decoding_gives_the_scores_of_one_forward(mt_data, tmp_path):
+def test_incremental_decoding_gives_the_scores_of_one_forward_pass(mt_data, tmp_path):
     fairseq("train", *mt_args(mt_data, tmp_path, *DECODED, "--disable-validation", updates=2))
     words = (mt_data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt", "--beam", 1)
     words += ("--gen-subset", "valid", "--num-workers", 0, "--required-batch-size-multiple", 1)
     scores = {}
     for extra in (("--prefix-size", 99), ("--score-reference",)):
-        # With a prefix, the reference is scored word by word; without a prefix, in one forward.
+        # --prefix-size scores a reference word by word; --score-reference scores it in one forward pass.
         run = fairseq("generate", *words, *extra)
         found = re.findall(r"^P-(\d+)\t(.*)$", run.output, re.M)
         scores[extra[0]] = {int(i): [float(x) for x in row.split()] for i, row in found}
@@ -95,7 +95,7 @@ def test_incremental_decoding_gives_the_scores_of_one_forward(mt_data, tmp_path)
 OWN = ("--moe-gate-type", "own_user_dir.CalmGate", "--moe-expert-type", "own_user_dir.TanhExpert")
 
 
-def test_a_custom_gate_and_expert_train_and_open_again(lm_data, tmp_path, monkeypatch):
+def test_a_model_with_a_custom_gate_and_expert_trains_and_is_evaluated(lm_data, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     fairseq("train", *lm_args(lm_data, tmp_path, *OWN, updates=1), ranks=2)
     assert _load(tmp_path)["model"]["decoder.layers.0.fc1.experts.0__weight"].shape == (4, 32, 16)

@@ -1,4 +1,4 @@
-"""Sharded checkpoints through the command line: each rank writes its experts, and any run reads all."""
+"""In sharded checkpoints, each rank writes its experts, and runs on any number of ranks can resume."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ LONG = pytest.mark.long
 
 
 def load(folder, name="checkpoint_last.pt"):
-    """Return a checkpoint with its experts read from their shards."""
+    """Return a checkpoint, including the experts that are in separate shard files."""
     path = Path(folder) / name
     state = torch.load(path, weights_only=False)
     bind(state, path)
@@ -34,7 +34,7 @@ def train(data, folder, updates, ranks, freq, *extra):
 
 
 ZERO = ("--moe-zero-stage", 2, "--moe-offload-optimizer")
-# (ranks, P, flags): one rank; experts spread over ranks; EP replicas; two ranks per expert.
+# Name of a run -> (number of ranks, expert parallel size, flags).
 LAYOUTS = {
     "1 full": (1, 1, ()),
     "1 sharded": (1, 1, SHARDED),
@@ -59,7 +59,8 @@ def train_at(name, data, folder, updates):
 
 @pytest.fixture(scope="module")
 def saved_at(lm_data, tmp_path_factory):
-    """Return a function from a key of `LAYOUTS` to the folder of a run with two updates."""
+    """Return a function that trains one of the runs in `LAYOUTS` for two updates and returns the
+    --save-dir."""
     folders = {}
 
     def of(name):
@@ -73,7 +74,7 @@ def saved_at(lm_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def straight(lm_data, tmp_path_factory):
-    """Return the log of a run with four updates and without a stop."""
+    """Return the losses and gradient norms of an uninterrupted run with four updates."""
     return losses(train_at("1 full", lm_data, tmp_path_factory.mktemp("straight"), 4))
 
 
@@ -82,7 +83,7 @@ def losses(run):
 
 
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
-def test_a_run_continues_on_other_ranks_and_in_another_format(
+def test_a_run_resumes_on_another_number_of_ranks_and_in_another_checkpoint_format(
     lm_data, tmp_path, saved_at, straight, saved, loaded
 ):
     folder = tmp_path / "copy"
@@ -92,7 +93,7 @@ def test_a_run_continues_on_other_ranks_and_in_another_format(
     assert bool(LAYOUTS[loaded][2]) == ("experts/" in (folder / "checkpoint_last.pt").read_text("latin-1"))
 
 
-def test_shards_hold_the_bits_of_a_full_checkpoint_which_other_commands_open(lm_data, tmp_path, saved_at):
+def test_a_sharded_checkpoint_and_its_full_conversion_have_equal_bits(lm_data, tmp_path, saved_at):
     convert("full", "--input", saved_at("4 sliced") / "checkpoint_last.pt", "--output", tmp_path / "a.pt")
     files = saved_at("4 sliced") / "checkpoint_last.pt", tmp_path / "a.pt"
     full, sharded = (load(path.parent, path.name) for path in files)
@@ -108,7 +109,7 @@ def test_shards_hold_the_bits_of_a_full_checkpoint_which_other_commands_open(lm_
     assert len(perplexities) == 2 and perplexities[0] == perplexities[1]
 
 
-def test_a_resume_continues_bit_for_bit_with_its_masters_and_unused_shards_are_deleted(lm_data, tmp_path):
+def test_a_bf16_run_resumes_bit_for_bit_and_deletes_unused_shards(lm_data, tmp_path):
     options = ("--dropout", 0.1, "--bf16", *SHARDED, "--disable-validation")
     keep = ("--save-interval-updates", 2, "--keep-interval-updates", 2)
     train(lm_data, tmp_path / "a", 6, 2, 1, *options, *keep)
@@ -125,7 +126,7 @@ def test_a_resume_continues_bit_for_bit_with_its_masters_and_unused_shards_are_d
     assert all("fp32_master" in entry for entry in a["last_optimizer_state"]["state"].values())
 
 
-def test_a_damaged_shard_is_refused(lm_data, tmp_path, saved_at):
+def test_a_checkpoint_with_a_damaged_expert_shard_is_refused(lm_data, tmp_path, saved_at):
     folder = tmp_path / "copy"
     shutil.copytree(saved_at("4 sliced"), folder)
     (shards,) = (folder / "experts").iterdir()
@@ -137,7 +138,7 @@ def test_a_damaged_shard_is_refused(lm_data, tmp_path, saved_at):
     assert "differs from the saved tensor" in output.splitlines()[-1]
 
 
-def test_a_rank_that_cannot_write_its_experts_is_named_and_the_last_checkpoint_stays(lm_data, tmp_path):
+def test_all_ranks_name_the_rank_that_cannot_write_its_experts(lm_data, tmp_path):
     args = lm_args(lm_data, tmp_path / "save", "--user-dir", PLACES, "--save-interval-updates", 2, *SHARDED)
     trial = Trial(what="error", place="shard", when=3, rank=1)
     run = wait(start("train", *args, ranks=2, env=environment(tmp_path, trial)))

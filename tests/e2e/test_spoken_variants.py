@@ -21,7 +21,7 @@ SPEAKS = (
 )  # fmt: skip
 READS = ("--encoder-transformer-layers", 2, "--encoder-conv-layers", 1)
 IN_UNITS = ("--target-is-code", "--target-code-size", len(LETTERS), "--vocoder", "code_hifigan")
-# The task, its options, the criterion, and the model's options.
+# Architecture -> (task, options of the task, criterion, options of the model).
 SPOKEN = {
     "s2ut_transformer": (
         "speech_to_speech", IN_UNITS, "speech_to_unit", (*HEARS, "--decoder-layers", 2),
@@ -34,7 +34,8 @@ SPOKEN = {
 
 
 def _add_targets(folder, in_units):
-    """Add the targets to the lists of filter banks: the filter banks, or one unit per letter."""
+    """Add targets to fairseq's lists of filter banks; a target is the filter banks or one unit per
+    letter."""
     for split in ("train", "valid"):
         path = folder / f"{split}.tsv"
         with path.open() as file:
@@ -69,7 +70,7 @@ def test_models_that_output_speech_train_on_two_ranks_and_are_validated(kind, tm
         "--log-format", "json", "--required-batch-size-multiple", 1, "--batch-size", 4,
     ).stats("valid")[-1]  # fmt: skip
     expected = float(run.stats("valid")[-1]["valid_loss"])
-    # Models that output spectrograms use dropout in evaluation too.
+    # Losses differ a little, because models that output spectrograms use dropout in evaluation.
     assert float(found["valid_loss"]) == pytest.approx(expected, rel=0.02)
     if of_task:
         output = fairseq(

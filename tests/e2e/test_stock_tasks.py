@@ -1,4 +1,4 @@
-"""Tasks without a dataclass, of fairseq or of a user, train experts like the plugin's tasks."""
+"""Tasks of fairseq or a user that have no dataclass train MoE models as the plugin's tasks do."""
 
 import shutil
 from pathlib import Path
@@ -22,13 +22,12 @@ TASKS = {
 @pytest.mark.parametrize(
     "task", [pytest.param("own_translation", marks=pytest.mark.long), next(iter(TASKS))]
 )
-def test_a_task_without_a_dataclass_trains_one_model_on_any_number_of_ranks(task, mt_data, tmp_path):
+def test_a_task_without_a_dataclass_trains_the_same_model_on_one_and_two_ranks(task, mt_data, tmp_path):
     def train(folder, *extra, updates=4, **kwargs):
         words = ("--task", task, *TASKS[task], "--optimizer", "sgd", "--lr", 0.5, *extra)
         return fairseq("train", *mt_args(mt_data, tmp_path / folder, *words, updates=updates), **kwargs)
 
     train("one", "--update-freq", 2)
-    # An option of the task.
     train("two", "--moe-checkpoint", "sharded", updates=2, ranks=2)
     resumed = train("two", ranks=2)
     assert "expert parallel size 2" in resumed.output
@@ -38,7 +37,7 @@ def test_a_task_without_a_dataclass_trains_one_model_on_any_number_of_ranks(task
 
 
 def _monolingual(data, folder):
-    """Copy a translation corpus to the file names of online_backtranslation; return the folder."""
+    """Copy a translation corpus to the file names that the task online_backtranslation expects."""
     for lang in ("de", "en"):
         (folder / lang).mkdir(parents=True)
         for ending in ("bin", "idx"):

@@ -1,4 +1,4 @@
-"""Commands with an expert store give the same output as with all experts in memory."""
+"""Inference with offloaded experts gives the same output as inference with all experts in memory."""
 
 import re
 
@@ -15,7 +15,7 @@ LAYERS, EXPERTS = 4, 4
 
 @pytest.fixture(scope="module")
 def mt(mt_data, tmp_path_factory):
-    """A pre-gated translation model with little training, in a sharded checkpoint."""
+    """The sharded checkpoint of a pre-gated translation model after one update."""
     folder = tmp_path_factory.mktemp("mt-run")
     fairseq("train", *mt_args(mt_data, folder, *SHARDED, *PREGATED, updates=1))
     return folder / "checkpoint_last.pt"
@@ -23,7 +23,7 @@ def mt(mt_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lm(lm_data, tmp_path_factory):
-    """A language model in a full checkpoint."""
+    """The unsharded checkpoint of a language model."""
     folder = tmp_path_factory.mktemp("lm-run")
     fairseq("train", *lm_args(lm_data, folder, updates=2))
     return folder / "checkpoint_last.pt"
@@ -40,7 +40,7 @@ GENERATE = ("--beam", 2, "--max-len-b", 8, "--batch-size", 7)
 
 
 def generate(data, path, *extra, **options):
-    """Run fairseq-generate; return the printed sentences, and the run."""
+    """Run fairseq-generate; return the printed sentences and the finished command."""
     run = fairseq("tutel-run", "generate", *words("translation", data, path, *GENERATE, *extra), **options)
     return sorted(re.findall(LINE, run.output, re.M)), run
 
@@ -60,7 +60,7 @@ def resident(mt, mt_data):
     ],
     ids=lambda extra: extra[0],
 )
-def test_generate_prints_the_scores_of_resident(mt, mt_data, resident, extra):
+def test_generate_prints_equal_outputs_with_and_without_offloaded_experts(mt, mt_data, resident, extra):
     lines, run = generate(mt_data, mt, "--moe-expert-store", *extra)
     assert lines == resident
     (found,) = run.stats("expert_store")
@@ -76,7 +76,7 @@ def scores_of(lines):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tier", ["disk", "host"])
 @pytest.mark.parametrize("half", [(), ("--fp16",), ("--moe-inference-dtype", "bf16")], ids=str)
-def test_a_gpu_translates_with_experts_from_a_store(mt, mt_data, resident, half, tier):
+def test_generate_on_a_gpu_translates_with_offloaded_experts(mt, mt_data, resident, half, tier):
     more = ("--moe-expert-store", "pregated", "--moe-expert-tier", tier, "--moe-expert-cache", 3)
     lines, run = generate(mt_data, mt, *more, *half, "--distributed-world-size", 1)
     assert scores_of(lines) == pytest.approx(scores_of(resident), abs=0.05)
@@ -84,7 +84,7 @@ def test_a_gpu_translates_with_experts_from_a_store(mt, mt_data, resident, half,
     assert found["fetches"] > 0
 
 
-def test_two_ranks_multiply_quantized_experts_and_decoders(mt, mt_data, resident, tmp_path):
+def test_two_ranks_generate_with_int8_experts_and_int8_decoders(mt, mt_data, resident, tmp_path):
     convert("sharded", "--input", mt, "--output", tmp_path / "int8.pt", "--expert-dtype", "int8")
     flags = ("--moe-expert-parallel-size", 2, "--moe-expert-store", "on-demand")
     flags += ("--moe-inference-dtype", "int8")
@@ -99,7 +99,7 @@ SCORED = (
 )  # fmt: skip
 
 
-def test_eval_lm_with_experts_in_host_memory_and_on_disk(lm, lm_data, tmp_path):
+def test_eval_lm_gives_equal_scores_with_experts_in_host_memory_and_on_disk(lm, lm_data, tmp_path):
     convert("sharded", "--input", lm, "--output", tmp_path / "sharded.pt")
     ways = [(lm,), (lm, "host"), (tmp_path / "sharded.pt", "disk")]
     found = []
@@ -115,6 +115,6 @@ def test_eval_lm_with_experts_in_host_memory_and_on_disk(lm, lm_data, tmp_path):
     assert "fairseq-tutel convert sharded" in refusal and "Traceback" not in refusal
 
 
-def test_a_store_in_training_is_refused(lm_data, tmp_path):
+def test_an_expert_store_is_refused_in_training(lm_data, tmp_path):
     output = refused("train", *lm_args(lm_data, tmp_path, "--moe-expert-store", "on-demand"))
     assert "--moe-expert-store is on-demand, which is only for inference" in output

@@ -1,4 +1,4 @@
-"""The page that `tokens` writes, for every kind of model."""
+"""Tests of `fairseq-tutel tokens`, which writes a page with the experts of each token."""
 
 import json
 import re
@@ -19,12 +19,12 @@ import screenshots
 
 
 def page(path, *words):
-    """Run the command; return the parsed page."""
+    """Run `fairseq-tutel tokens`; return the JSON content of the page."""
     assert tool("tokens", *words, "--output", path) == f"wrote {path}\n"
     return json.loads(re.search(r'id="content">(.*?)</script>', path.read_text(), re.S)[1])
 
 
-def test_several_ranks_are_refused(tmp_path, monkeypatch):
+def test_the_tool_tokens_refuses_several_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     sentence = refusal_of("tokens", tmp_path, "--output", tmp_path / "page.html")
     assert sentence == "WORLD_SIZE is 2, but tokens needs one process; run it without torchrun."
@@ -32,13 +32,13 @@ def test_several_ranks_are_refused(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def translator(mt_data, tmp_path_factory):
-    """A --save-dir of a translation model with a sharded checkpoint that two ranks wrote."""
+    """The --save-dir of a translation model, with a sharded checkpoint that two ranks wrote."""
     save = tmp_path_factory.mktemp("translator")
     fairseq("train", *mt_args(mt_data, save, "--moe-checkpoint", "sharded", updates=2), ranks=2)
     return save
 
 
-def test_the_page_has_the_experts_that_the_gate_chose(translator, mt_data, tmp_path):
+def test_the_tokens_page_has_the_experts_that_the_gate_chose(translator, mt_data, tmp_path):
     found = page(tmp_path / "page.html", translator, mt_data, "--limit", 5)
     assert [layer["name"] for layer in found["layers"]] == [
         f"{side}.layers.{i}" for side in ("encoder", "decoder") for i in (0, 1)
@@ -57,7 +57,7 @@ def test_the_page_has_the_experts_that_the_gate_chose(translator, mt_data, tmp_p
     assert first["experts"]["encoder.layers.0.fc1"] == chosen_TK.tolist()
 
 
-def test_texts_are_translated_or_continued(translator, mt_data, lm_data, tmp_path):
+def test_the_tokens_page_translates_or_continues_given_texts(translator, mt_data, lm_data, tmp_path):
     fairseq("train", *lm_args(lm_data, tmp_path / "lm", "--disable-validation", updates=1))
     found = page(tmp_path / "mt.html", translator, mt_data, "--text", "w1 w2", "--text", "w3")
     assert [sample["side"] for sample in found["samples"]] == ["encoder", "decoder"] * 2
@@ -68,7 +68,7 @@ def test_texts_are_translated_or_continued(translator, mt_data, lm_data, tmp_pat
     assert len(only["experts"]["decoder.layers.1.fc1"]) == len(only["tokens"])
 
 
-def test_language_pairs_have_separate_loads(tmp_path):
+def test_the_tokens_page_has_separate_expert_loads_for_each_language(tmp_path):
     data, save = translation(tmp_path), tmp_path / "save"
     fairseq("train", *mt_args(data, save, *MODEL, updates=2))
     found = page(tmp_path / "page.html", save, data)
@@ -76,7 +76,7 @@ def test_language_pairs_have_separate_loads(tmp_path):
     assert shared["languages"] == ["de", "en"]
 
 
-def test_patches_of_images_have_experts(tmp_path):
+def test_the_tokens_page_of_an_image_model_has_experts_of_image_patches(tmp_path):
     rng = np.random.default_rng(0)
     for split in ("train", "valid"):
         pixels = rng.integers(0, 255, (22, 8, 8), dtype=np.uint8)
@@ -99,7 +99,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_ends_with_one_sentence(translator, mt_data, tmp_path, monkeypatch, case):
+def test_tokens_refuses_bad_input_with_one_sentence(translator, mt_data, tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.html").write_text("older")
     names = {"SAVE": translator, "DATA": mt_data}
@@ -111,7 +111,7 @@ def test_bad_input_ends_with_one_sentence(translator, mt_data, tmp_path, monkeyp
 
 @pytest.mark.long
 @pytest.mark.skipif(browser.chromium() is None, reason="not run: needs Chromium")
-def test_the_tokens_page_has_no_problem_in_a_browser(mt_data, tmp_path):
+def test_a_browser_shows_the_tokens_page_without_errors(mt_data, tmp_path):
     fairseq("train", *mt_args(mt_data, tmp_path / "save", "--moe-expert-count", 16, updates=2))
     path = tmp_path / "page.html"
     page(path, tmp_path / "save", mt_data)

@@ -1,4 +1,5 @@
-"""`convert upcycle`, and conversion back to dense, with real dense runs: losses and further training."""
+"""Converts trained dense models to MoE models with `convert upcycle`, trains them, and converts them
+back."""
 
 import re
 import subprocess
@@ -12,7 +13,7 @@ from tool_in_process import tool
 
 
 def dense_args(args):
-    """Return the arguments of the dense model that corresponds to a MoE model's arguments."""
+    """Convert training arguments for a MoE model to training arguments for a dense model."""
     dense, words = [], iter(map(str, args))
     for word in words:
         if word.startswith("--moe-"):
@@ -23,12 +24,12 @@ def dense_args(args):
 
 
 def convert(kind, source, target, *words):
-    """Run `convert KIND`; return the printed text."""
+    """Run `fairseq-tutel convert KIND`; return the printed text."""
     return tool("convert", kind, "--input", source, "--output", target, *words)
 
 
 def outputs(path, data):
-    """Return the model's scores for fixed tokens, in evaluation mode."""
+    """Return the logits of a checkpoint's model for fixed random tokens."""
     from fairseq import checkpoint_utils
 
     from fairseq_tutel import plugin
@@ -54,7 +55,7 @@ def same_outputs(a, b, data, tolerance=1e-5):
 
 @pytest.fixture(scope="module")
 def lm(lm_data, tmp_path_factory):
-    """A dense language model that was trained for six updates."""
+    """The checkpoint of a dense language model after six updates."""
     folder = tmp_path_factory.mktemp("lm")
     fairseq("train", *dense_args(lm_args(lm_data, folder)))
     return folder / "checkpoint_last.pt"
@@ -62,13 +63,13 @@ def lm(lm_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mt(mt_data, tmp_path_factory):
-    """A dense translation model that was trained for six updates."""
+    """The checkpoint of a dense translation model after six updates."""
     folder = tmp_path_factory.mktemp("mt")
     fairseq("train", *dense_args(mt_args(mt_data, folder)))
     return folder / "checkpoint_last.pt"
 
 
-def test_upcycle_evaluates_to_the_dense_loss(lm, lm_data, tmp_path):
+def test_an_upcycled_model_has_the_validation_loss_of_the_dense_model(lm, lm_data, tmp_path):
     def loss(path):
         run = fairseq(
             "eval-lm", lm_data, "--user-dir", USER_DIR, "--path", path, "--tokens-per-sample", 16,
@@ -77,18 +78,18 @@ def test_upcycle_evaluates_to_the_dense_loss(lm, lm_data, tmp_path):
         return float(re.search(r"Loss \(base 2\): ([\d.]+)", run.output)[1])
 
     convert("upcycle", lm, tmp_path / "moe.pt")
-    assert loss(tmp_path / "moe.pt") == pytest.approx(loss(lm), abs=1.01e-4)  # the last logged digit
+    assert loss(tmp_path / "moe.pt") == pytest.approx(loss(lm), abs=1.01e-4)  # the log has 4 decimals
 
 
 def older(path, target):
-    """Write a checkpoint in the form of fairseq before hydra: all options in one namespace."""
+    """Write a checkpoint in the format of fairseq before hydra, with all options in one namespace."""
     state = torch.load(path, weights_only=False)
     model = state.pop("cfg")["model"]
     torch.save({**state, "args": model}, target)
     return target
 
 
-def test_upcycle_gives_the_outputs_of_the_dense_translation_model_from_an_older_file(mt, mt_data, tmp_path):
+def test_an_upcycled_checkpoint_of_an_older_fairseq_gives_the_dense_model_s_outputs(mt, mt_data, tmp_path):
     source = older(mt, tmp_path / "older.pt")
     words = ("--encoder-moe-freq", 2, "--decoder-moe-freq", 1, "--moe-expert-count", "2,3,4")
     text = convert("upcycle", source, tmp_path / "moe.pt", *words)
@@ -99,7 +100,7 @@ def test_upcycle_gives_the_outputs_of_the_dense_translation_model_from_an_older_
 ON = ("--moe-freq", 2, "--moe-expert-count", 4)
 
 
-def test_an_upcycled_model_trains_further_with_each_flag_of_fairseq(lm, lm_data, tmp_path):
+def test_an_upcycled_model_trains_after_finetune_from_model_and_after_restore_file(lm, lm_data, tmp_path):
     convert("upcycle", lm, tmp_path / "moe.pt", *ON)
     ways = {
         "finetune": ("--finetune-from-model", tmp_path / "moe.pt"),
@@ -122,7 +123,7 @@ def test_an_upcycled_model_trains_further_with_each_flag_of_fairseq(lm, lm_data,
     assert (stack[0] - stack[1]).abs().max() > 1e-4
 
 
-def test_convert_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
+def test_fairseq_opens_a_pruned_model_and_a_model_converted_back_to_dense(lm, lm_data, tmp_path):
     words = ("--finetune-from-model", tmp_path / "moe.pt", "--moe-top-k", 1)
     convert("upcycle", lm, tmp_path / "moe.pt", *ON, "--reinitialize", 0.5)
     run = fairseq("train", *lm_args(lm_data, tmp_path, *ON, *words), "--log-file", tmp_path / "t.log")
@@ -137,7 +138,7 @@ def test_convert_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
         made[name] = tmp_path / f"{name}.pt"
         convert(kind, trained, made[name], *options)
         outputs(made[name], lm_data)
-    # fairseq opens the dense model in a process without the plugin, which would allow more classes.
+    # A new process shows that fairseq opens the dense model without the plugin.
     words = (lm_data, "--path", made["dense"], "--tokens-per-sample", 16, "--batch-size", 8, "--cpu")
     ended = subprocess.run(
         [sys.executable, "-m", "fairseq_cli.eval_lm", *map(str, words)], capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""The usual commands around a training run with experts, through the real command lines."""
+"""Tests of fairseq's options for keeping, loading, averaging and combining checkpoints of MoE models."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from cli import USER_DIR, fairseq
 from models import lm_args, mt_args
 from tool_in_process import tool
 
-# No sentence is dropped, even in a smaller last batch. No worker process, because its start takes seconds.
+# Options with which fairseq keeps a smaller last batch and starts no worker processes.
 ALL = ("--required-batch-size-multiple", 1, "--num-workers", 0)
 FRESH = ("--reset-optimizer", "--reset-lr-scheduler", "--reset-dataloader", "--reset-meters")
 EXPERTS = "decoder.layers.0.fc1.experts.fc1_weight"
@@ -30,7 +30,7 @@ def same_weights(a, b):
 
 
 def without(words, *flags, values=1):
-    """Return a command line without some flags and their values."""
+    """Return command-line words without the given flags and their values."""
     words = list(words)
     for flag in flags:
         at = words.index(flag)
@@ -39,14 +39,14 @@ def without(words, *flags, values=1):
 
 
 def dense(words, arch, task, criterion):
-    """Return the command line of the dense model that corresponds to a MoE model's command line."""
+    """Convert a command line that trains a MoE model to a command line that trains a dense model."""
     stock = ("--arch", arch, "--task", task, "--criterion", criterion, "--optimizer", "adam")
     return [*without(words, "--moe-freq", "--moe-expert-count"), *stock]
 
 
 @pytest.fixture(scope="module")
 def lm(lm_data, tmp_path_factory):
-    """Folder and run of a language model that was trained for four epochs of 15 or 8 updates."""
+    """The --save-dir and the finished training command of a language model after four epochs."""
     folder = tmp_path_factory.mktemp("lm-day")
     words = without(lm_args(lm_data, folder), "--max-update")
     words = without(words, "--no-epoch-checkpoints", values=0)
@@ -59,10 +59,10 @@ def lm(lm_data, tmp_path_factory):
     return folder, run
 
 
-# What a training leaves behind
+# Keeping checkpoints
 
 
-def test_the_last_epochs_last_updates_and_best_checkpoints_are_kept(lm):
+def test_training_keeps_the_newest_and_the_best_checkpoints(lm):
     folder, run = lm
     assert names(folder, "checkpoint[0-9]*.pt") == [f"checkpoint{n}.pt" for n in (2, 3, 4)]
     assert names(folder, "checkpoint_[0-9]*.pt") == ["checkpoint_3_30.pt", "checkpoint_4_35.pt"]
@@ -73,12 +73,12 @@ def test_the_last_epochs_last_updates_and_best_checkpoints_are_kept(lm):
     assert best["val_loss"] == best["best"] == pytest.approx(min(scores), abs=0.006)
 
 
-# Starting from a checkpoint
+# Loading checkpoints
 
 
-def test_finetune_from_model_loads_only_the_weights(lm, lm_data, tmp_path):
+def test_finetune_from_model_loads_only_the_weights_of_a_moe_model(lm, lm_data, tmp_path):
     base = lm[0] / "checkpoint_best.pt"
-    # With learning rate 0, the weights stay as loaded. The data is the test set.
+    # With learning rate 0, training does not change the loaded weights.
     words = ("--finetune-from-model", base, "--lr", 0, "--train-subset", "test", "--batch-size", 8)
     run = fairseq("train", *lm_args(lm_data, tmp_path, *words, updates=1))
     assert "loading pretrained model from" in run.output
@@ -87,7 +87,7 @@ def test_finetune_from_model_loads_only_the_weights(lm, lm_data, tmp_path):
     assert found["model"][EXPERTS].shape[0] == 4
     _started_afresh(found, updates=1)
     assert _steps(found) == {1}
-    # If the same command line runs again, it resumes from its own checkpoint.
+    # If a training command runs again, training resumes from the checkpoint in --save-dir.
     fairseq("train", *lm_args(lm_data, tmp_path, *words, updates=2))
     assert _steps(load(tmp_path / "checkpoint_last.pt")) == {2}
 
@@ -99,7 +99,7 @@ def _started_afresh(state, updates):
 
 
 def _steps(state):
-    """Return the number of updates in the optimizer state of all weights."""
+    """Return the set of update counts in the optimizer state."""
     return {int(weight["step"]) for weight in state["last_optimizer_state"]["state"].values()}
 
 
@@ -113,9 +113,9 @@ def test_restore_file_with_every_reset_loads_only_the_weights(lm, lm_data, tmp_p
     assert found["optimizer_history"][-1]["optimizer_name"] == "MoESGD"
 
 
-def test_restore_file_loads_everything_that_is_not_reset(lm, lm_data, tmp_path):
+def test_restore_file_loads_the_optimizer_state_if_only_data_and_meters_are_reset(lm, lm_data, tmp_path):
     base = lm[0] / "checkpoint4.pt"
-    # Gradients are clipped to almost 0, so an update multiplies a moment by 0.9.
+    # Gradients are clipped to almost 0, so an update only multiplies Adam's first moment by 0.9.
     words = ("--restore-file", base, "--reset-dataloader", "--reset-meters", "--clip-norm", 1e-12)
     fairseq("train", *lm_args(lm_data, tmp_path, *words, updates=40), ranks=2)
     found = load(tmp_path / "checkpoint_last.pt")
@@ -130,7 +130,7 @@ def test_restore_file_loads_everything_that_is_not_reset(lm, lm_data, tmp_path):
 # Averages
 
 
-def test_average_of_experts_opens_and_is_evaluated(lm, lm_data, tmp_path):
+def test_eval_lm_evaluates_an_average_of_moe_checkpoints(lm, lm_data, tmp_path):
     averaged_lm = tmp_path / "mean.pt"
     flags = ("--num-epoch-checkpoints", 2, "--checkpoint-upper-bound", 3)
     tool("average", "--inputs", lm[0], "--output", averaged_lm, *flags)
@@ -159,7 +159,7 @@ def _generate(data, path, *words):
 
 
 def _log_probabilities(data, *paths):
-    """Return log2 of the probability of each reference token under an ensemble, in sentence order."""
+    """Return the log2 probability that the models' ensemble gives to each reference token."""
     run = _generate(data, ":".join(map(str, paths)), "--score-reference")
     lines = dict(re.findall(r"^P-(\d+)\t(.*)$", run.output, re.M))
     return [float(value) for key in sorted(lines, key=int) for value in lines[key].split()]
@@ -172,7 +172,7 @@ def _is_mean_of_probabilities(ensemble, one, other):
     assert ensemble == pytest.approx(expected, abs=1e-3)
 
 
-def test_ensemble_in_generate_mixes_expert_counts_and_dense_models(mt_data, tmp_path):
+def test_generate_combines_a_moe_model_and_a_dense_model_in_an_ensemble(mt_data, tmp_path):
     words = ("--moe-expert-count", 2, "--seed", 2, "--disable-validation")
     fairseq("train", *mt_args(mt_data, tmp_path / "two", *words))
     stock = ("transformer_iwslt_de_en", "translation", "label_smoothed_cross_entropy")

@@ -1,4 +1,5 @@
-"""MoE variants of each model family train in fairseq's commands, and other commands open the models."""
+"""MoE variants of speech and non-autoregressive models train with fairseq-train and run in other
+commands."""
 
 from functools import cache
 
@@ -9,7 +10,7 @@ from equality import learns, same_training
 from models import COMMON, EXPERTS, SOUND_DIR, mt_args
 from sounds import banks, tones
 
-# A frame is 20 ms.
+# Convolutions of wav2vec2 that give one frame per 20 ms of audio.
 CONVOLUTIONS = "[(16, 10, 5)] + [(16, 8, 8)] * 2"
 WAVES = (
     "--conv-feature-layers", CONVOLUTIONS, "--encoder-layers", 2, "--encoder-embed-dim", 16,
@@ -31,7 +32,7 @@ PRETRAINED = {
 
 @pytest.fixture(scope="session")
 def sound_data(tmp_path_factory):
-    """The folder of sounds with text."""
+    """The folder with the sound files of all tests."""
     return tones(tmp_path_factory.mktemp("sounds") / "of")
 
 
@@ -41,7 +42,7 @@ def _pretrain(kind, data, folder, *extra, updates=2, **kwargs):
 
 
 def one_quick(kinds):
-    """Return a test's parameters; `make test` runs only the first, `make test-long` the others."""
+    """Return test parameters, of which `make test` runs only the first."""
     first, *others = kinds
     return first, *(pytest.param(kind, marks=pytest.mark.long) for kind in others)
 
@@ -52,7 +53,7 @@ def _load(folder):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", PRETRAINED)
-def test_models_of_audio_samples(kind, sound_data, tmp_path):
+def test_a_pretrained_speech_model_learns_and_resumes_on_two_ranks(kind, sound_data, tmp_path):
     learns(_pretrain(kind, sound_data, tmp_path, updates=60))
     extra = ("--checkpoint-activations", "--max-update", 62)
     resumed = _pretrain(kind, sound_data, tmp_path, *extra, ranks=2)
@@ -66,7 +67,7 @@ DECODER = (
 )  # fmt: skip
 WRITES = ("--task", "moe_audio_finetuning", "--labels", "ltr", "--autoregressive")
 CTC = ("--criterion", "moe_ctc", "--post-process", "letter")
-# The pretrained model, the task, and options for fine-tuning; decoders need a fixed size of a frame.
+# Architecture -> (pretrained model, options of the task, options of the model).
 FINE_TUNED = {
     "wav2vec_seq2seq": ("wav2vec2", WRITES, (*DECODER, "--decoder-embed-dim", 512)),
     "hubert_ctc": (
@@ -90,7 +91,7 @@ def _fine_tune(kind, data, pretrained, folder, *extra, updates=6, **kwargs):
 
 @pytest.fixture(scope="module")
 def pretrained(sound_data, tmp_path_factory):
-    """Function that returns the path of a small pretrained model."""
+    """A function that returns the checkpoint of a small pretrained model of a kind."""
 
     @cache
     def path_of(kind):
@@ -103,7 +104,7 @@ def pretrained(sound_data, tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", FINE_TUNED)
-def test_a_pretrained_model_with_experts_is_fine_tuned(kind, sound_data, pretrained, tmp_path):
+def test_a_pretrained_speech_model_with_experts_is_fine_tuned(kind, sound_data, pretrained, tmp_path):
     path = pretrained(FINE_TUNED[kind][0])
     _fine_tune(kind, sound_data, path, tmp_path / "still", "--lr", 0.0, updates=1)
     before = torch.load(path, weights_only=False)["model"]
@@ -140,7 +141,7 @@ OF_BANKS = {
 
 
 @pytest.mark.parametrize("kind", one_quick(OF_BANKS))
-def test_models_of_filter_banks(kind, sound_data, tmp_path):
+def test_a_speech_to_text_model_learns_on_two_ranks_and_generates(kind, sound_data, tmp_path):
     data = banks(sound_data, tmp_path / "banks")
     words = (
         "--task", "moe_speech_to_text", "--arch", f"moe_{kind}", "--criterion",
@@ -151,7 +152,7 @@ def test_models_of_filter_banks(kind, sound_data, tmp_path):
         folder = ("--save-dir", tmp_path / str(ranks), "--update-freq", 2 // ranks)
         run = fairseq("train", data, *COMMON, *words, *folder, ranks=ranks)
         learns(run)
-    if "conformer" not in kind:  # this model has batch norms
+    if "conformer" not in kind:  # batch norms of a conformer depend on the micro-batch
         same_training(tmp_path / "1", tmp_path / "2")
     output = fairseq(
         "generate", data, "--user-dir", SOUND_DIR, "--task", "moe_speech_to_text", "--gen-subset",
@@ -170,14 +171,14 @@ NOT_AUTOREGRESSIVE = {
 
 
 @pytest.mark.parametrize("kind", one_quick(NOT_AUTOREGRESSIVE))
-def test_nonautoregressive_models(kind, mt_data, tmp_path):
+def test_a_nonautoregressive_model_learns_on_two_ranks_and_generates(kind, mt_data, tmp_path):
     words = (*LEVENSHTEIN, "--arch", f"moe_{kind}", *NOT_AUTOREGRESSIVE[kind])
     words = (*words, "--optimizer", "moe_sgd", "--lr", 0.1)
     for ranks in (1, 2):
         args = mt_args(mt_data, tmp_path / str(ranks), *words, "--update-freq", 2 // ranks)
         run = fairseq("train", *args, ranks=ranks)
         learns(run)
-    if "full_mask" in words and kind.startswith("non"):  # the other models draw noise for each micro-batch
+    if "full_mask" in words and kind.startswith("non"):  # random_delete noise depends on the micro-batch
         same_training(tmp_path / "1", tmp_path / "2")
     output = fairseq(
         "generate", mt_data, "--user-dir", SOUND_DIR, "--task", "moe_translation_lev", "--path",

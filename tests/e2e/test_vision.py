@@ -1,4 +1,4 @@
-"""Image models through the real command line: SwinV2-MoE on scikit-learn's digits."""
+"""Trains a small SwinV2-MoE on the digits of scikit-learn through fairseq's commands."""
 
 import csv
 import re
@@ -14,13 +14,11 @@ from tool_in_process import tool
 
 AUGMENTED = ("--image-crop-padding", 1, "--image-flip", 0.2, "--image-mixup", 0.2)
 BY_ACCURACY = ("--best-checkpoint-metric", "accuracy", "--maximize-best-checkpoint-metric")
-UPDATES = 6  # an epoch has 8 micro-batches in 4 updates
+UPDATES = 6  # one epoch has 4 updates
 
 
 def swin_args(data, save_dir, *extra):
-    """Return arguments for a two-stage SwinV2-MoE with two micro-batches of 11 images per update.
-
-    `extra` overrides other arguments."""
+    """Return the arguments to train a small SwinV2-MoE; arguments in `extra` override the others."""
     return [
         data, "--user-dir", USER_DIR, "--task", "moe_image_classification",
         "--arch", "swin_v2_moe_tiny", "--criterion", "moe_image_classification", "--label-smoothing", 0.1,
@@ -34,7 +32,7 @@ def swin_args(data, save_dir, *extra):
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """Arrays of 88 digits for training and 40 for validation."""
+    """The folder with 88 images of digits for training and 40 images for validation."""
     folder, found = tmp_path_factory.mktemp("digits"), load_digits()
     pixels = (found.images * 255 / 16).astype(np.uint8)
     for split, part in (("train", slice(88)), ("valid", slice(88, 128))):
@@ -44,7 +42,7 @@ def digits(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(digits, tmp_path_factory):
-    """The folder and the output of a training run on one rank."""
+    """The --save-dir and the finished training command of a run on one rank."""
     folder = tmp_path_factory.mktemp("plain")
     run = fairseq("train", *swin_args(digits, folder))
     return folder, run
@@ -52,7 +50,7 @@ def plain(digits, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharded(digits, tmp_path_factory):
-    """The folder of the same training run on two ranks that share experts, with ZeRO stage 1."""
+    """The --save-dir of a training run on two ranks with expert parallelism and ZeRO stage 1."""
     folder = tmp_path_factory.mktemp("sharded")
     flags = (
         "--update-freq", 1, "--moe-zero-stage", 1, "--moe-checkpoint", "sharded",
@@ -67,13 +65,13 @@ def same_training(expected, found):
     same_weights(expected["model"], found["model"], adam=False)
 
 
-def test_two_ranks_train_as_one_does(plain, sharded):
+def test_two_ranks_train_the_same_image_model_as_one_rank(plain, sharded):
     expected = load(plain[0])
     assert facts_of(expected)["moe_gate_loss 0"] > 0
     same_training(expected, load(sharded))
 
 
-def test_the_best_checkpoint_is_the_most_accurate(plain):
+def test_the_best_checkpoint_has_the_highest_accuracy(plain):
     folder, run = plain
     accuracies = {
         int(record["valid_num_updates"]): float(record["valid_accuracy"]) for record in run.stats("valid")
@@ -85,8 +83,8 @@ def test_the_best_checkpoint_is_the_most_accurate(plain):
     assert accuracies[best["optimizer_history"][-1]["num_updates"]] == max(accuracies.values())
 
 
-def test_validate_and_predict_give_the_same_accuracy(sharded, digits, tmp_path):
-    """Both commands open a sharded checkpoint in one process."""
+def test_fairseq_validate_and_predict_give_the_same_accuracy(sharded, digits, tmp_path):
+    """One process must be able to open a sharded checkpoint that two ranks wrote."""
     (tmp_path / "valid.npz").write_bytes((digits / "valid.npz").read_bytes())
     checkpoint, table = sharded / "checkpoint_last.pt", tmp_path / "found.csv"
     words = ("--user-dir", USER_DIR, "--task", "image_classification", "--path", checkpoint)
@@ -116,8 +114,8 @@ checkpoint: {save_dir: "???", best_checkpoint_metric: accuracy, maximize_best_ch
 """
 
 
-def test_hydra_finetunes_on_other_classes_and_validates_the_training_set(plain, digits, tmp_path):
-    """Images are flipped only in training, so the same images as another split have the same loss."""
+def test_hydra_finetunes_an_image_model_on_a_data_set_with_fewer_classes(plain, digits, tmp_path):
+    """Equal images in two splits must have equal validation losses, because only training flips images."""
     with np.load(digits / "train.npz") as file:
         kept = file["labels"] < 9
         for split in ("train", "valid"):

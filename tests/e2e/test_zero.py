@@ -1,4 +1,4 @@
-"""ZeRO, offload and the five forms of parallelism in fairseq-train, compared with one plain process."""
+"""Training with ZeRO, optimizer offload or expert parallelism gives the model of one process."""
 
 import shlex
 
@@ -19,7 +19,7 @@ def _load(folder):
 
 
 def _train(data, folder, *flags, ranks=1, updates=4):
-    """Train with four micro-batches per update on any number of ranks."""
+    """Train a language model with four micro-batches per update on the given number of ranks."""
     args = lm_args(data, folder, "--update-freq", MICRO_BATCHES // ranks, *flags, updates=updates)
     return fairseq("train", *args, ranks=ranks)
 
@@ -30,19 +30,18 @@ def _same_training(expected, found, adam):
 
 
 @pytest.mark.long
-def test_zero_in_bf16_has_the_masters_of_plain_bf16(lm_data, tmp_path):
-    # Bits are equal only if sums have the same order: with one micro-batch, no norm, and no Adam. Adam's
-    # fused kernel uses another instruction for the last elements of a vector.
+def test_zero_in_bf16_gives_the_master_weights_of_a_run_without_zero(lm_data, tmp_path):
+    # Without clipping, Adam and gradient accumulation, ZeRO does not change the order of sums.
     steps = (*SGD, "--bf16", "--clip-norm", 0, "--update-freq", 1)
     flags = (*steps, "--moe-expert-parallel-size", 2)
     for folder, more in (("plain", ()), ("zero", ZERO_2)):
         _train(lm_data, tmp_path / folder, *flags, *more, ranks=2, updates=3)
     expected, found = _load(tmp_path / "plain"), _load(tmp_path / "zero")
     assert all(torch.equal(w, w.bfloat16().float()) for w in found["model"].values())
-    # Both runs add the gradients of two ranks equally, and then compute the same update.
+    # ZeRO must not change a bit of the weights or of the fp32 master weights.
     same_bits(expected["model"], found["model"])
     same_bits(expected["last_optimizer_state"]["state"], found["last_optimizer_state"]["state"])
-    # Each run resumes from the other's file: two ZeRO ranks from a plain file, one plain rank from ZeRO's.
+    # A run with ZeRO resumes from a checkpoint without ZeRO, and a run without ZeRO from one with ZeRO.
     straight = tmp_path / "straight"
     _train(lm_data, straight, *flags, ranks=2, updates=5)
     _train(lm_data, tmp_path / "plain", *flags, *ZERO_2, *OFFLOAD, ranks=2, updates=5)
@@ -55,7 +54,7 @@ def test_zero_in_bf16_has_the_masters_of_plain_bf16(lm_data, tmp_path):
 
 
 def _recipe(form):
-    """Return a recipe's arguments with sizes for the test's small corpus."""
+    """Return the training arguments of a recipe, adapted to the small corpus of the tests."""
     words = shlex.split((ROOT / "configs" / "args" / f"parallel_{form}.args").read_text())
     words[words.index("--user-dir") + 1] = USER_DIR
     return [
@@ -66,7 +65,7 @@ def _recipe(form):
 
 @pytest.fixture(scope="module")
 def one_process(lm_data, tmp_path_factory):
-    """Return the checkpoint of a recipe's model, trained by one plain process; results are cached."""
+    """Return a function that trains the model of a recipe in one process and returns the checkpoint."""
     files = {}
 
     def of(form):
@@ -82,9 +81,9 @@ def one_process(lm_data, tmp_path_factory):
     return of
 
 
-# The other forms are parts of these two.
+# The recipes e_d_m and e_z_offload together use every kind of parallelism of the other recipes.
 @pytest.mark.parametrize("form", ["e_d_m", "e_z_offload"])
-def test_a_form_of_parallelism_trains_what_one_process_does(form, lm_data, one_process, tmp_path):
+def test_four_ranks_with_a_parallel_recipe_train_as_one_process(form, lm_data, one_process, tmp_path):
     run = fairseq("train", lm_data, *_recipe(form), "--save-dir", tmp_path, ranks=4)
     assert ("this rank keeps the optimizer state of" in run.output) == ("z" in form)
     slices = "Strategy(adaptive_r=2" in run.output

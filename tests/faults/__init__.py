@@ -1,1 +1,1 @@
-"""Training runs, each with one injected fault."""
+"""Tests training runs with injected faults, such as a killed rank or a full disk."""

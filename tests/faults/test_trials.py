@@ -1,4 +1,4 @@
-"""Training runs on two ranks with one fault each: error messages, checkpoints, and the continued run."""
+"""Injects one fault into each training run, and checks errors, checkpoints and the resumed run."""
 
 import os
 
@@ -7,7 +7,7 @@ from corpora import language
 
 from .trial import Trial, carry_out, train
 
-# Options for sharded checkpoints that are written in the background.
+# Options with which a training run writes sharded checkpoints in the background.
 BACKGROUND = ("--moe-checkpoint", "sharded", "--moe-save-async")
 RANK_1 = r"rank 1\b"
 TRIALS = {
@@ -29,12 +29,12 @@ TRIALS = {
     "a flipped bit": Trial(what="flip", begun=True, says="which is corrupt"),
     "a removed file": Trial(what="remove", begun=True, outcome="continued", says="training resumes from"),
 }
-QUICK = ("a flipped bit",)  # tests/e2e tests other faults
+QUICK = ("a flipped bit",)  # names of the trials that `make test` runs
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """Return the corpus, and a cached function that trains without a fault."""
+    """Return a corpus, and a cached function that trains without a fault and returns the --save-dir."""
     folder = tmp_path_factory.mktemp("faults")
     os.environ.setdefault("FAIRSEQ_TUTEL_TEST_LOGS", str(folder / "logs"))
     data, made = language(tmp_path_factory.mktemp("corpus")), {}
@@ -53,6 +53,6 @@ def shared(tmp_path_factory):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in TRIALS]
 )
-def test_a_run_with_a_fault_ends_with_an_error_or_continues_and_loses_nothing(name, shared, tmp_path):
+def test_a_run_with_a_fault_ends_with_an_error_or_continues_to_the_last_update(name, shared, tmp_path):
     data, undisturbed = shared
     carry_out(TRIALS[name], data, tmp_path, undisturbed)

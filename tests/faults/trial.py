@@ -1,4 +1,4 @@
-"""Runs a training run with one fault, and checks its end, its checkpoints, and the continued run."""
+"""Trains with one injected fault, and checks exit codes, checkpoints and the resumed run."""
 
 import json
 import random
@@ -16,14 +16,14 @@ from models import lm_args
 from fairseq_tutel.checkpoint import folders, shards
 
 PLACES = str(Path(__file__).parent / "faulty_places")
-# BEGUN is the number of updates of the checkpoint from which a trial resumes.
+# BEGUN is the number of updates in the checkpoint from which a run resumes.
 UPDATES, SAVE_EVERY, BEGUN, EXPERTS = 8, 2, 4, 4
-TIMEOUT, SECONDS = 4, 180  # seconds for --moe-comm-timeout, and for a complete run
+TIMEOUT, SECONDS = 4, 180  # --moe-comm-timeout and the longest time of a run, in seconds
 SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
-CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # tolerance, because another number of ranks adds in another order
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # another number of ranks changes the order of sums
 SAVED = re.compile(r"Saved checkpoint \S+ \(epoch \d+ @ (\d+) updates|; update (\d+) is saved in")
 LAST_LINE = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|error)\b.*$", re.M)
-# Errors that a user can act on.
+# A regular expression that matches every clear error message.
 CLEAR = re.compile(
     r"rank \d+ (could not|ends, because)|ranks? [\d, -]+ did not reach|an injected fault|which is corrupt"
     r"|became NaN or infinite at update \d+|could not be written|no file can be written|files are missing"
@@ -33,20 +33,16 @@ CLEAR = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A fault and its expected effects.
+    """A fault to inject into a training run, and the expected result.
 
-    Attributes:
-        what: kill, stop, error, oom, signal, nan, empty (a batch), full (a disk), flip (a bit), remove,
-            none; or at the place "update" the tensor that becomes NaN: expert, master, exp_avg_sq.
-        place, when, rank: the fault happens at the n-th visit of a rank to a place of `faulty_places`.
-        everywhere: whether all ranks are killed at that moment.
-        number: name of the signal.
-        outcome: expected end of the run: "ended" (with an error) or "continued".
-        says: a pattern that the log of at least one rank must contain.
-        begun: whether the run resumes a checkpoint.
-        ranks_after: number of ranks of the continued run.
-        flags: flags of all runs.
-        exact: whether the final weights must equal those of a run without a fault.
+    The fault `what` is kill, stop, error, oom, signal, nan, empty (batch), full (disk), flip (a bit),
+    remove or none. At the place "update", `what` is the tensor that becomes NaN: expert, master or
+    exp_avg_sq. The fault happens when `rank` reaches `place` of `faulty_places` for the `when`-th time. If
+    `everywhere` is set, the fault kills all ranks. `number` is the name of a signal. `outcome` is "ended"
+    if the fault must end the run with an error, and otherwise "continued". The log of at least one rank
+    must match the pattern `says`. If `begun` is set, the run with the fault resumes from a checkpoint.
+    After the fault, a run on `ranks_after` ranks resumes. All runs use `flags`. If `exact` is set, the
+    final weights must equal the weights of a run without a fault.
     """
 
     what: str = "none"
@@ -65,7 +61,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Job:
-    """The exit code and log of each rank, whether the fault happened, and whether a rank hung."""
+    """A finished training run: exit codes and logs, whether the fault happened, and whether a rank hung."""
 
     codes: list[int]
     logs: list[str]
@@ -78,13 +74,13 @@ class Job:
 
 
 def environment(folder: Path, trial: Trial, name: str = "fired") -> dict[str, str]:
-    """Return the environment variables that inject the fault once into a run with save dir folder/save."""
+    """Return the environment variables that inject a fault once into a run with --save-dir FOLDER/save."""
     paths = {"marker": str(folder / name), "save_dir": str(folder / "save")}
     return {"FAULT": json.dumps({**asdict(trial), **paths})}
 
 
 def train(data: Path, save_dir: Path, ranks: int, flags: tuple, updates: int, trial=None, extra=()) -> Job:
-    """Run a training run until it ends, or until its deadline."""
+    """Train until all ranks have ended, or kill the ranks after SECONDS seconds."""
     marker = save_dir.parent / f"fired-{time.monotonic_ns()}"
     words = lm_args(
         data, save_dir, "--user-dir", PLACES, "--moe-comm-timeout", TIMEOUT, "--batch-size", 8,
@@ -114,13 +110,9 @@ def train(data: Path, save_dir: Path, ranks: int, flags: tuple, updates: int, tr
 
 
 def carry_out(trial: Trial, data: Path, folder: Path, undisturbed: Any) -> None:
-    """Run a trial, and assert that its end and the continued run are as expected.
+    """Train with a fault, and assert that the exit codes and the resumed run are as expected.
 
-    Args:
-        trial: the fault.
-        data: a binarized corpus.
-        folder: an empty folder.
-        undisturbed: function (flags, updates) -> the save dir of a run on 2 ranks without a fault.
+    `folder` is empty. `undisturbed(flags, updates)` returns the --save-dir of a run without a fault.
     """
     save_dir = folder / "save"
     if trial.begun:
@@ -134,7 +126,7 @@ def carry_out(trial: Trial, data: Path, folder: Path, undisturbed: Any) -> None:
     ranks = 2
     if trial.outcome != "continued":
         ranks, extra = trial.ranks_after, ()
-        if torn:  # the error message gives this advice
+        if torn:  # the error message advises --restore-file
             torn.unlink(missing_ok=True)
             extra = ("--restore-file", str(newest(p for p in whole(save_dir) if "last" not in p.name)))
         again = train(data, save_dir, ranks, trial.flags, UPDATES, extra=extra)
@@ -152,7 +144,7 @@ def carry_out(trial: Trial, data: Path, folder: Path, undisturbed: Any) -> None:
 
 
 def check_end(trial: Trial, job: Job) -> None:
-    """Assert the exit codes, and that each rank without the fault logged a clear error."""
+    """Assert that exit codes are as expected, and that each surviving rank logged a clear error."""
     if trial.outcome == "continued":
         assert not any(job.codes), job.text[-2000:]
         return
@@ -163,7 +155,7 @@ def check_end(trial: Trial, job: Job) -> None:
 
 
 def check_checkpoints(save_dir: Path, job: Job, torn: Path | None) -> None:
-    """Assert that every checkpoint opens, and that the newest has the last update that was saved."""
+    """Assert that every checkpoint opens, and that the newest checkpoint has the last saved update."""
     files = [path for path in checkpoints(save_dir) if torn is None or not belongs(torn, path)]
     for path in files:
         assert problem_of(path) is None
@@ -173,7 +165,7 @@ def check_checkpoints(save_dir: Path, job: Job, torn: Path | None) -> None:
 
 
 def checkpoints(save_dir: Path) -> list[Path]:
-    """Return the checkpoint files, without temporary files and without crash.pt of a single rank."""
+    """Return the checkpoint files in --save-dir, except crash.pt."""
     return sorted(path for path in save_dir.glob("*.pt") if path.name != "crash.pt")
 
 
@@ -190,7 +182,7 @@ def updates_of(path: Path) -> int:
 
 
 def problem_of(path: Path) -> str | None:
-    """Return the problem of a checkpoint, or None if it opens, is finite and holds every expert."""
+    """Return why a checkpoint is bad, or None if the checkpoint opens, is finite and has every expert."""
     try:
         tensors = weights(path)
     except Exception as error:
@@ -202,7 +194,7 @@ def problem_of(path: Path) -> str | None:
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's model and optimizer tensors by name, including those in its shards."""
+    """Return all model and optimizer tensors of a checkpoint by name, including experts in shard files."""
     content = torch.load(path, weights_only=False)
     for part in (content["model"], content.get("last_optimizer_state", {})):
         shards.bind(part, path)
@@ -214,15 +206,15 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def belongs(path: Path, checkpoint: Path) -> bool:
-    """Return whether a file is a checkpoint, or a shard that the checkpoint names."""
+    """Return whether a file is a checkpoint or a shard file that the checkpoint names."""
     return path == checkpoint or path.parent.name in folders.mentions(checkpoint)
 
 
 def tear(how: str, save_dir: Path) -> Path:
-    """Flip a bit in the middle of checkpoint_last.pt, or remove it; return its path."""
+    """Flip a bit of checkpoint_last.pt, or remove checkpoint_last.pt; return the path."""
     path = save_dir / "checkpoint_last.pt"
     content = bytearray(path.read_bytes())
-    path.unlink()  # copies on one disk may share their blocks
+    path.unlink()  # copies of a checkpoint may share disk blocks
     if how == "flip":
         content[random.Random(1).randrange(len(content) // 4, len(content) // 2)] ^= 1
         path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""A script for torchrun in which rank 2 fails, and is killed after a restart; other ranks block in C."""
+"""In this torchrun script, rank 2 fails and is killed after a restart, and other ranks block in C code."""
 
 import ctypes
 import os

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Tolerances for values of about 1; fp16 has 11 significant bits, and bf16 has 8.
+# Tolerances are for values of about 1; fp16 has 11 significant bits, and bf16 has 8.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
 
 def close(got: Tensor, expected: Tensor, what: str, tolerance: float | None = None) -> None:
-    """Fail with the name `what` unless both tensors agree to `tolerance`; the default is by dtype."""
+    """Fail with the name `what` unless both tensors agree to `tolerance` or to the dtype's tolerance."""
     tolerance = TOLERANCE[got.dtype] if tolerance is None else tolerance
     torch.testing.assert_close(
         got.double(), expected.double(), rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}"
@@ -18,7 +18,7 @@ def close(got: Tensor, expected: Tensor, what: str, tolerance: float | None = No
 
 
 def gradients(loss: Tensor, named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return d loss / d tensor by name; zeros where the loss does not depend on it."""
+    """Return the gradient of the loss for each named tensor, with zeros for unused tensors."""
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     pairs = zip(named.items(), grads, strict=True)
     return {name: torch.zeros_like(t) if g is None else g for (name, t), g in pairs}

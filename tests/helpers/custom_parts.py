@@ -1,11 +1,11 @@
-"""A user's gates and experts, which tests choose by the name custom_parts.Class."""
+"""Tests choose these custom gates and experts by the name custom_parts.Class."""
 
 import torch
 from torch import Tensor, nn
 
 
 class CalmGate(nn.Linear):
-    """A gate with a bias and bounded logits; its reset_parameters does not accept a generator."""
+    """This gate has a bias and bounded logits, and its reset_parameters accepts no generator."""
 
     def __init__(self, config) -> None:
         super().__init__(config.model_dim, config.num_experts)
@@ -15,14 +15,14 @@ class CalmGate(nn.Linear):
 
 
 class ShortGate(CalmGate):
-    """A wrong gate, which returns no logit for the last expert."""
+    """This wrong gate returns no logit for the last expert."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return super().forward(x_TD)[:, :-1]
 
 
 class DeepExpert(nn.Module):
-    """An expert with nested modules, scalar and frozen parameters, dropout, and a sum of hidden units."""
+    """This expert has nested modules, scalar and frozen parameters, dropout, and a sum of hidden units."""
 
     def __init__(self, config) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class DeepExpert(nn.Module):
 
 
 class PlainExpert(nn.Sequential):
-    """An expert with only linear layers, so under autocast its output has autocast's dtype."""
+    """This expert has only linear layers, so under autocast its output has autocast's dtype."""
 
     def __init__(self, config) -> None:
         up, down = (config.model_dim, config.hidden_dim), (config.hidden_dim, config.model_dim)
@@ -47,7 +47,7 @@ class PlainExpert(nn.Sequential):
 
 
 class BufferExpert(DeepExpert):
-    """A wrong expert: it has a buffer, which all experts would share."""
+    """This wrong expert has a buffer, which all experts would share."""
 
     def __init__(self, config) -> None:
         super().__init__(config)
@@ -55,14 +55,14 @@ class BufferExpert(DeepExpert):
 
 
 class NoExpert(nn.Module):
-    """A wrong expert: it has no parameters."""
+    """This wrong expert has no parameters."""
 
     def __init__(self, config) -> None:
         super().__init__()
 
 
 class CountingExpert(nn.Module):
-    """An expert whose first parameter is a frozen integer."""
+    """The first parameter of this expert is a frozen integer."""
 
     def __init__(self, config) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs the examples in the docstrings of the public names."""
+"""Runs the examples in the docstrings of the package's public names."""
 
 import doctest
 import io

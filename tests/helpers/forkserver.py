@@ -1,6 +1,6 @@
-"""The fork server of a test session, which has imported the plugin and other slow modules.
+"""The fork server of a test session has imported the plugin and other slow modules.
 
-Python has one fork server per process, with one list of preloaded modules, so all tests share it.
+All tests share one fork server, because Python allows only one per process.
 """
 
 import multiprocessing
@@ -14,8 +14,8 @@ PRELOADED = [
     "fairseq_cli.interactive",
     "fairseq_cli.eval_lm",
     "fairseq_cli.validate",
-    "torch._dynamo",  # slow, and every torch optimizer imports it
-    "fairseq_tutel.models",  # registers the whole plugin
+    "torch._dynamo",  # Every torch optimizer imports this slow module.
+    "fairseq_tutel.models",  # This module registers the plugin.
     "fairseq_tutel.train",
     "fairseq_tutel.run",
     "tests.helpers.warm",
@@ -23,10 +23,10 @@ PRELOADED = [
 
 
 def context():
-    """Return the multiprocessing context whose children are forked from the server.
+    """Return the multiprocessing context whose children are forked from the fork server.
 
-    Forks of the server are fast, and safe because it has no threads.
+    Forks of the server are fast, and safe because the server has no threads.
     """
     chosen = multiprocessing.get_context("forkserver")
-    chosen.set_forkserver_preload(PRELOADED)  # the server skips modules that are not installed
+    chosen.set_forkserver_preload(PRELOADED)  # The fork server skips modules that are not installed.
     return chosen

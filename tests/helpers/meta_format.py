@@ -1,9 +1,9 @@
-"""Writes checkpoints like Meta's moe branch of fairseq and like Tutel's fairseq example.
+"""Writes checkpoints in the formats of Meta's moe branch of fairseq and of Tutel's fairseq example.
 
-`layer_by_loops` computes Meta's MoE layer token by token.
-The format follows the branch's documentation. X-shared.pt holds all weights outside of experts, and
-X-rank-N.pt holds the experts of rank N under local numbers. If there are more ranks than experts, rank N
-has expert N mod E. Each weight is random, with a seed that depends on its name.
+`layer_by_loops` computes Meta's MoE layer token by token. The checkpoint format follows the documentation
+of Meta's moe branch. The file X-shared.pt holds all weights outside of experts, and X-rank-N.pt holds the
+experts of rank N under local numbers. If there are more ranks than experts, rank N has expert N mod E. Each
+weight is random, with a seed that depends on its name.
 """
 
 import argparse
@@ -22,7 +22,7 @@ CMR_GATE = {"weight": (1, D), "bias": (1,)}
 
 @dataclass
 class Meta:
-    """Describes a model of Meta's branch: its experts per layer, the ranks that saved it, its options."""
+    """Describes a model of Meta's moe branch by its experts per layer, its ranks and its options."""
 
     words: int
     num_experts: int = 4
@@ -30,8 +30,8 @@ class Meta:
     translates: bool = False
     moe_freq: int = 1
     options: dict = field(default_factory=dict)
-    args_alone: bool = False  # the file has `args` but no `cfg`, like older files
-    task: dict = field(default_factory=dict)  # the task's name and options, if not the default
+    args_alone: bool = False  # Older files have `args` but no `cfg`.
+    task: dict = field(default_factory=dict)  # The task's name and options are absent for the default task.
 
     @property
     def sides(self):
@@ -46,7 +46,7 @@ class Meta:
         ]
 
     def model_options(self):
-        """Return the model options that the file contains, as a flat dictionary."""
+        """Return the model options that the checkpoint file contains, as a flat dictionary."""
         given = {
             "activation_fn": "gelu", "dropout": 0.1, "attention_dropout": 0.0, "moe_freq": self.moe_freq,
             "activation_dropout": 0.0, "moe_expert_count": self.num_experts,
@@ -130,7 +130,7 @@ def drawn(name, shape, scale=0.4):
 
 
 def global_name(meta, name, rank):
-    """Return a rank's name of a weight, with the expert's local number replaced by its global ID."""
+    """Return the name of a rank's weight, with the expert's local number replaced by its global ID."""
     if ".experts." not in name:
         return name
     before, _, rest = name.partition(".experts.")
@@ -139,20 +139,20 @@ def global_name(meta, name, rank):
 
 
 def weight(meta, name, shape, rank=0):
-    """Return the weight that a rank saves under this name."""
+    """Return the weight that a rank saves under the given name."""
     if name.endswith("version"):
         return torch.tensor([3.0])
     if name.endswith("_float_tensor"):
         return torch.zeros(1)
     if "embed_tokens" in name or "output_projection" in name:
-        name = "embed"  # these weights are tied
+        name = "embed"  # The model ties these weights.
     name = name.replace(".cmr_layer.moe_layer.", ".moe_layer.")
     values = drawn(global_name(meta, name, rank), shape)
     return 1 + 0.1 * values if "layer_norm.weight" in name else values
 
 
 def write(meta, prefix):
-    """Write the files of a checkpoint; return {path: saved content}."""
+    """Write the files of a checkpoint, and return the saved content by path."""
     prefix, written = Path(prefix), {}
     for rank in range(meta.ranks):
         tensors = {name: weight(meta, name, shape, rank) for name, shape in meta.names()}
@@ -243,7 +243,7 @@ def tutel_state(meta, rank):
 def layer_by_loops(meta, layer, x_TD, training=False, sentences=1):
     """Compute the output of Meta's MoE layer one token at a time; tokens are ordered by (sentence, time).
 
-    Outputs are masked as in evaluation.
+    Output masking works as in evaluation.
     """
     options = meta.model_options()
     probs_TE = torch.softmax(

@@ -7,14 +7,14 @@ from fairseq_tutel.checkpoint.saved import SavedModel, layers_of
 from fairseq_tutel.convert.configs import configs_of
 
 D, H, E = 8, 6, 4
-# The model option for each field of MoEConfig that has another name.
+# The model options of these MoEConfig fields have other names.
 KEYS = {"num_experts": "moe_expert_count", "hidden_dim": "moe_expert_ffn_dim"}
 
 
 def save(path, layers=("decoder.layers.0", "decoder.layers.1"), change=None, **options):
-    """Write a language model whose experts have these MoEConfig options; `change` edits its weights.
+    """Write a language model whose experts have these MoEConfig options; `change` edits the weights.
 
-    A layer whose name ends with ! is dense.
+    A ! at the end of a layer's name makes the layer dense.
     """
     fields = {"model_dim": D, "hidden_dim": H, "num_experts": E, **options}
     model = {"decoder.version": torch.ones(1), "decoder.embed_tokens.weight": torch.randn(5, D)}
@@ -56,9 +56,9 @@ def load(path):
 
 
 def outputs(path, x):
-    """Return each layer's FFN or MoE output for x [T, D] in evaluation, by the layer's label.
+    """Return the FFN or MoE output of each layer for x [T, D] in evaluation, by the layer's label.
 
-    The experts' activation is relu, the default.
+    The experts use the default activation, relu.
     """
     state = load(path)
     found = {}

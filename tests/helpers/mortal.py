@@ -1,4 +1,4 @@
-"""Runs ranks that may die or stop; returns the results of the surviving ranks and the elapsed time."""
+"""Runs ranks that may die or stop, and returns the results of the surviving ranks and the elapsed time."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ def die() -> None:
 
 
 def stop() -> None:
-    """Suspend this process: its connections stay open, but it answers no message."""
+    """Suspend this process, so that its connections stay open but it answers no message."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -28,9 +28,8 @@ def run(
 ) -> tuple[list[str], float]:
     """Call function(rank, *args) on new ranks, which are connected by gloo and a TCP store in rank 0.
 
-    Returns:
-        said: for each survivor, the result as a string, or "NameOfError: message".
-        seconds: time from the end of the rendezvous until the last survivor's result.
+    Return the result of each surviving rank as a string (or "NameOfError: message"), and the seconds from
+    the end of the rendezvous until the last result.
     """
     context, port = forkserver.context(), free_port()
     processes, pipes = [], []
@@ -46,7 +45,7 @@ def run(
         for pipe in pipes:
             assert _next(pipe) == "met"
         start = time.monotonic()
-        for pipe in pipes:  # no rank may end before the rendezvous is complete
+        for pipe in pipes:  # No rank may end before the rendezvous is complete.
             pipe.send("go")
         said = [_next(pipes[rank]) for rank in survivors]
         return said, time.monotonic() - start
@@ -70,4 +69,4 @@ def _rank(pipe: Any, function: Callable, rank: int, world_size: int, port: int, 
         pipe.send(str(function(rank, *args)))
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
-    os._exit(0)  # torch's clean-up at exit could wait for dead ranks
+    os._exit(0)  # PyTorch's clean-up at exit could wait for dead ranks.

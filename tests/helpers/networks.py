@@ -1,4 +1,4 @@
-"""Makes networks for tests."""
+"""Makes networks of ranks, switches and links for tests of collective plans."""
 
 from fractions import Fraction
 from itertools import combinations
@@ -21,12 +21,7 @@ def network_of(ranks, links, hosts=1):
 
 
 def random_network(random, most=10):
-    """Return a random network: a sum of cycles in both directions, the first through all vertices.
-
-    Args:
-        random: the random number generator.
-        most: the largest number of vertices.
-    """
+    """Return a random network, a sum of cycles in both directions; the first cycle has all vertices."""
     size = random.randint(3, most)
     ranks = random.randint(2, size)
     widths = {}
@@ -40,7 +35,7 @@ def random_network(random, most=10):
 
 
 def widest_cut(network):
-    """Return 1/x of ForestColl's optimum, by trying every set of vertices that lacks some rank."""
+    """Compute ForestColl's optimum 1/x by brute force over all sets of vertices that lack some rank."""
     ranks, size = range(network.ranks), len(network.vertices)
     best = Fraction(0)
     for number in range(1, size):

@@ -20,7 +20,7 @@ SIZES = {
 
 @cache
 def sentencepiece_model():
-    """Train a small sentencepiece model; return its bytes."""
+    """Train a small SentencePiece model, and return the bytes of the model file."""
     import sentencepiece
 
     content = io.BytesIO()
@@ -39,7 +39,7 @@ def pieces():
 
 
 def vocab_size():
-    """Return the vocabulary size: sentencepiece's, one more special token, languages and <mask>."""
+    """Return the number of SentencePiece tokens plus one special token, the languages and <mask>."""
     return pieces().vocab_size() + 1 + len(LANGUAGES) + 1
 
 
@@ -72,13 +72,13 @@ def moe_model(seed=1, **options):
 
 
 def save(model, folder, **keywords):
-    """Save a model with the tokenizer files of NLLB; return the folder."""
+    """Save a model with the tokenizer files of NLLB, and return the folder."""
     model.save_pretrained(folder, **keywords)
     return tokenizer_files(folder)
 
 
 def tokenizer_files(folder):
-    """Write the tokenizer files of NLLB into a folder; return the folder."""
+    """Write the tokenizer files of NLLB into a folder, and return the folder."""
     (folder / "sentencepiece.bpe.model").write_bytes(sentencepiece_model())
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     special |= {"sep_token": "</s>", "cls_token": "<s>", "mask_token": "<mask>"}
@@ -102,20 +102,20 @@ def batch(padded=True):
 
 @torch.no_grad()
 def their_logits(model, src_BS, tgt_BL):
-    """Return the logits [B, L, V] of a model of the library transformers."""
+    """Return the logits [B, L, V] of a transformers model."""
     return model(input_ids=src_BS, attention_mask=src_BS.ne(1).long(), decoder_input_ids=tgt_BL).logits
 
 
 @torch.no_grad()
 def our_logits(model, src_BS, tgt_BL):
-    """Return the logits [B, L, V] of a model of fairseq."""
+    """Return the logits [B, L, V] of a fairseq model."""
     return model(src_BS, src_BS.ne(1).sum(1), tgt_BL)[0]
 
 
 def plain_folder(folder, files=3, **sizes):
-    """Write a random NLLB-MoE in several safetensors files, without transformers; return the folder.
+    """Write a random NLLB-MoE model in several safetensors files without transformers; return the folder.
 
-    The tensors of an expert are in different files.
+    The tensors of one expert are in different files.
     """
     from safetensors.torch import save_file
 

@@ -1,7 +1,7 @@
-"""Valid values of the options of a MoE layer, for tests that run every value of every option.
+"""This module lists valid values of MoE layer options, for tests of every value of every option.
 
-The values come from the table of options, so a new switch, or a new option with choices, is tested
-automatically. A new way to choose experts also needs a line in `WAYS_TO_CHOOSE`. Other options may need a
+The values come from the table of options, so tests automatically run a new switch or a new option with
+choices. A new way to choose experts also needs a line in `WAYS_TO_CHOOSE`. Other new options may need a
 line in `VALUES` or `NEEDED`.
 """
 
@@ -15,7 +15,7 @@ from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.moe.config import GATE_TYPES, LAYER
 
 E = 4
-# Values to try for an option without choices. `mixed` uses the first value that is valid.
+# Tests try these numbers for an option without choices. The function `mixed` uses the first valid number.
 NUMBERS = (0.5, 1, 2, 3, 0.01, 0.3, -0.5, -1)
 VALUES: dict[str, tuple] = {
     "activation": ("gelu",), "a2a_algorithm": ("2dh",), "balance_loss": ("none",),
@@ -23,20 +23,20 @@ VALUES: dict[str, tuple] = {
     "top_k": (3, 1, 4), "gate_projection_dim": (3, 1), "gate_index": (1,),
 }  # fmt: skip
 COSINE, LIMITED = {"gate_type": "cosine"}, {"capacity_factor": 0.5}
-# Options that another option requires: without them, it has no effect or is refused.
+# Without the listed options, an option of this table has no effect or raises an error.
 NEEDED: dict[str, dict[str, Any]] = {
     "gate_index": {"gate_type": "linear,cosine"}, "gate_projection_dim": COSINE, "gate_temperature": COSINE,
     "groups_per_token": {"expert_groups": 4}, "cmr_gate_drop": {"cmr": True},
     "drop_policy": LIMITED, "min_capacity": LIMITED, "capacity_multiple": LIMITED,
 }  # fmt: skip
-# Options that change how tokens choose experts in training.
+# These options change how tokens choose experts in training.
 WAYS_TO_CHOOSE: tuple[dict[str, Any], ...] = (
     {"rsample": True},
     {"second_expert_policy": "sampling"},
     {"second_expert_policy": "random"},
     {"rsample": True, "second_expert_policy": "random"},
 )
-# The options that affect the experts, the weights and the slots of a token.
+# These options affect the experts, the weights and the slots of a token.
 ROUTING = [item.name for item in LAYER.values() if item.theme in ("Routing", "Capacity")] + ["balance_bias"]
 
 
@@ -46,7 +46,7 @@ def config_of(settings: dict[str, Any], dim: int = 1) -> MoEConfig:
 
 
 def settings_of(name: str) -> list[dict[str, Any]]:
-    """Return valid settings of an option other than its default, each with the options that it needs."""
+    """Return valid settings of an option except the default, with other options that a setting needs."""
     item = LAYER[name]
     values = (True, False) if item.type is bool else item.choices or VALUES.get(name, NUMBERS)
     found = [{**NEEDED.get(name, {}), name: item.type(value)} for value in values]
@@ -54,9 +54,9 @@ def settings_of(name: str) -> list[dict[str, Any]]:
 
 
 def mixed(names: Iterable[str]) -> list[dict[str, Any]]:
-    """Return a few combinations of options that together contain every choice, and one number per option.
+    """Return a few option combinations that together have every choice, and one number per numeric option.
 
-    Each setting joins the smallest combination that accepts it, or begins a new one.
+    Each setting joins the smallest combination that accepts the setting, or begins a new combination.
     """
     cases: list[dict[str, Any]] = []
     for name in names:

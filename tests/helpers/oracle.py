@@ -1,4 +1,4 @@
-"""A reference MoE layer, written as simple and slow loops over tokens, choices and experts."""
+"""This reference MoE layer consists of simple, slow loops over tokens, choices and experts."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ ACTIVATIONS = {
 
 @dataclass
 class Plan:
-    """The result of `plan`: experts and slots by token and choice, -1 for padding; kept assignments."""
+    """`plan` returns expert IDs and slots by token and choice, -1 for padding, and kept assignments."""
 
     expert_ids: list[list[int]]
     slots: list[list[int]]
@@ -40,7 +40,7 @@ def plan(
     real: list[bool] | None = None,
     order: list[int] | None = None,
 ) -> Plan:
-    """Route tokens with loops; tokens get slots in the order of `order`."""
+    """Route tokens with loops, and assign slots in the order of `order`."""
     num_tokens, num_experts = len(scores), len(scores[0]) if scores else 1
     real = [True] * num_tokens if real is None else real
     order = list(range(num_tokens)) if order is None else order
@@ -83,7 +83,7 @@ def one_expert(experts: Experts, e: int, x_D: Tensor) -> Tensor:
 
 
 def one_copy(layer: nn.Module, e: int, weight: Tensor, x_D: Tensor) -> Tensor:
-    """Apply expert e to one token, with the weight on the output, or on the input with `prescore`."""
+    """Apply expert e to one token, with the gate weight on the output, or on the input with `prescore`."""
     if layer.config.prescore:
         return one_expert(layer.experts, e, weight * x_D)
     return weight * one_expert(layer.experts, e, x_D)
@@ -98,9 +98,9 @@ def mixture(
     order: list[int] | None = None,
     seen_TD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (y_TD, gshard loss) of a MoELayer, token by token, from its parameters.
+    """Compute the output and the gshard loss of a MoELayer token by token, from the layer's parameters.
 
-    `seen_TD` is the input of the gate if it is not x.
+    The gate reads `seen_TD` instead of x if `seen_TD` is given.
     """
     probs_TE = torch.softmax((x_TD if seen_TD is None else seen_TD) @ layer.gate.weight.t(), dim=1)
     p = plan(probs_TE.tolist(), top_k, factor, real, order)

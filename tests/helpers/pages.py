@@ -13,7 +13,7 @@ PAGES = [
 
 
 class Block(NamedTuple):
-    """A fenced code block of a page, with the number of its first line."""
+    """Holds a fenced code block of a page and the number of the block's first line."""
 
     line: int
     language: str
@@ -21,7 +21,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: str, language: str) -> list[Block]:
-    """Return a page's code blocks in one language, in their order."""
+    """Return the code blocks of a page in one language, in page order."""
     text = (ROOT / page).read_text()
     found = re.finditer(r"^```(\S*)\n(.*?)^```$", text, re.S | re.M)
     every = [Block(text.count("\n", 0, match.start()) + 1, match[1], match[2]) for match in found]
@@ -29,7 +29,7 @@ def blocks(page: str, language: str) -> list[Block]:
 
 
 def commands(page: str) -> list[tuple[int, str]]:
-    """Return the commands of a page's bash blocks on one line each, with the number of the block's line."""
+    """Return the commands of a page's bash blocks, each as one line with the line number of its block."""
     found = []
     for block in blocks(page, "bash"):
         lines = block.text.replace("\\\n", " ").splitlines()

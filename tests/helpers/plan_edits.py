@@ -8,7 +8,7 @@ from fairseq_tutel.plans.format import Place, Plan, Step, Writer
 
 
 def two_lanes() -> Plan:
-    """Return an all_gather on 2 ranks; rank 0's second lane copies after its first lane got a signal."""
+    """Return an all_gather on 2 ranks, in which the second lane of rank 0 waits for the first lane."""
     w = Writer(2)
     w.send(0, 1, ("in", 0), ("tmp", 0))
     w.wait(0, 1)
@@ -25,7 +25,7 @@ def two_lanes() -> Plan:
 
 
 def with_steps(plan: Plan, rank: int, lane: int, start: int, stop: int, *steps: Step) -> Plan:
-    """Return the plan with a lane's steps from start to stop - 1 replaced by `steps`."""
+    """Return the plan with steps start to stop - 1 of a lane replaced by `steps`."""
     programs = [list(lanes) for lanes in plan.programs]
     old = programs[rank][lane]
     programs[rank][lane] = (*old[:start], *steps, *old[stop:])
@@ -33,7 +33,7 @@ def with_steps(plan: Plan, rank: int, lane: int, start: int, stop: int, *steps: 
 
 
 def mutants(plan: Plan) -> Iterator[tuple[str, str, Plan]]:
-    """Yield (kind, where, plan) for every deletion, duplication, swap of neighbours and changed address."""
+    """Yield (kind, where, plan) for each plan with one deleted, doubled, swapped or readdressed step."""
     for rank, lane, index, step in plan.steps():
         where = f"rank {rank}, lane {lane}, step {index} ({step.op})"
         steps = plan.programs[rank][lane]
@@ -59,7 +59,7 @@ def _moved(place: Place, change: int) -> Place:
 
 
 def drawn(dice: Random, plan: Plan, edits: int) -> Plan:
-    """Return the plan after random edits, which keep it correct more often than `mutants`."""
+    """Return the plan after random edits, of which many keep the plan correct."""
     for _ in range(edits):
         rank = dice.randrange(plan.ranks)
         lane = dice.randrange(len(plan.programs[rank]))
@@ -97,7 +97,7 @@ def drawn(dice: Random, plan: Plan, edits: int) -> Plan:
 
 
 def _inserted(plan: Plan, dice: Random, rank: int, step: Step) -> Plan:
-    """Return the plan with a step inserted into a lane that already has steps of its channel."""
+    """Insert a step into a lane that already uses the step's channel, and return the plan."""
     lanes = plan.programs[rank]
     homes = [i for i, lane in enumerate(lanes) if any(s.channel == step.channel for s in lane)]
     lane = dice.choice(homes or range(len(lanes)))

@@ -1,7 +1,7 @@
-"""Runs a small plan in all interleavings of lanes and transfers: slow and simple, to test the checker.
+"""Runs a small collective plan in all interleavings of lanes and transfers, to test the plan checker.
 
-A channel is a queue of issued puts and signals. A put is issued, reads, and leaves the queue when it has
-written. Two accesses race if both are possible next actions. The plan is called several times in a row.
+A channel is a queue of issued puts and signals. An issued put reads, writes, and then leaves the channel.
+Two memory accesses race if both may be the next action.
 """
 
 from collections.abc import Iterator
@@ -9,28 +9,28 @@ from typing import Any
 
 from fairseq_tutel.plans.format import REDUCING, Plan, Step
 
-# A possible next action: its name, and the cells that it reads and writes.
+# An action has a name, the set of cells that it reads, and the set of cells that it writes.
 Action = tuple[tuple[Any, ...], frozenset, frozenset]
 
 
 class WrongError(Exception):
-    """Raised if an interleaving has a race, a deadlock or a wrong result."""
+    """This error reports an interleaving with a race, a deadlock or a wrong result."""
 
 
 class Interleavings:
     """Explores all interleavings of a well-formed plan.
 
-    A state is (calls begun by each rank, steps taken by each lane in its call, the channels' queues).
+    A state is (calls that each rank began, steps that each lane took in its call, queues of the channels).
     """
 
     def __init__(self, plan: Plan, calls: int = 3) -> None:
         self.plan, self.calls = plan, calls
-        # The first result of an all_reduce by call and chunk; all ranks must get the same.
+        # These are the first all_reduce results by call and chunk; all ranks must get equal results.
         self.sums = {}
         self.lanes = [(r, lane) for r, lanes in enumerate(plan.programs) for lane in range(len(lanes))]
 
     def wrong(self) -> str | None:
-        """Return the problem of an incorrect interleaving, or None if all are correct."""
+        """Return the error of an incorrect interleaving, or None if all interleavings are correct."""
         plan = self.plan
         start = ((0,) * plan.ranks, (0,) * len(self.lanes), ((),) * len(plan.channels))
         begun, seen = [(start, {}, {})], {start}
@@ -58,7 +58,7 @@ class Interleavings:
         return self.plan.programs[rank][index]
 
     def is_over(self, state, rank: int) -> bool:
-        """Return whether a rank is between two calls."""
+        """Return whether a rank is between two calls of the plan."""
         of_rank = [lane for lane, (r, _) in enumerate(self.lanes) if r == rank]
         return all(state[1][lane] == len(self.steps(lane)) for lane in of_rank) or not state[0][rank]
 
@@ -70,7 +70,7 @@ class Interleavings:
         return [(rank, name, place.chunk + i) for i in range(n)]
 
     def actions(self, state, posts) -> Iterator[Action]:
-        """Yield all possible next actions."""
+        """Yield all possible next actions of a state."""
         calls, taken, queues = state
         for rank, call in enumerate(calls):
             if call < self.calls and self.is_over(state, rank):
@@ -194,7 +194,7 @@ def leaves(value) -> list[tuple]:
 
 
 def total(terms: list):
-    """Return a sum as a tuple of terms; the first two are sorted because their order has no effect."""
+    """Return a sum as a tuple of terms with the first two terms sorted, as their order has no effect."""
     if len(terms) == 1:
         return terms[0]
     every = [leaf for term in terms for leaf in leaves(term)]

@@ -24,12 +24,12 @@ def of(ranks: int) -> list[Plan]:
 
 
 def placed(*plans: Plan) -> list[PlacedPlan]:
-    """Return plans in the form that is read from files such as `two_phase_all_reduce.json`."""
+    """Return checked plans with names, as if they were read from plan files."""
     return [PlacedPlan(plan.name.replace(" ", "_"), plan, check(plan)) for plan in plans]
 
 
 def result(plan: Plan, sizes: Sizes, ins: Sequence[Tensor]) -> list[Tensor]:
-    """Return each rank's `out` after all moves of the plan, which run in sequence in one process."""
+    """Run all moves of a plan in sequence in one process, and return the `out` buffer of each rank."""
     walked = walk(plan)
     layout, like = Layout(walked, sizes), ins[0]
     memory = [
@@ -63,7 +63,7 @@ def wanted(plan: Plan, ins: Sequence[Tensor]) -> list[Tensor]:
 
 
 def inputs(plan: Plan, m: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return each rank's random input, with shards of m elements."""
+    """Return a random input with shards of m elements for each rank."""
     generator = torch.Generator().manual_seed(m)
     shards = plan.in_chunks // plan.chunks
     return [

@@ -1,6 +1,6 @@
-"""Fills uninitialized tensors of the package with NaN, or with an integer far out of range.
+"""Fills uninitialized tensors of the package with NaN or with an out-of-range integer.
 
-A kernel that leaves elements unwritten then fails its test, instead of reading arbitrary memory.
+A kernel that leaves elements unwritten fails its test instead of reading arbitrary memory.
 """
 
 import functools
@@ -10,9 +10,9 @@ import torch
 
 
 def poison_empty() -> None:
-    """Wrap torch.empty, torch.empty_like and Tensor.new_empty for callers inside the package."""
+    """Patch torch.empty, torch.empty_like and Tensor.new_empty for callers inside the package."""
     with torch.device("meta"):
-        torch.empty(0)  # at first use, torch.device() stores the original functions
+        torch.empty(0)  # At the first use, torch.device() stores the original functions.
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         setattr(owner, name, _poisoned(getattr(owner, name)))
 

@@ -1,14 +1,14 @@
-"""Simulates a GPU on machines without a GPU: `with gpu() as device: layer.to(device.name) …`.
+"""Simulates a GPU on machines without a GPU, as in `with gpu() as device: layer.to(device.name) …`.
 
-Tensors report the device cuda:0, cuda:1, … and keep their values in host memory. The rules are those of
-CUDA and NCCL:
+Tensors report the device cuda:0, cuda:1, … and keep their values in host memory. The
+simulation checks the rules of CUDA and NCCL:
 
-- An operation that mixes tensors of the host and of the GPU raises.
-- Operations run on streams. An operation that uses another stream's tensor without a wait raises.
-- Before memory is freed that another stream may still use, a wait or `record_stream` is required.
-- Collectives take contiguous tensors of the GPU, and run on a stream of their group. The host runs ahead of
-  the collectives: no collective is complete before the test sets `completes`.
-- A new thread has device 0.
+- An operation that mixes tensors of the host and of the GPU raises an error.
+- An operation that uses another stream's tensor without a wait raises an error.
+- Before a program frees memory that another stream may use, it must wait or call `record_stream`.
+- Collectives take contiguous GPU tensors, and run on a stream of their process group. The host does not
+  wait for collectives: no collective is complete before the test sets `completes`.
+- A new thread uses GPU 0.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ from fairseq_tutel.parallel import collectives
 aten = torch.ops.aten
 COPY, READ = aten.copy_.default, aten._local_scalar_dense.default
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default)
-# Operations whose result has a shape that depends on values, so the host waits for the values.
+# The host waits for these operations, because the shapes of their results depend on values.
 SHAPED = ("nonzero", "unique", "masked_select", "bincount", "repeat_interleave.Tensor")
 NCCL_DTYPES = {
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16,
     torch.float32, torch.float64,
 }  # fmt: skip
-# The arguments that each collective writes, and the arguments that it reads.
+# The table lists the arguments that each collective writes and the arguments that it reads.
 COLLECTIVES = {
     (dist, "all_reduce"): (("tensor",), ()), (dist, "gather"): (("gather_list",), ("tensor",)),
     (dist, "all_to_all_single"): (("output",), ("input",)),
@@ -49,7 +49,7 @@ COLLECTIVES = {
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """An entry of a rank's log: the ranks of the group, and the number of elements that the rank sends."""
+    """A log entry has the ranks of the process group and the number of elements that this rank sends."""
 
     name: str
     ranks: tuple[int, ...]
@@ -57,29 +57,25 @@ class Collective:
 
 
 class Device:
-    """The simulated GPU of this process, with records for tests; without a GPU, the records stay empty.
+    """Records the events of this process's simulated GPU for tests; without a GPU, the records stay empty.
 
-    Attributes:
-        name, index: the name of the device, such as cuda:1, and its index.
-        waits: each time that the host waited for the GPU: the reason and the number of elements.
-        log: the collectives in the order in which this rank started them.
-        faults: memory that was freed too early.
-        contexts: the indices of the GPUs that a thread has set, which creates a context.
-        allocated, peak: allocated bytes now, and their maximum.
-        completes: whether a collective that was started is complete.
+    `waits` lists why the host waited for the GPU, with numbers of elements. `log` lists the collectives in
+    the order in which this rank started them. `faults` lists memory that was freed too early. `contexts`
+    has the indices of the GPUs on which threads created CUDA contexts. `peak` is the maximum of allocated
+    bytes. `completes` is true if every started collective is complete.
     """
 
     def __init__(self, name):
         self.name, self.index, self.completes = name, torch.device(name).index or 0, False
         self.waits, self.log, self.faults, self.works = [], [], [], []
         self.contexts, self.allocated, self.peak = {self.index}, 0, 0
-        self.streams = {}  # the default stream by index, NCCL's by group
+        self.streams = {}  # Keys are GPU indices for default streams and groups for NCCL streams.
         self.thread = threading.local()
         self.thread.index = self.index
 
     @property
     def current(self):
-        """The device of this thread; autograd threads use the main thread's device."""
+        """Holds the device of this thread; autograd threads use the main thread's device."""
         by_autograd = isinstance(threading.current_thread(), threading._DummyThread)
         return getattr(self.thread, "index", self.index if by_autograd else 0)
 
@@ -95,7 +91,7 @@ class Device:
 
     @contextlib.contextmanager
     def on(self, stream):
-        """Context manager like torch.cuda.stream; its end restores the thread's device."""
+        """Works like torch.cuda.stream; the end of the context restores the thread's device."""
         index, streams = self.current, getattr(self.thread, "streams", {})
         self.set_current(stream.device)
         self.thread.streams = {**streams, stream.device.index: stream}
@@ -112,12 +108,12 @@ DEVICE = Device("cpu")
 def index_of(device):
     if not isinstance(device, int | None):
         device = torch.device(device)
-        device = DEVICE.index if device.type == "gpu" else device.index  # C++ passes the device of an input
+        device = DEVICE.index if device.type == "gpu" else device.index  # C++ passes the device gpu:0.
     return DEVICE.current if device is None else device
 
 
 class Stream:
-    """A CUDA stream; `seen` counts each stream's operations that end before the next one of this stream."""
+    """Simulates a CUDA stream; `seen` counts the operations of each stream that this stream waits for."""
 
     def __init__(self, device=None, priority=0):
         self.device, self.priority, self.seen = torch.device("cuda", index_of(device)), priority, {self: 0}
@@ -126,7 +122,7 @@ class Stream:
         for stream, number in event.seen.items():
             self.seen[stream] = max(number, self.seen.get(stream, 0))
 
-    wait_stream = wait_event  # wait for the operations of the other stream until now
+    wait_stream = wait_event  # Wait for all earlier operations of the other stream.
 
     def record_event(self):
         event = Event()
@@ -148,7 +144,7 @@ class Event:
 
 
 class Memory:
-    """An allocation: the operation numbers of its last write and of later reads, by stream."""
+    """Describes a memory allocation by the numbers of its last write and later reads on each stream."""
 
     def __init__(self, num_bytes, stream):
         self.num_bytes, self.home, self.device = num_bytes, stream, DEVICE
@@ -158,7 +154,7 @@ class Memory:
         DEVICE.peak = max(DEVICE.peak, DEVICE.allocated)
 
     def use(self, stream, writes, what):
-        """Record a stream's last operation; raise if it does not wait for the operations it depends on."""
+        """Record an operation on a stream, or raise an error if the stream misses a required wait."""
         before = self.write | self.reads if writes else self.write
         if any(stream.seen.get(other, 0) < number for other, number in before.items()):
             raise RuntimeError(f"{what} uses a tensor of another stream without a wait")
@@ -174,7 +170,7 @@ class Memory:
 
 
 class OnGpu(Tensor):
-    """A tensor on the GPU, with its values in `held`. Python sees the device cuda:INDEX, C++ gpu:0."""
+    """A GPU tensor with its values in `held`; Python sees the device cuda:INDEX, and C++ sees gpu:0."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -256,7 +252,7 @@ def run(op, *args, **kwargs):
 
 
 def mapped(function, tree):
-    """Return nested lists, tuples and dicts with function(leaf) for each leaf; torch's pytree is slower."""
+    """Apply a function to the leaves of nested lists, tuples and dicts, faster than torch's pytree."""
     if isinstance(tree, list | tuple):
         return type(tree)([mapped(function, each) for each in tree])
     if isinstance(tree, dict):
@@ -275,13 +271,13 @@ def tensors_of(tree):
 
 
 def settle(tensor):
-    """Complete the collectives that use a tensor, so that the tensor has its values."""
+    """Complete the collectives that use a tensor, so that the tensor has the results."""
     while tensor.memory.works:
         tensor.memory.works.pop().real.wait()
 
 
 class Work:
-    """A collective on its group's stream; as in NCCL, it keeps its tensors until a stream waits for it."""
+    """Runs a collective on its group's stream, and keeps its tensors until a stream waits, as NCCL does."""
 
     def __init__(self, real, stream, tensors):
         self.real, self.end, self.kept = real, stream.record_event(), tensors
@@ -298,7 +294,7 @@ class Work:
 
 
 def on_nccl(original, outs, ins):
-    """Return a collective with NCCL's rules, which writes the arguments `outs` and reads `ins`."""
+    """Return a collective that follows NCCL's rules, writes the arguments `outs` and reads `ins`."""
     parameters, name = inspect.signature(original), original.__name__
 
     @functools.wraps(original)
@@ -348,21 +344,21 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="not run: nee
 
 @functools.cache
 def register():
-    """Register the backend, which torch cannot remove; call it before autograd starts its threads."""
+    """Register the simulated backend, which torch cannot remove, before autograd starts its threads."""
     if torch.cuda.is_available():
         return None
     module = backend_registration._DummyBackendModule()
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # for autocast
     backend_registration._setup_privateuseone_for_python_backend("gpu", module)
     library = torch.library.Library("_", "IMPL")
-    for key in ("CUDA", "PrivateUse1"):  # for functions that create a tensor
+    for key in ("CUDA", "PrivateUse1"):  # These dispatch keys include functions that create a tensor.
         library.fallback(run, key)
     return library
 
 
 @contextlib.contextmanager
 def gpu(index=0):
-    """Context manager in which this process computes on the GPU with this index; yields its `Device`."""
+    """Make this process compute on the simulated GPU with this index, and yield the GPU's `Device`."""
     global DEVICE
     register()
     DEVICE = device = Device(f"cuda:{index}")

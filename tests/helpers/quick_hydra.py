@@ -1,6 +1,6 @@
-"""Caches hydra's work for command lines: after the first, each takes 0.2 s instead of 1 s.
+"""Caches hydra's work, so that every command line after the first takes 0.2 s instead of 1 s.
 
-For each command line, hydra parses every option again, with a parser that is slow for new input. It also
+For each command line, hydra parses every option again, with a parser that is slow for new input. Hydra also
 copies the store of all configurations, and copies each entry again when it reads the entry. To find its
 caller, hydra reads the source code of all callers.
 """

@@ -10,7 +10,7 @@ from workers import Workers
 
 
 class Ranks(Workers):
-    """W processes in which torch.distributed is initialised; `run` calls a function on every rank.
+    """Holds W processes in which torch.distributed is initialised; `run` calls a function on every rank.
 
     With `on_gpus` the processes can use `python_gpu`.
     """
@@ -21,7 +21,7 @@ class Ranks(Workers):
         super().__init__(world_size, setup, self._meeting_point, forkserver.context())
 
     def close(self) -> None:
-        """End the ranks and remove the file of their rendezvous."""
+        """End the ranks, and remove the rendezvous file."""
         super().close()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -39,7 +39,7 @@ def join(rank: int, world_size: int, init_method: str) -> None:
 
 
 def join_on_gpus(*args) -> None:
-    """Initialise torch.distributed, and `python_gpu` before autograd starts its threads."""
+    """Register `python_gpu` before autograd starts its threads, and initialise torch.distributed."""
     import python_gpu
 
     python_gpu.register()

@@ -18,7 +18,7 @@ SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 
 
 def random_model(kind, config, seed=1):
-    """Return a model whose parameters, biases and norms included, are all random."""
+    """Return a model whose parameters, including biases and norms, are all random."""
     torch.manual_seed(seed)
     model = kind(config).eval()
     for parameter in filter(lambda each: each.requires_grad, model.parameters()):
@@ -27,7 +27,7 @@ def random_model(kind, config, seed=1):
 
 
 def pieces(folder, size=60):
-    """Train a SentencePiece model; return the path of its file."""
+    """Train a SentencePiece model, and return the path of the model file."""
     folder.mkdir(parents=True, exist_ok=True)
     sentencepiece.SentencePieceTrainer.Train(
         sentence_iterator=iter(TEXT), model_prefix=str(folder / "sentencepiece.bpe"), vocab_size=size,
@@ -37,7 +37,7 @@ def pieces(folder, size=60):
 
 
 def gpt2_files(folder, merges=40):
-    """Write vocab.json and merges.txt of a byte-level BPE; return the number of tokens."""
+    """Write vocab.json and merges.txt of a byte-level BPE, and return the number of tokens."""
     from tokenizers import ByteLevelBPETokenizer
 
     tokenizer = ByteLevelBPETokenizer()
@@ -225,7 +225,7 @@ MODELS = {
 
 
 def saved(name, folder, **options):
-    """Write a model and its tokenizer to a folder; return both."""
+    """Write a model and its tokenizer to a folder, and return both objects."""
     folder.mkdir(parents=True, exist_ok=True)
     model, tokenizer = MODELS[name](folder)
     model.save_pretrained(folder, **options)

@@ -1,4 +1,4 @@
-"""A hardware profile with round numbers, for tests of the cost model."""
+"""This hardware profile has round numbers for tests of the cost model."""
 
 from fairseq_tutel.parallel.machine import Link, Machine
 

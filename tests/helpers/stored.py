@@ -17,7 +17,7 @@ KINDS = {
     "glu, norm": dataclasses.replace(FFN, expert_type="glu", hidden_layer_norm=True),
     "own": dataclasses.replace(FFN, expert_type="custom_parts.DeepExpert"),
 }
-WIDE = dataclasses.replace(FFN, model_dim=64, hidden_dim=128)  # large enough for int4 in groups
+WIDE = dataclasses.replace(FFN, model_dim=64, hidden_dim=128)  # int4 groups need multiples of 64.
 KINDS |= {
     "wide": WIDE,
     "wide glu": dataclasses.replace(WIDE, expert_type="glu", expert_bias=False),
@@ -33,7 +33,7 @@ def model_of(config, topology=None):
 
 
 def write(model, folder, expert_dtype=""):
-    """Write a model's experts to shard files, and a checkpoint that names the shard files."""
+    """Write a model's experts to shard files, and write a checkpoint that names the shard files."""
     if expert_dtype:
         saved = SavedModel({"model": dict(model.state_dict())})
         to_sharded(saved, folder / "checkpoint.pt", expert_dtype)
@@ -46,7 +46,7 @@ def write(model, folder, expert_dtype=""):
 
 
 def source_of(folder):
-    """Return the experts' tensors of each block, as loaded from a checkpoint."""
+    """Return the expert tensors of each MoE block, as loaded from a checkpoint."""
     state = torch.load(folder / "checkpoint.pt")
     bind(state, folder / "checkpoint.pt")
     experts = [key.split(".experts.") for key in state["model"] if ".experts." in key]

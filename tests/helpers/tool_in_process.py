@@ -1,4 +1,4 @@
-"""Runs `python -m fairseq_tutel` in this process; returns its output or its error sentence."""
+"""Runs `python -m fairseq_tutel` in this process, and returns the output or the error sentence."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from fairseq_tutel.__main__ import main
 
 
 def tool(*words):
-    """Run the command line; return its output."""
+    """Run a command line of the package, and return the printed output."""
     printed = io.StringIO()
     argv = ["fairseq_tutel", *map(str, words)]
     with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(printed):
@@ -20,17 +20,17 @@ def tool(*words):
 
 
 def convert(*words):
-    """Run `convert`; return its output."""
+    """Run `fairseq-tutel convert`, and return the printed output."""
     return tool("convert", *words)
 
 
 def refusal(*words):
-    """Run `convert`, which must end with an error sentence; return the sentence."""
+    """Run `fairseq-tutel convert`, which must fail, and return the error sentence."""
     return refusal_of("convert", *words)
 
 
 def refusal_of(*words):
-    """Run the command line, which must end with an error sentence; return the sentence."""
+    """Run a command line of the package, which must fail, and return the error sentence."""
     with pytest.raises(SystemExit) as end:
         tool(*words)
     message = end.value.code

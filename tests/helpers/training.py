@@ -1,6 +1,6 @@
-"""A small training whose result must not depend on the number of ranks.
+"""This small training run must have equal results on any number of ranks.
 
-Two MoE layers with a dense one between, in fp64. An update is four micro-batches, which W ranks share.
+The fp64 model has two MoE layers and a dense layer. W ranks divide the four micro-batches of an update.
 """
 
 from collections.abc import Callable
@@ -36,12 +36,10 @@ CLIP_NORM = 2.0
 
 @dataclass(frozen=True)
 class Layout:
-    """The distribution of experts over ranks.
+    """Describes the distribution of experts over ranks.
 
-    Attributes:
-        experts: the number of experts of a layer.
-        ranks: the size of an EP group; 0 means all ranks.
-        degree: the option adaptive_r.
+    A layer has `experts` experts, an EP group has `ranks` ranks (0 means all ranks), and `degree` is the
+    option adaptive_r.
     """
 
     experts: int = 4
@@ -59,11 +57,11 @@ LAYOUTS = {
     "slices, r 1": Layout(experts=2),
     "slices, r 2": Layout(experts=2, degree=2),
 }
-# The number of ranks per node (0 if nodes are ignored), and the number of chunks.
+# Each entry has the number of ranks per node (0 ignores nodes) and the number of chunks.
 WAYS = {"plain": (0, 1), "chunks": (0, 3), "nodes": (2, 1), "nodes, chunks": (2, 2)}
-# The same numbers, and the generator of the all-to-all plan; other collectives also run plans.
+# Each entry has the ranks per node, the number of chunks, and the generator of the all-to-all plan.
 PLANNED = {"plans": (0, 1, "linear"), "plans, chunks": (0, 3, "two_hops")}
-# Ways to choose experts without random numbers, which would depend on the number of ranks.
+# These ways to choose experts draw no random numbers, which would depend on the number of ranks.
 CHOOSING: dict[str, dict[str, Any]] = {
     "tokens": {},
     "experts": {"choice": "experts"},
@@ -78,7 +76,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Training:
-    """The options of a training run; the options from `exchange` on do not change the results."""
+    """Holds the options of a training run; the options from `exchange` on do not change the results."""
 
     optimizer: str
     top_k: int
@@ -92,13 +90,13 @@ class Training:
     bias: bool = False
     beside: str = "none"
     exchange: str = "ragged"
-    layout: str = "four"  # see LAYOUTS
-    way: str = "plain"  # see WAYS and PLANNED
+    layout: str = "four"  # LAYOUTS has all values of this option.
+    way: str = "plain"  # WAYS and PLANNED have all values of this option.
     recompute: str = "no"
     pregate: int = 0
 
     def options(self) -> dict[str, Any]:
-        """Return the MoEConfig options of the MoE layers."""
+        """Return the MoEConfig options of the model's MoE layers."""
         layout, (ranks_per_node, chunks, plan) = LAYOUTS[self.layout], self._way
         return {
             **CHOOSING[self.choice],
@@ -121,7 +119,7 @@ class Training:
         }
 
     def topology(self) -> Topology:
-        """Return this rank's process groups. Collective."""
+        """Return the process groups of this rank. Collective."""
         layout = LAYOUTS[self.layout]
         world = dist.get_world_size() if dist.is_initialized() else 1
         placed = plans.placed(*plans.of(2), *plans.of(4)) if self._way[2] else ()
@@ -137,7 +135,7 @@ class Training:
 
 
 class Model(nn.Module):
-    """A model of three layers: MoE, dense with a residual connection, MoE."""
+    """This model has a MoE layer, a dense layer with a residual connection, and another MoE layer."""
 
     def __init__(self, training: Training, topology: Topology) -> None:
         super().__init__()
@@ -159,7 +157,7 @@ class Model(nn.Module):
         pregate([self.first, self.last], training.pregate)
 
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return y and the sum of the balance losses."""
+        """Return the model's output and the sum of the balance losses."""
         y, balance_first = self._moe(self.first, x, mask)
         y = torch.tanh(self.dense(y)) + x
         y, balance_last = self._moe(self.last, y, mask)
@@ -177,7 +175,7 @@ class Model(nn.Module):
 
 
 def micro_batch(update: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return input, target and padding mask; sizes vary, and some batches are empty or only padding."""
+    """Return input, target and padding mask of a micro-batch, which may be empty or have only padding."""
     generator = torch.Generator().manual_seed(1000 * update + index)
     num_tokens = 0 if (update, index) == (3, 1) else 3 + (5 * update + 7 * index) % 11
     x = torch.randn(num_tokens, MODEL_DIM, generator=generator, dtype=torch.float64)
@@ -190,7 +188,7 @@ def micro_batch(update: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
 def backward_update(
     model: Model, update: int, after_each: Callable[[], object] = lambda: None
 ) -> tuple[Tensor, Tensor]:
-    """Add up this rank's gradients of an update; return all ranks' sums of losses and of real tokens."""
+    """Accumulate an update's gradients; return the sums of losses and real tokens over all ranks."""
     world, rank = place_in_world()
     device = model.dense.weight.device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -209,14 +207,14 @@ def backward_update(
 
 
 def place_in_world() -> tuple[int, int]:
-    """Return the number of ranks and this rank's number."""
+    """Return the number of ranks and the number of this rank."""
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
 def outcome(
     model: Model, topology: Topology, losses: list[Tensor], norms: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Return the losses, the gradient norms and, on rank 0, all weights."""
+    """Return a run's losses and gradient norms and, on rank 0, all weights."""
     gather_experts(model, topology)
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     release(model)
@@ -224,7 +222,7 @@ def outcome(
 
 
 def train(training: Training, updates: int = UPDATES, device: str = "cpu") -> dict[str, Tensor]:
-    """Train the model; return the losses, the gradient norms and, on rank 0, all weights."""
+    """Train the model, and return the losses, the gradient norms and, on rank 0, all weights."""
     world, _ = place_in_world()
     topology = training.topology()
     model = Model(training, topology).to(device)
@@ -251,12 +249,12 @@ def train(training: Training, updates: int = UPDATES, device: str = "cpu") -> di
 def train_in_partitions(
     training: Training, stage: int, offload: bool, updates: int = 4, device: str = "cpu"
 ) -> dict[str, Tensor]:
-    """Train as `train` does, but with ZeRO or offload; return losses, norms and weights."""
+    """Train with ZeRO or optimizer offload, and return the losses, the gradient norms and the weights."""
     world, _ = place_in_world()
     place = training.topology()
     model = Model(training, place).to(device)
     parameters = list(model.parameters())
-    # A bucket of this size holds several parameters, but some parameters are larger.
+    # A bucket of 600 bytes holds several small parameters, and some parameters are larger.
     zero = ZeroState(parameters, place, stage, offload, bucket_bytes=600)
     optimizer = OPTIMIZERS[training.optimizer](zero.parameters)
     losses, norms = [], []

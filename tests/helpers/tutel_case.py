@@ -1,4 +1,4 @@
-"""Makes a small `ft.moe_layer`, the same layer as loops, and a user's gate and experts."""
+"""Makes a small `ft.moe_layer`, an equal layer written as loops, and custom gates and experts."""
 
 import copy
 import functools
@@ -85,7 +85,7 @@ class OwnGate(nn.Module):
 
 
 class OwnExperts(nn.Module):
-    """Experts like in Tutel's example: [El, rows, M] times a stack of matrices; `calls` is a buffer."""
+    """Like Tutel's example, these experts multiply rows by a stack of matrices and count their calls."""
 
     def __init__(self, model_dim, num_experts_per_device, sharded_count, out=None, power=1):
         super().__init__()
@@ -100,7 +100,7 @@ class OwnExperts(nn.Module):
         return (x.flatten(2) @ self.W).unflatten(2, (*x.shape[2:-1], -1)) ** self.power
 
 
-@functools.cache  # ranks and their groups are used by several tests
+@functools.cache  # Several tests use these process groups.
 def alone() -> dist.ProcessGroup:
     """Return a process group that contains only this rank."""
     return [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]

@@ -1,8 +1,8 @@
-"""Prepares hydra configurations in the fork server, so its children need not read 370 options each.
+"""Prepares hydra configurations in the fork server, so that a child process need not read 370 options.
 
-hydra composes a configuration from the parts that the command line names. The server composes the usual
-configurations in advance, and a child only sets the options that differ. Exit handlers of imported modules
-are disabled, because they slow down the end of each child.
+Hydra composes a configuration from the parts that the command line names. The server composes the usual
+configurations in advance, and a child process sets only the options that differ. Exit handlers of imported
+modules are disabled, because the handlers slow down the end of each child process.
 """
 
 import copy
@@ -24,7 +24,7 @@ _compose = utils.compose
 
 
 def compose(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
-    """Return hydra's configuration, made from a prepared one if it has the same parts and options."""
+    """Return hydra's configuration, and reuse a prepared configuration with the same parts and options."""
     words, config = _composed.pop(_parts(overrides), (set(), None))
     if config is None:
         return _compose(config_name, overrides=overrides, strict=strict)
@@ -36,7 +36,7 @@ def compose(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
 
 
 def prepare(parser: ArgumentParser, *words: str) -> None:
-    """Compose the configuration of a command line; the first `compose` with the same parts uses it."""
+    """Compose a command line's configuration in advance for the first `compose` with the same parts."""
 
     def keep(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
         config = _compose(config_name, overrides=overrides, strict=strict)
@@ -50,7 +50,7 @@ def prepare(parser: ArgumentParser, *words: str) -> None:
 
 
 def _parts(overrides: list[str]) -> tuple[str, ...]:
-    """Return the overrides without values, except those that choose a part of the configuration."""
+    """Return the hydra overrides without values, but keep the values that choose a config group."""
     names = (word.partition("=")[0] for word in overrides)
     return tuple(name if "." in name else word for name, word in zip(names, overrides, strict=True))
 
@@ -71,4 +71,4 @@ for parser, task in (
 
 for imported in weakref.finalize._registry:
     imported.atexit = False
-gc.freeze()  # a garbage collection would copy the memory pages of imported modules
+gc.freeze()  # A garbage collection would copy the memory pages of imported modules.

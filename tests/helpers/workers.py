@@ -12,15 +12,12 @@ SECONDS = 120
 
 
 class Workers:
-    """`count` processes; `run` calls a function in all of them.
+    """Holds `count` processes; `run` calls a function in all processes.
 
-    Args:
-        count: the number of processes.
-        setup: called first in each process, as setup(index, *setup_args()). This function and every
-            function that is run must be importable.
-        setup_args: called once, when the processes start.
-        context: the multiprocessing context. By default a process imports all modules again, so `setup`
-            can change what imports depend on. In `forkserver.context()`, slow modules are imported already.
+    Each process first calls setup(index, *setup_args()), and `setup_args` is called once for all processes.
+    Processes must be able to import `setup` and every function that they run. By default a process imports
+    all modules again, so `setup` can change environment variables before imports. In a `context` of
+    `forkserver.context()`, slow modules are imported already.
     """
 
     def __init__(
@@ -32,11 +29,11 @@ class Workers:
         self.pipes: list[Connection] = []
 
     def run(self, function: Callable, *args: Any) -> list[Any]:
-        """Return function(*args) of every process, by index.
+        """Call function(*args) in every process, and return the results by process index.
 
         Raises:
-            AssertionError: the first error in any of them, with its traceback.
-            TimeoutError: a process did not answer; all processes have been ended.
+            AssertionError: A process raised an error; the message has the traceback of the first error.
+            TimeoutError: A process did not answer, and all processes were ended.
         """
         if not self.processes:
             self._start()
@@ -45,11 +42,11 @@ class Workers:
                 pipe.send_bytes(pickle.dumps((function, args)))
             return self._answers(function.__name__)
         except BaseException:
-            self.close()  # other processes may wait for the failed process
+            self.close()  # Other processes may wait for the failed process.
             raise
 
     def close(self) -> None:
-        """End the processes; the next `run` starts new ones."""
+        """End the processes; the next `run` starts new processes."""
         for process, pipe in zip(self.processes, self.pipes, strict=True):
             pipe.close()
             process.kill()
@@ -111,7 +108,7 @@ def _serve(pipe: Any, setup: Callable, setup_args: tuple) -> None:
 def _call(request: bytes) -> Any:
     from fairseq_tutel.parallel import collectives
 
-    collectives.use(None)  # an earlier test may have run plans
+    collectives.use(None)  # An earlier test may have used collective plans.
     function, args = pickle.loads(request)
     return function(*args)
 

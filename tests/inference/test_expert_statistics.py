@@ -1,4 +1,4 @@
-"""Expert statistics: their file, means over language pairs, importance, and invalid files."""
+"""The tests check the file of expert statistics, means over language pairs, importance and errors."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from fairseq_tutel.inference.expert_statistics import (
     text_of,
 )
 
-# Expert 0 is the first choice of 3 of 4 tokens, and of 3 of 12 tokens.
+# Expert 0 is the first choice of 3 of 4 tokens in one language pair and of 3 of 12 tokens in another.
 GERMAN = LayerStatistics(4, [0.75, 0.25, 0.0], [0.5, 0.9, 0.0], [1.5, 1.2, 0.3])
 FRENCH = LayerStatistics(12, [0.25, 0.25, 0.5], [0.7, 0.4, 0.6], [0.75, 0.75, 1.5])
 BOTH = {"de-en": {"encoder_0": GERMAN, "decoder_1": GERMAN}, "fr-en": {"encoder_0": FRENCH}}
@@ -26,17 +26,17 @@ def path(tmp_path):
     return path
 
 
-def test_a_file_is_read_as_it_was_written(path):
+def test_a_file_of_expert_statistics_is_read_as_it_was_written(path):
     assert read_statistics(path, "--statistics") == BOTH
 
 
-def test_importance_is_activity_times_the_exponential_of_confidence():
+def test_the_importance_of_an_expert_is_its_activity_times_the_exponential_of_its_confidence():
     expected = [0.75 * math.exp(0.5), 0.25 * math.exp(0.9), 0]
     mean = sum(expected) / 3
     assert GERMAN.importance == pytest.approx([each / mean for each in expected])
 
 
-def test_pairs_are_pooled_as_if_their_tokens_were_counted_together(path):
+def test_language_pairs_are_pooled_as_if_their_tokens_were_counted_together(path):
     found = pooled(BOTH, (), path, "--keep-for")
     both = found["encoder_0"]
     assert both.tokens == 16
@@ -63,7 +63,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_invalid_file_raises_a_one_sentence_error(case, tmp_path):
+def test_an_invalid_file_of_expert_statistics_raises_a_one_sentence_error(case, tmp_path):
     content = REFUSED[case]
     if isinstance(content, dict) and "tokens" in content:
         content = {"expert_statistics": 1, "pairs": {"all": {"decoder_0": content}}}
@@ -73,7 +73,7 @@ def test_an_invalid_file_raises_a_one_sentence_error(case, tmp_path):
         read_statistics(path, "--statistics")
 
 
-def test_errors_name_a_missing_file_pair_or_layer(path, tmp_path):
+def test_errors_name_a_missing_file_or_language_pair_or_layer(path, tmp_path):
     with pytest.raises(ValueError, match=r"No such file or directory"):
         read_statistics(tmp_path / "none.json", "--statistics")
     with pytest.raises(ValueError, match=r"^--keep-for has 'en-fr', .* choose from 'de-en', 'fr-en'\.$"):

@@ -1,4 +1,4 @@
-"""Expert stores: outputs equal those of experts in memory; fetches and memory equal the formulas."""
+"""Experts in a store give the outputs of experts in memory, and the numbers of fetches equal formulas."""
 
 import itertools
 
@@ -22,7 +22,7 @@ CACHE = 2
 
 @torch.no_grad()
 def run(model, x_TD):
-    """Return the output of a pre-gated model, and the experts that have rows in each block."""
+    """Return the output of a pre-gated model and the experts that have rows in each block."""
     used, routing = [], None
     for block, layer in enumerate(model):
         call = Call.of(x_TD, x_TD.shape[1])
@@ -54,11 +54,11 @@ def steps(count, rank=0, width=8):
         ("wide", "disk", "int4"),
     ],
 )
-def test_every_policy_is_bit_identical_to_experts_in_memory(tmp_path, kind, tier, packing):
+def test_every_store_policy_is_bit_identical_to_experts_in_memory(tmp_path, kind, tier, packing):
     config = KINDS[kind]
     source = source_of(write(model_of(config), tmp_path, packing))
     resident = as_read(model_of(config), source)
-    caches = (0, CACHE, "1GiB")  # quantized experts are tested once with each size
+    caches = (0, CACHE, "1GiB")  # Quantized experts run once with each cache size.
     ways = zip(STORE_POLICIES, caches, strict=True)
     for policy, cache in ways if packing else itertools.product(STORE_POLICIES, caches):
         with ExpertStore(policy, tier, cache, compute="unpacked") as store:
@@ -70,7 +70,7 @@ def test_every_policy_is_bit_identical_to_experts_in_memory(tmp_path, kind, tier
 @pytest.mark.parametrize("packing", ["int8", "int4"])
 @pytest.mark.parametrize("kind", ["wide", "wide glu", "wide norm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantized_experts_are_multiplied_as_they_are_stored(tmp_path, kind, packing, dtype, monkeypatch):
+def test_a_store_computes_with_experts_that_stay_quantized(tmp_path, kind, packing, dtype, monkeypatch):
     config = KINDS[kind]
     source = source_of(write(model_of(config), tmp_path, packing))
     resident, found = as_read(model_of(config), source), []
@@ -78,7 +78,7 @@ def test_quantized_experts_are_multiplied_as_they_are_stored(tmp_path, kind, pac
     for policy, tier, cache in zip(STORE_POLICIES, ("disk", "host", "disk"), (0, CACHE, 1), strict=True):
         with ExpertStore(policy, tier, cache) as store:
             model = opened(config, store, source).to(dtype)
-            monkeypatch.setattr(Quantized, "dequantize", None)  # the matrices must not be dequantized
+            monkeypatch.setattr(Quantized, "dequantize", None)  # Dequantizing would raise an error.
             found.append([run(model, x_TD.to(dtype))[0] for x_TD in batches])
             with torch.no_grad():
                 firsts = [model[0](x_TD.to(dtype))[0] for x_TD in batches]
@@ -91,7 +91,7 @@ def test_quantized_experts_are_multiplied_as_they_are_stored(tmp_path, kind, pac
 
 
 @pytest.mark.parametrize("policy", STORE_POLICIES)
-def test_fetches_and_experts_in_memory_equal_formulas(tmp_path, policy):
+def test_the_numbers_of_fetches_and_of_experts_in_memory_equal_formulas(tmp_path, policy):
     resident = model_of(FFN)
     source, size = source_of(write(resident, tmp_path)), FFN.num_experts
     with ExpertStore(policy) as store:
@@ -119,21 +119,21 @@ def test_a_cached_expert_in_use_is_not_evicted():
         store.add(model_of(FFN)[0].experts)
         for experts in ([0], [1], [0, 1], [0, 2]):
             store.take(0, experts)
-        # Expert 0 was taken from the cache and is in use when expert 1 is cached.
+        # Expert 0 is in use when the store caches expert 1.
         assert (store.counters.fetches, store.counters.hits) == (3, 3)
 
 
-def test_an_automatic_cache_is_half_of_the_free_memory_at_the_first_fetch(monkeypatch):
+def test_an_automatic_cache_takes_half_of_the_free_memory_at_the_first_fetch(monkeypatch):
     with ExpertStore(tier="host", cache="auto") as store:
         store.add(model_of(FFN)[0].experts)
         size = store._stacks[0][1].layout.num_bytes
         monkeypatch.setattr(expert_store, "free_bytes", lambda device: 4 * size + 1)
-        for experts in ([0], [1], [2], [3], [0, 1, 2, 3]):  # two of experts 0 to 2 are in the cache
+        for experts in ([0], [1], [2], [3], [0, 1, 2, 3]):  # The cache holds two of experts 0 to 2.
             store.take(0, experts)
         assert (store.counters.fetches, store.counters.hits) == (5, 3)
 
 
-def test_ranks_of_a_node_share_its_free_memory(monkeypatch):
+def test_the_ranks_of_a_node_divide_its_free_memory_equally(monkeypatch):
     monkeypatch.setattr(host_memory, "available", lambda: 600)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert expert_store.free_bytes(torch.device("cpu")) == 150
@@ -155,18 +155,18 @@ def compare_on_gpu_in_python(folder):
 
 
 @WITHOUT_GPU
-def test_on_an_emulated_gpu_no_buffer_is_used_on_two_streams_at_once(ranks, tmp_path):
+def test_on_an_emulated_gpu_two_streams_never_use_a_buffer_of_the_store_at_once(ranks, tmp_path):
     ranks(1, on_gpus=True).run(compare_on_gpu_in_python, write(model_of(FFN), tmp_path))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tier", STORE_TIERS)
-def test_on_a_gpu_no_buffer_is_written_while_it_is_read(tmp_path, tier):
+def test_on_a_gpu_the_store_never_writes_a_buffer_while_it_is_read(tmp_path, tier):
     compare_on_gpu(write(model_of(FFN), tmp_path), tier, 20, "cuda")
 
 
 @pytest.mark.parametrize("count", (8, 64))
-def test_host_buffers_waste_little_memory_of_power_of_two_allocations(count):
+def test_host_buffers_waste_little_memory_if_allocations_are_powers_of_two(count):
     layout = BufferLayout.of({"weight": (torch.uint8, (2**10 + 8,), None)})
     buffers = buffers_on_host(layout, count)
     blocks = [buffer.memory.untyped_storage() for buffer in buffers]
@@ -191,6 +191,6 @@ def compare_on_two_ranks(kind, folder):
 
 
 @pytest.mark.parametrize(("kind", "packing"), [("ffn", ""), ("own", "int4")])
-def test_two_ranks_keep_their_own_experts(ranks, kind, packing, tmp_path):
+def test_each_of_two_ranks_stores_only_its_local_experts(ranks, kind, packing, tmp_path):
     write(model_of(KINDS[kind]), tmp_path, packing)
     ranks(2).run(compare_on_two_ranks, kind, tmp_path)

@@ -28,12 +28,12 @@ FEW = dataclasses.replace(SMALL, num_experts=2)
         ([RESTS, IS_DONE], None),
     ],
 )
-def test_the_layer_with_most_requests_runs_and_ties_go_to_the_lowest_index(wishes, expected):
+def test_the_layer_that_most_ranks_request_runs_first_and_ties_go_to_the_lowest_index(wishes, expected):
     assert next_layer(wishes) == expected
 
 
 def _layers(configs, parallel, local):
-    """Return expert-parallel layers in lockstep, and the same layers with all experts on this rank."""
+    """Return expert-parallel layers in lockstep, and equal layers with all experts on this rank."""
     topology = make_topology([c.num_experts for c in configs], parallel, local)
     lockstep = Lockstep(topology.expert_group)
     pairs = []
@@ -95,15 +95,15 @@ ON_FOUR = {
     [*((2, case) for case in CASES.values()), *((4, case) for case in ON_FOUR.values())],
     ids=[*CASES, *ON_FOUR],
 )
-def test_ranks_with_different_calls_get_the_outputs_of_one_rank(ranks, world_size, case):
+def test_ranks_that_call_different_layers_get_the_outputs_of_one_rank(ranks, world_size, case):
     found = ranks(world_size).run(at_their_own_pace, *case)
     assert all(wanted == own for wanted, own, _ in found)
     _, own, served = found[1]
-    assert own == 0 and served > 0  # this rank only joined calls of other ranks
+    assert own == 0 and served > 0  # This rank only joins calls of other ranks.
     size = case[1] or world_size
     for first in range(0, world_size, size):
         rounds = {own + served for _, own, served in found[first : first + size]}
-        assert len(rounds) == 1  # all ranks of a group took part in every call, and no call was repeated
+        assert len(rounds) == 1  # All ranks of a group join every call, and no call runs twice.
         group = [own for _, own, _ in found[first : first + size]]
         assert max(group) <= rounds.pop() <= sum(group)
 
@@ -116,7 +116,7 @@ def steps_that_end_together():
             _call(lockstep, pairs, (step + salt) % 2, 3, salt)
         lockstep.rest()
         dist.barrier()
-    if dist.get_rank() == 0:  # rank 0 has reached `end` while the other ranks still run steps
+    if dist.get_rank() == 0:  # Rank 0 leaves the lockstep while other ranks still run steps.
         lockstep.end()
         return lockstep.served
     for salt in range(2):
@@ -127,7 +127,7 @@ def steps_that_end_together():
 
 
 @pytest.mark.parametrize("world_size", (2, 4))
-def test_a_step_ends_when_no_rank_is_in_a_layer(ranks, world_size):
+def test_a_lockstep_step_ends_when_no_rank_is_in_a_layer(ranks, world_size):
     served = ranks(world_size).run(steps_that_end_together)
     assert served[0] >= 3 * (world_size - 1) + 2
 
@@ -151,10 +151,10 @@ def joining_changes_no_state():
     assert all(torch.equal(state[name], tensor) for name, tensor in layer.state_dict().items())
     assert layer.timer.read_and_reset()["all_to_all_cpu_time_ms"] == 0
     layer.train()(x)
-    assert turns == [layer]  # training does not wait for turns, because all ranks make the same calls
+    assert turns == [layer]  # Training does not wait for turns, because all ranks make equal calls.
 
 
-def test_joining_changes_no_state_and_training_needs_no_turns(ranks):
+def test_joining_a_call_without_tokens_changes_no_state_and_training_waits_for_no_turn(ranks):
     ranks(2).run(joining_changes_no_state)
 
 
@@ -173,7 +173,7 @@ def fail():
 
 
 @pytest.mark.parametrize("fate", [pytest.param(fail, marks=pytest.mark.long), mortal.die])
-def test_a_failing_rank_ends_the_other_ranks(fate):
+def test_a_rank_that_fails_in_lockstep_ends_the_other_ranks(fate):
     message, seconds = mortal.run(_half_way, 2, [0] if fate is mortal.die else [0, 1], fate)
     assert "CommunicationError: rank 0 could not finish the agreement on the next layer" in message[0]
     assert "rank 1 did not answer a health check" in message[0]

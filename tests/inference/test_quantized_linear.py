@@ -1,4 +1,4 @@
-"""Linear layers in int8: products, the unpacked matrix, and the layers of a module that are replaced."""
+"""The tests check int8 linear layers, their dequantized matrices, and which layers are replaced."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from fairseq_tutel.inference.quantized_linear import QuantizedLinear, quantize_l
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(0, 32), (1, 32), (3, 2, 32), (40, 32)])
-def test_a_quantized_layer_multiplies_by_its_unpacked_matrix(shape, bias, dtype):
+def test_a_quantized_linear_layer_multiplies_by_its_dequantized_matrix(shape, bias, dtype):
     torch.manual_seed(1)
     linear = nn.Linear(32, 50, bias, dtype=dtype)
     layer, x = QuantizedLinear(linear), torch.randn(shape, dtype=dtype)
@@ -25,29 +25,29 @@ def test_a_quantized_layer_multiplies_by_its_unpacked_matrix(shape, bias, dtype)
 
 
 @torch.no_grad()
-def test_attention_works_if_fairseq_calls_its_linear_layers_or_reads_their_weights():
+def test_attention_works_if_fairseq_calls_quantized_linear_layers_or_reads_their_weights():
     torch.manual_seed(1)
     attention = MultiheadAttention(64, 4, self_attention=True).eval()
     x = torch.randn(5, 2, 64)
     expected, _ = attention(x, x, x)
     quantize_linear_layers(attention, without=nn.Identity)
     assert isinstance(attention.q_proj, QuantizedLinear)
-    for state in (None, {}):  # without a state, fairseq passes the weights to a function of torch
+    for state in (None, {}):  # Without incremental state, fairseq passes the weights to a torch function.
         found, _ = attention(x, x, x, incremental_state=state)
         assert (found - expected).norm() < 0.02 * expected.norm()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_the_unpacked_matrix_gets_the_dtype_of_the_model(dtype):
-    """For a model in fp16 (--fp16), fairseq's attention passes the weights to a torch function."""
+def test_the_dequantized_matrix_gets_the_dtype_of_the_model(dtype):
+    """With --fp16, fairseq's attention passes the dequantized weights to a torch function."""
     attention = MultiheadAttention(64, 4, self_attention=True).eval()
     quantize_linear_layers(attention, without=nn.Identity)
     assert attention.to(dtype).q_proj.weight.dtype == dtype
     assert attention(*[torch.randn(5, 2, 64, dtype=dtype)] * 3)[0].dtype == dtype
 
 
-def test_some_layers_are_not_replaced():
+def test_layers_of_odd_width_and_layers_in_excluded_modules_are_not_quantized():
     model = nn.ModuleDict(
         {"inner": nn.Sequential(nn.Linear(16, 4)), "left": nn.Sequential(nn.Linear(16, 4), nn.ReLU())}
     )

@@ -1,4 +1,4 @@
-"""Errors of an expert store: one sentence, raised immediately, and no thread is left."""
+"""Errors of an expert store are one sentence, are raised immediately, and leave no thread."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ X_TD = torch.randn(9, FFN.model_dim, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(autouse=True)
 def others():
-    """Collect the stores that earlier tests left; ignore the threads of stores that are still in use."""
+    """Delete the stores that earlier tests left, and ignore the threads of stores that are still in use."""
     gc.collect()
     OTHERS[:] = []
     OTHERS[:] = threads()
@@ -47,7 +47,7 @@ def run(model):
 
 
 def refusal(model):
-    """Run a model twice; check that both runs raise the same one-sentence error, and return its text."""
+    """Check that two runs of a model raise the same one-sentence error, and return the error text."""
     with pytest.raises(ValueError) as first:
         run(model)
     with pytest.raises(ValueError) as again:
@@ -73,7 +73,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_errors_name_a_damaged_file(tmp_path, damage):
+def test_store_errors_name_a_damaged_file(tmp_path, damage):
     store = ExpertStore()
     model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
     change, reason = DAMAGES[damage]
@@ -88,7 +88,7 @@ def test_errors_name_a_damaged_file(tmp_path, damage):
     assert reason in message
 
 
-def test_errors_name_a_file_that_changes_during_use(tmp_path):
+def test_store_errors_name_a_file_that_changes_during_use(tmp_path):
     with ExpertStore() as store:
         model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
         run(model)
@@ -97,7 +97,7 @@ def test_errors_name_a_file_that_changes_during_use(tmp_path):
         assert "(it was changed while it was in use)" in refusal(model)
 
 
-def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch):
+def test_the_next_use_of_a_store_raises_the_error_of_its_thread(tmp_path, monkeypatch):
     def fail(*arguments):
         raise OSError(5, "Input/output error")
 
@@ -113,14 +113,14 @@ def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch)
 
 
 def wait_for_ever(folder, pipe):
-    """Wait in a block for an expert whose fetch never completes; send how the wait ended."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
+    """Wait in another process for an expert whose fetch never completes, and send how the wait ended."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # A background job of a shell ignores SIGINT.
     store = ExpertStore()
     model = opened(FFN, store, source_of(folder))
 
     def read(*arguments):
         pipe.send("waits")
-        pipe.poll(60)  # until the interrupt was sent
+        pipe.poll(60)  # Wait until the parent has sent SIGINT.
         time.sleep(0.5)
         return 0
 
@@ -131,7 +131,7 @@ def wait_for_ever(folder, pipe):
         pipe.send(f"interrupted, {len(threads())} threads")
 
 
-def test_ctrl_c_ends_a_wait_and_the_thread(tmp_path):
+def test_ctrl_c_ends_a_wait_for_an_expert_and_the_store_thread(tmp_path):
     here, there = forkserver.context().Pipe()
     arguments = write(model_of(FFN), tmp_path), there
     process = forkserver.context().Process(target=wait_for_ever, args=arguments, daemon=True)
@@ -148,7 +148,7 @@ def test_ctrl_c_ends_a_wait_and_the_thread(tmp_path):
         process.kill()
 
 
-def test_a_thread_lives_as_long_as_its_store(tmp_path):
+def test_the_thread_of_a_store_ends_with_the_store(tmp_path):
     source = source_of(write(model_of(FFN), tmp_path))
     with ExpertStore() as store:
         model = opened(FFN, store, source)
@@ -164,7 +164,7 @@ def test_a_thread_lives_as_long_as_its_store(tmp_path):
     assert threads() == []
 
 
-def test_one_expert_is_dequantized_at_a_time(tmp_path, monkeypatch):
+def test_a_store_dequantizes_one_expert_at_a_time(tmp_path, monkeypatch):
     dequantize, there, counts = Quantized.dequantize, [], []
 
     def watched(*arguments):
@@ -177,10 +177,10 @@ def test_one_expert_is_dequantized_at_a_time(tmp_path, monkeypatch):
     with ExpertStore(compute="unpacked") as store:
         model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path, "int8")))
         run(model)
-    assert len(counts) >= 2 * 4 and max(counts) == 2  # matrices of an expert
+    assert len(counts) >= 2 * 4 and max(counts) == 2  # An expert has two matrices.
 
 
-def test_a_copy_shares_the_store_and_a_fork_raises_an_error(tmp_path):
+def test_a_copied_model_shares_the_store_and_a_forked_process_raises_an_error(tmp_path):
     with ExpertStore(tier="host") as store:
         model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
         assert torch.equal(run(copy.deepcopy(model)), run(model))
@@ -198,7 +198,7 @@ def test_a_copy_shares_the_store_and_a_fork_raises_an_error(tmp_path):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_training_with_a_store_raises_an_error():
+def test_training_with_an_expert_store_raises_an_error():
     with ExpertStore(tier="host") as store:
         model = model_of(FFN)
         store.add(model[0].experts)
@@ -216,12 +216,12 @@ def test_training_with_a_store_raises_an_error():
         ({}, "not in shard files of a checkpoint; write the files with `fairseq-tutel convert"),
     ],
 )
-def test_invalid_arguments_raise_an_error(arguments, message):
+def test_invalid_store_arguments_raise_an_error(arguments, message):
     with pytest.raises(ValueError, match=message):
         ExpertStore(**arguments).add(model_of(FFN)[0].experts)
 
 
-def test_tensors_that_do_not_fit_the_layer_raise_an_error():
+def test_store_tensors_that_do_not_fit_the_layer_raise_an_error():
     experts = model_of(FFN)[0].experts
     tensors = {name: getattr(experts, name) for name in experts.names}
     store = ExpertStore(tier="host")
@@ -232,7 +232,7 @@ def test_tensors_that_do_not_fit_the_layer_raise_an_error():
 
 
 @pytest.mark.parametrize("policy", EVICTIONS)
-def test_the_cache_evicts_the_same_experts_as_an_oracle(policy):
+def test_the_expert_cache_evicts_the_same_experts_as_a_simple_oracle(policy):
     draw = random.Random(1)
     cache, kept, uses, used = ExpertCache(policy, None, 3), [], {}, {}
     for now in range(300):

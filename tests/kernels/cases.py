@@ -1,4 +1,4 @@
-"""Inputs of the gather ops, shared by the tests of all backends."""
+"""The tests of all backends share these inputs of the gather ops."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-# Tolerances relative to an fp64 sum. In half precision, a backend may round every product, or only the
+# Tolerances are relative to an fp64 sum. In half precision, a backend may round every product or only the
 # result.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """x and y [T, D], rows [R, D], row_of [T, K], weights [T, K], index and scale [R]."""
+    """Holds inputs x and y [T, D], rows [R, D], row_of and weights [T, K], index and scale [R]."""
 
     x_TD: Tensor
     y_TD: Tensor
@@ -25,12 +25,12 @@ class Inputs:
     scale_R: Tensor
 
     def to(self, device: str) -> "Inputs":
-        """Return a copy on `device`."""
+        """Return a copy of all tensors on `device`."""
         return Inputs(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
 
 def inputs(num_tokens: int, num_rows: int, top_k: int, model_dim: int, dtype: torch.dtype) -> Inputs:
-    """Draw inputs with empty entries (-1) in both maps; scales of empty entries are NaN."""
+    """Draw inputs whose row maps both have empty entries (-1); scales of empty entries are NaN."""
     generator = torch.Generator().manual_seed(1000 * num_tokens + 100 * num_rows + 10 * top_k)
     wide = torch.promote_types(dtype, torch.float32)
 
@@ -53,7 +53,8 @@ def inputs(num_tokens: int, num_rows: int, top_k: int, model_dim: int, dtype: to
     )
 
 
-# (T, R, K, D): K from 1 to 4 and one larger K, odd D, one column, no tokens, no rows, one token.
+# Each shape is (T, R, K, D). Some shapes have no tokens, no rows, one column or an odd D, and K is 1 to 4
+# or larger.
 SHAPES = (
     (7, 9, 1, 5),
     (7, 12, 2, 8),

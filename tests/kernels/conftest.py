@@ -1,4 +1,4 @@
-"""The process that interprets Triton kernels."""
+"""This fixture is the process that interprets Triton kernels."""
 
 import pytest
 from interpreter import interpret_with_gpu
@@ -7,7 +7,7 @@ from workers import Workers
 
 @pytest.fixture(scope="session")
 def interpreter():
-    """Return Workers of one process with TRITON_INTERPRET=1."""
+    """Return one worker process with TRITON_INTERPRET=1."""
     workers = Workers(1, interpret_with_gpu)
     yield workers
     workers.close()

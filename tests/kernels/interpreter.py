@@ -1,6 +1,6 @@
-"""A process in which Triton interprets its kernels on the CPU.
+"""These functions prepare a process in which Triton interprets kernels on the CPU.
 
-Triton selects the interpreter when it is imported, so these tests need a separate process.
+Triton selects its interpreter at import, so tests of interpreted kernels need a separate process.
 """
 
 import os
@@ -8,29 +8,31 @@ import warnings
 
 
 def interpret(_: int = 0) -> None:
-    """Enable the interpreter in this process; this must run before Triton is imported."""
+    """Enable Triton's interpreter in this process, before Triton is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
     warnings.simplefilter("ignore")
     redirect_once()
 
 
 def interpret_with_gpu(_: int = 0) -> None:
-    """Enable the interpreter in this process, and register the device of `python_gpu.gpu`."""
+    """Enable Triton's interpreter in this process, and register the simulated GPU of `python_gpu`."""
     interpret()
     import python_gpu
 
-    python_gpu.register()  # before autograd starts its threads
+    python_gpu.register()  # Register the device before autograd starts its threads.
 
 
 def redirect_once() -> None:
-    """Redirect triton.language once per kernel launch, not again for each function that a kernel calls.
+    """Patch triton.language once per kernel launch, not once per function that a kernel calls.
 
-    Triton searches the complete module at every such call, which takes two fifths of its time.
+    Each patch of triton.language searches the complete module, which takes two fifths of the interpreter's
+    time.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
-    if not hasattr(interpreter, "_LangPatchScope"):  # with other versions of Triton, tests are only slower
+    # Other versions of Triton make tests slower but not wrong.
+    if not hasattr(interpreter, "_LangPatchScope"):
         return
     redirect = interpreter._patch_lang
 

@@ -36,11 +36,11 @@ def tokens(requires_grad: bool = True) -> Tensor:
     ),
     ids=str,
 )
-def test_a_second_derivative_raises_an_error_and_the_first_is_correct(options, wanted):
+def test_a_second_derivative_raises_an_error_and_the_first_derivative_is_correct(options, wanted):
     layer = MoELayer(MoEConfig(6, 8, 4, activation="gelu", **options), seed=1).double()
     x = tokens()
     inputs = [x] if wanted == "x" else [p for p in layer.parameters() if p.requires_grad]
-    # The gradient of a sum requires no gradient, but the second derivative is not 0.
+    # The incoming gradient of a sum requires no gradient, but the layer's second derivative is not 0.
     expected = torch.autograd.grad(layer(x)[0].sum(), inputs)
     for forward in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
         grads = torch.autograd.grad(forward(x)[0].sum(), inputs, create_graph=True)
@@ -79,8 +79,8 @@ def hand_written(tree: ast.AST) -> list[ast.FunctionDef]:
     ]
 
 
-def test_every_custom_backward_is_decorated():
-    """The exception is a backward that is the forward of another autograd function."""
+def test_every_custom_backward_function_has_the_decorator_against_double_backward():
+    """Only a backward that runs another autograd function lacks the decorator against double backward."""
     marked = []
     for path in (*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")):
         if path.name == "first_order.py":

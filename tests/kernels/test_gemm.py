@@ -1,4 +1,4 @@
-"""Triton's grouped matrix products in the interpreter, compared with the reference and an fp64 loop."""
+"""The tests interpret Triton's grouped matrix products, and compare them with the reference and fp64."""
 
 from dataclasses import replace
 
@@ -20,20 +20,20 @@ def compare_interpreted(case: Case) -> None:
 
 
 @pytest.mark.parametrize("num_rows", (0, 1, 63))
-def test_gradients_for_any_number_of_rows(interpreter, num_rows):
+def test_interpreted_ffn_ops_equal_fp64_for_any_number_of_rows(interpreter, num_rows):
     case = Case(skewed(num_rows, 5), model_dim=16, hidden_dim=20, glu=True)
     interpreter.run(compare_interpreted, case)
 
 
 @pytest.mark.parametrize("activation", ACTS)
-def test_gradients_of_every_activation(interpreter, activation):
+def test_interpreted_ffn_ops_equal_fp64_for_every_activation(interpreter, activation):
     interpreter.run(compare_interpreted, replace(SMALL, activation=activation, bias=False))
 
 
 @pytest.mark.parametrize(
     "dtype, glu", [(torch.float64, True), (torch.float16, False), (torch.bfloat16, True)], ids=str
 )
-def test_gradients_in_every_dtype(interpreter, dtype, glu):
+def test_interpreted_ffn_ops_equal_fp64_in_every_dtype(interpreter, dtype, glu):
     interpreter.run(compare_interpreted, replace(SMALL, dtype=dtype, glu=glu, activation="gelu"))
 
 
@@ -51,13 +51,13 @@ def test_gradients_in_every_dtype(interpreter, dtype, glu):
         Case((5, 3), model_dim=100, hidden_dim=17),
         Case((0, 0, 0), tail=20),
         Case((16, 32, 1), tail=15, model_dim=16, hidden_dim=16),
-        pytest.param(  # only the tile table depends on the number of experts; another test checks the table
+        pytest.param(  # The number of experts affects only the tile table, which another test checks.
             Case((1,) * 70, tail=1, model_dim=16, hidden_dim=16), marks=pytest.mark.long
         ),
     ),
     ids=str,
 )
-def test_gradients_of_cases(interpreter, case):
+def test_interpreted_ffn_ops_equal_fp64_for_special_shapes_and_options(interpreter, case):
     interpreter.run(compare_interpreted, case)
 
 
@@ -78,11 +78,11 @@ def compare_tf32x3(case: Case) -> None:
     assert set(found) == {"tf32x3"}
 
 
-def test_gradients_of_three_tf32_products(interpreter):
+def test_interpreted_ffn_ops_equal_fp64_with_three_tf32_products(interpreter):
     interpreter.run(compare_tf32x3, replace(SMALL, glu=True))
 
 
-def test_tf32x3_changes_only_the_precision_of_fp32(monkeypatch):
+def test_tf32x3_changes_only_the_precision_of_fp32_products(monkeypatch):
     from fairseq_tutel.kernels.triton_launch import precision_of
 
     dtypes = torch.float32, torch.float64, torch.bfloat16
@@ -103,8 +103,8 @@ def compare_in_tiles_of_a_gpu(case: Case) -> None:
 
 
 @pytest.mark.parametrize("glu", (pytest.param(False, marks=pytest.mark.long), True), ids=("gelu", "glu"))
-def test_gradients_in_tiles_of_a_gpu_s_size(interpreter, glu):
-    # Complete tiles, partial tiles, and an expert without rows.
+def test_interpreted_ffn_ops_equal_fp64_with_the_tile_sizes_of_a_gpu(interpreter, glu):
+    # The experts have complete tiles, partial tiles or no rows.
     case = Case((130, 0, 70), model_dim=136, hidden_dim=150, activation="gelu", glu=glu)
     interpreter.run(compare_in_tiles_of_a_gpu, case)
 
@@ -130,7 +130,7 @@ def compare_described(case: Case) -> None:
 
 
 @pytest.mark.parametrize("gathered, strided", [(False, False), (True, True)])
-def test_gradients_with_tensor_descriptors(interpreter, gathered, strided):
+def test_interpreted_ffn_ops_equal_fp64_with_tensor_descriptors(interpreter, gathered, strided):
     case = replace(with_tiles(SMALL), glu=True, strided=strided, gathered=gathered)
     interpreter.run(compare_described, replace(case, dtype=torch.bfloat16 if gathered else torch.float32))
 
@@ -161,7 +161,7 @@ def make_tables() -> None:
         assert len(tiles) == start + 3 * size
 
 
-def test_the_tile_table_lists_the_row_tiles_of_all_groups(interpreter):
+def test_the_tile_table_lists_the_row_tiles_of_all_experts(interpreter):
     interpreter.run(make_tables)
 
 
@@ -176,12 +176,12 @@ def not_a_number() -> None:
             assert results[name].isnan().any(), f"{name} of {activation}"
 
 
-def test_an_overflow_stays_visible_through_every_activation(interpreter):
+def test_nan_in_the_input_stays_nan_through_every_activation(interpreter):
     interpreter.run(not_a_number)
 
 
 @pytest.mark.parametrize("glu", (False, True), ids=("relu", "glu"))
-def test_fake_cuda_tensors_get_shapes_and_no_host_read(glu):
+def test_ffn_ops_on_fake_cuda_tensors_return_shapes_without_a_host_synchronization(glu):
     from fairseq_tutel.kernels import triton_ops
 
     case = replace(SMALL, glu=glu)
@@ -193,7 +193,7 @@ def test_fake_cuda_tensors_get_shapes_and_no_host_read(glu):
             for name, t in given.items()
         }
         fake = run(triton_ops, case, fakes)
-        with pytest.raises(DataDependentOutputException):  # every host read raises this error
+        with pytest.raises(DataDependentOutputException):  # Every host read raises this error.
             run(reference, case, fakes)
     assert all(tensor.device.type == "cuda" for tensor in fake.values())
     for name, tensor in real.items():

@@ -1,4 +1,4 @@
-"""The compiled matrix products of experts on a GPU, with the tiles of real layers."""
+"""The tests run the compiled matrix products of experts on a GPU with the tiles of real layers."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,13 +29,13 @@ def full_precision(monkeypatch):
 @pytest.mark.parametrize("num_rows", (0, 1, 63, 1000, 4096))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
 @pytest.mark.parametrize("glu", (False, True), ids=("gelu", "glu"))
-def test_compiled_gradients_for_any_number_of_rows(num_rows, dtype, glu):
+def test_compiled_ffn_ops_equal_fp64_for_any_number_of_rows(num_rows, dtype, glu):
     counts = skewed(num_rows, 5)
     compare_compiled(replace(LAYER, counts=counts, dtype=dtype, glu=glu, activation="gelu"))
 
 
 @pytest.mark.parametrize("activation", ACTS)
-def test_compiled_gradients_of_every_activation(activation):
+def test_compiled_ffn_ops_equal_fp64_for_every_activation(activation):
     compare_compiled(replace(LAYER, activation=activation))
 
 
@@ -44,7 +44,7 @@ def test_compiled_gradients_of_every_activation(activation):
     (
         replace(
             LAYER, model_dim=250, hidden_dim=130, glu=True
-        ),  # tensor descriptors do not support these dimensions
+        ),  # Tensor descriptors do not support these dimensions.
         replace(LAYER, gathered=False, glu=True),
         replace(LAYER, strided=True, keep=False, glu=True),
         replace(LAYER, counts=(3,) * 130, bias=False),
@@ -52,12 +52,12 @@ def test_compiled_gradients_of_every_activation(activation):
     ),
     ids=str,
 )
-def test_compiled_gradients_of_cases(case):
+def test_compiled_ffn_ops_equal_fp64_for_special_shapes_and_options(case):
     compare_compiled(case)
 
 
 @pytest.mark.parametrize("kind", tiles.KINDS.split())
-def test_compiled_gradients_with_every_tile_of_the_table(kind, monkeypatch):
+def test_compiled_ffn_ops_equal_fp64_with_every_tile_of_the_table(kind, monkeypatch):
     activation = "gelu" if kind in ("up", "hidden") else "relu"
     case, taken = replace(LAYER, glu=kind.startswith("glu"), activation=activation), set()
     hardware = triton_launch.hardware_of(torch.device("cuda:0"))
@@ -73,7 +73,7 @@ def test_compiled_gradients_with_every_tile_of_the_table(kind, monkeypatch):
 
 
 def test_backward_runs_in_a_thread_without_a_cuda_context():
-    """The first thread loads every kernel. Otherwise, loading a kernel would bind the context."""
+    """The first thread loads every kernel, because loading a kernel binds a CUDA context."""
     case = replace(LAYER, gathered=False, glu=True)
     ops, given = kernels.ops("triton", torch.device("cuda")), inputs(case, "cuda")
     expected = run(ops, case, given)
@@ -82,7 +82,7 @@ def test_backward_runs_in_a_thread_without_a_cuda_context():
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
-def test_compiled_kernels_give_the_same_bits_in_every_run():
+def test_compiled_kernels_give_bit_identical_results_in_every_run():
     case = replace(LAYER, glu=True)
     ops, given = kernels.ops("triton", torch.device("cuda")), inputs(case, "cuda")
     first, second = run(ops, case, given), run(ops, case, given)
@@ -100,8 +100,8 @@ def test_a_cuda_graph_uses_the_current_row_counts():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run(ops, case, given)
-    # The new groups have as many rows in total. If the host had read the counts, the graph would keep the
-    # old counts.
+    # The new row counts have the same sum as the row counts at graph capture. If the host had read the
+    # counts during the capture, the graph would use the old counts.
     other = replace(case, counts=tuple(reversed(case.counts)))
     given["counts"].copy_(torch.tensor(other.counts))
     graph.replay()

@@ -1,4 +1,4 @@
-"""Kernel launches: one function makes all of them, and it binds a CUDA context in each thread."""
+"""One function makes all kernel launches, and binds a CUDA context in each thread."""
 
 import ast
 import contextlib
@@ -22,7 +22,7 @@ from fairseq_tutel.kernels import triton_launch  # noqa: E402
 
 
 def launches(path: Path) -> list[str]:
-    """Return the calls kernel[grid](…), kernel.run(…) and kernel.warmup(…) of a source file."""
+    """Return all calls kernel[grid](…), kernel.run(…) and kernel.warmup(…) in a source file."""
     called = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     are = [isinstance(f, ast.Subscript) or getattr(f, "attr", "") in ("run", "warmup") for f in called]
     names = [ast.unparse(f.value) for f, is_launch in zip(called, are, strict=True) if is_launch]
@@ -42,7 +42,7 @@ def _copy_kernel(x, y, rows, columns, N: tl.constexpr):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Return a list of launches on fake devices; tensors on the CPU are on device 0."""
+    """Record kernel launches on fake devices in a list; CPU tensors count as tensors of device 0."""
     found = []
 
     class Utils:
@@ -103,7 +103,7 @@ def test_a_launch_runs_the_kernel_that_triton_compiles_for_the_arguments(launche
             assert ours[:5] == tritons[:5] and len(ours[5]) == len(tritons[5]) == 5
             assert all(a is b or a == b for a, b in zip(ours[5], tritons[5], strict=True))
     with mock.patch.object(triton.runtime.JITFunction, "run", side_effect=AssertionError):
-        for gpu, grid, arguments, n in cases:  # all these kernels have been launched before
+        for gpu, grid, arguments, n in cases:  # All these kernels were launched before.
             triton_launch.launch(_copy_kernel, grid, gpu, *arguments, N=n, num_warps=1)
 
 
@@ -134,12 +134,12 @@ def test_the_interpreter_needs_no_cuda_context():
     assert calls == [((1, 2), (5,), {})]
 
 
-def test_a_descriptor_describes_one_tensor_and_needs_alignment(monkeypatch):
+def test_a_tensor_descriptor_describes_one_aligned_tensor(monkeypatch):
     descriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor
     monkeypatch.setattr(triton_launch, "has_descriptors", lambda _: True)
     for x in torch.zeros(2, 16, 8, 32):
         (found,) = triton_launch.described([x], (1, 16, 8), is_transposed=True) or (None,)
-        assert found is None  # no descriptor, because the last stride is not 1
+        assert found is None  # There is no tensor descriptor, because the last stride is not 1.
         (found,) = triton_launch.described([x.mT], (1, 16, 8), is_transposed=True)
         expected = descriptor(x, list(x.shape), list(x.stride()), [1, 16, 8])
         assert found.base.data_ptr() == x.data_ptr()

@@ -1,4 +1,4 @@
-"""The plain torch ops, compared with direct indexing in fp64."""
+"""The tests compare the plain torch ops with direct indexing in fp64."""
 
 import pytest
 import torch
@@ -72,13 +72,13 @@ def test_gather_dot_equals_direct_indexing(shape, dtype):
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_gather_values_equals_direct_indexing(shape, dtype):
     i = inputs(*shape, dtype)
-    values = [*i.rows_RD[:, 0].tolist(), 0.0]  # index -1 selects the last value, 0
+    values = [*i.rows_RD[:, 0].tolist(), 0.0]  # Index -1 selects the last value, which is 0.
     expected = [[values[r] for r in rows] for rows in i.row_of_TK.tolist()]
     got = reference.gather_values(i.rows_RD[:, 0], i.row_of_TK)
     assert got.dtype == dtype and got.shape == i.row_of_TK.shape and got.tolist() == expected
 
 
-def test_an_empty_row_is_zero_for_any_value_in_row_0():
+def test_a_row_with_index_minus_1_is_zero_even_if_the_input_is_nan():
     x_TD = torch.full((3, 2), float("nan"))
     hole_R = torch.tensor([-1, -1])
     assert torch.equal(reference.gather_rows(x_TD, hole_R), torch.zeros(2, 2))
@@ -89,19 +89,19 @@ def test_an_empty_row_is_zero_for_any_value_in_row_0():
     assert torch.equal(reference.gather_values(x_TD[:, 0], hole_R), torch.zeros(2))
 
 
-def test_auto_selects_the_reference_on_a_cpu_and_returns_the_reason():
+def test_the_auto_backend_selects_the_reference_on_a_cpu_and_returns_the_reason():
     assert kernels.backend_for("auto", torch.device("cpu")) == ("reference", "tensors on cpu")
     assert kernels.ops("auto", torch.device("cpu")) is reference
 
 
-def test_triton_on_a_cpu_raises_a_one_sentence_error(monkeypatch):
+def test_the_triton_backend_on_a_cpu_raises_a_one_sentence_error(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=r"'triton' but the tensors are on cpu; run on a GPU"):
         kernels.backend_for("triton", torch.device("cpu"))
 
 
-def test_triton_raises_a_one_sentence_error_if_it_is_not_installed(monkeypatch):
+def test_the_triton_backend_raises_a_one_sentence_error_if_triton_is_not_installed(monkeypatch):
     monkeypatch.setattr(kernels, "_lacks_triton", lambda: "Triton is not installed")
     with pytest.raises(ValueError, match=r"Triton is not installed; install fairseq-tutel\[gpu\]"):
         kernels.backend_for("triton", torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""Slots and rows of assignments: plain torch is compared with brute force, and Triton with both.
+"""The tests compare slots and rows of assignments with brute force, in plain torch and in Triton.
 
 On a GPU (`-m gpu`), compiled kernels run with 100,000 tokens and without host synchronization.
 """
@@ -15,7 +15,7 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels import reference
 from fairseq_tutel.kernels.reference_route import Rows
 
-# K, (time, batch), E: no token, one token, several blocks, several tiles of experts.
+# Each case is K, (time, batch) and E, with no token, one token, several blocks or several tiles of experts.
 SLOTS = (
     (2, (0, 3), 4),
     (1, (1, 1), 1),
@@ -27,7 +27,7 @@ SLOTS = (
 
 
 def masks(ids_KT: Tensor, num_experts: int) -> Iterator[Tensor | None]:
-    """Yield masks of assignments with an expert: None, one by assignment, one by token with stride 0."""
+    """Yield no mask, a mask of assignments with an expert, and a mask of tokens with stride 0."""
     yield None
     yield (ids_KT < num_experts).t().contiguous()
     yield (ids_KT[:1] < num_experts).t().expand(ids_KT.shape[1], len(ids_KT))
@@ -49,7 +49,7 @@ def compare_rows(backend: str, shape: tuple[int, tuple[int, int], int], device: 
         mask_TK = None if asked_TK is None else asked_TK.to(device)
         for j, (order_there, time_first, copies) in enumerate(orders):
             if time * batch > 100 and i != j:
-                continue  # the interpreter is slow
+                continue  # The interpreter is too slow.
             slots, assigned = by_counting(wanted_KT, copies, num_experts)
             limit = limits[(i + j) % 3]
             bound = None if limit is None else torch.tensor(limit, device=device)
@@ -77,10 +77,10 @@ def check_rows(got: Rows, ids_TK: Tensor, slots: list[list[int]], limit: int | N
 
 
 def compare_long_scan(device: str) -> None:
-    """Compare results for so many blocks and experts that the scan needs several tiles of both."""
+    """Compare results of a scan over several tiles of blocks and several tiles of experts."""
     from fairseq_tutel.kernels import triton_place
 
-    block = 16 if device == "cpu" else triton_place.SCAN_BLOCK_B  # an interpreter is slow
+    block = 16 if device == "cpu" else triton_place.SCAN_BLOCK_B  # The interpreter is slow.
     drawn_KT = asking(1, (block + 2) * triton_place.BLOCK_N, 9).to(device)
     arguments = drawn_KT.clamp_max(8).t(), 9, (drawn_KT < 9).t()
     with mock.patch.object(triton_place, "SCAN_BLOCK_B", block):
@@ -89,7 +89,7 @@ def compare_long_scan(device: str) -> None:
 
 
 def compare_all(got: Rows, expected: Rows) -> None:
-    """Compare all fields; on a CPU, the reference has no unused rows."""
+    """Compare all fields of both results; on a CPU, the reference has no unused rows."""
     used = int(expected.counts_E.sum())
     for name in set(Rows._fields) - {"tiles"}:
         ours, theirs = getattr(got, name), getattr(expected, name)
@@ -97,7 +97,7 @@ def compare_all(got: Rows, expected: Rows) -> None:
 
 
 @pytest.mark.parametrize("shape", SLOTS, ids=str)
-def test_rows_equal_brute_force(shape):
+def test_slots_and_rows_equal_brute_force(shape):
     compare_rows("reference", shape, "cpu")
 
 
@@ -111,24 +111,24 @@ triton = pytest.mark.usefixtures("_triton")
 
 @triton
 @pytest.mark.parametrize("shape", SLOTS, ids=str)
-def test_interpreted_rows(interpreter, shape):
+def test_interpreted_slots_and_rows_equal_brute_force(interpreter, shape):
     interpreter.run(compare_rows, "triton", shape, "cpu")
 
 
 @triton
-def test_an_interpreted_scan_over_several_tiles_of_blocks(interpreter):
+def test_an_interpreted_scan_over_several_tiles_equals_the_reference(interpreter):
     interpreter.run(compare_long_scan, "cpu")
 
 
 @pytest.mark.gpu
-def test_compiled_rows():
+def test_compiled_slots_and_rows_equal_brute_force():
     for shape in SLOTS:
         compare_rows("triton", shape, "cuda")
     compare_long_scan("cuda")
 
 
 @pytest.mark.gpu
-def test_100_000_tokens_and_256_experts_need_no_token_expert_table_and_no_host_wait():
+def test_100_000_tokens_need_no_table_of_tokens_and_experts_and_no_host_synchronization():
     drawn_KT = asking(8, 100_000, 256).cuda()
     ids_TK, asked_TK = drawn_KT.clamp_max(255).t().contiguous(), (drawn_KT < 256).t().contiguous()
     order_N, limit = order(8, 100_000).cuda(), torch.tensor(4000).cuda()
@@ -144,8 +144,8 @@ def test_100_000_tokens_and_256_experts_need_no_token_expert_table_and_no_host_w
     try:
         for arguments in given:
             found.append(ops.assign_rows(*arguments))
-            # This bound on memory leaves room for four maps of the assignments and one table of blocks. A
-            # byte for each pair of token and expert would double this size.
+            # The memory limit allows four maps of the assignments and one table of blocks. A table with one
+            # byte for each pair of token and expert would exceed the memory limit.
             assert torch.cuda.max_memory_allocated() - before < 2 * len(found) * 100_000 * 256
     finally:
         torch.cuda.set_sync_debug_mode("default")

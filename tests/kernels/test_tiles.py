@@ -1,4 +1,4 @@
-"""The choice of a tile for each product. test_build compiles and checks the tiles."""
+"""The tests check which tile each product uses, and test_build.py compiles the tiles."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_every_product_has_a_tile_for_every_shape():
                 assert block >= 16 and block & (block - 1) == 0
 
 
-def test_every_row_of_the_table_is_used():
+def test_every_row_of_the_tile_table_is_used():
     used = {id(row) for combination in COMBINATIONS for row in rows_of(*combination)}
     assert [row for row in tiles.TABLE if id(row) not in used] == []
 
@@ -39,7 +39,7 @@ def test_a_tile_is_no_larger_than_the_matrices():
     assert (weight.block_m, weight.block_n) == (64, 32)
 
 
-def test_every_tile_has_a_table_of_row_tiles():
+def test_every_tile_height_has_a_table_of_row_tiles():
     blocks_m = pytest.importorskip("fairseq_tutel.kernels.triton_tiles").BLOCKS_M
     found = {row.tile.block_m for row in tiles.TABLE if row.kinds != "weight"}
     assert {16, 32, *found} == set(blocks_m)

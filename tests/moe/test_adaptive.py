@@ -1,4 +1,4 @@
-"""With every r, outputs equal those of one rank with all experts; a change of r moves no weights."""
+"""The adaptive layer returns the outputs of a layer on one rank for every parallelism degree r."""
 
 import dataclasses
 import itertools
@@ -37,7 +37,7 @@ def run(layer, x):
 
 
 def layers(config, parallel, local=0):
-    """Return a layer with expert shards, and the same layer with all experts on this rank."""
+    """Return a layer with expert shards and an equal layer with complete experts on this rank."""
     place = make_topology([config.num_experts], parallel, local)
     return [MoELayer(config, where, seed=3).double() for where in (place, None)]
 
@@ -49,7 +49,7 @@ def same(got, expected, what):
 
 
 def compare(config, parallel, local, strategies):
-    """Run the layer with each strategy, and compare it with the layer that has all experts."""
+    """Run the sharded layer with each strategy, and compare it with the layer that has complete experts."""
     sliced, whole = layers(config, parallel, local)
     rank = dist.get_rank()
     for step, strategy in enumerate(strategies):
@@ -70,7 +70,7 @@ def compare(config, parallel, local, strategies):
 
 
 def strategies_of(slices, grid):
-    """Return strategies for every r with overlap 1 and 3, and with both algorithms if there is a grid."""
+    """Return strategies with overlap degrees 1 and 3 for every parallelism degree r."""
     other = "2dh" if grid else "linear"
     ways = (((1, "linear"), (3, other)), ((1, other), (3, "linear")))
     return [
@@ -92,7 +92,7 @@ def strategies_of(slices, grid):
         pytest.param(8, 1, 8, "relu, padded", marks=pytest.mark.long),
     ],
 )
-def test_every_r_equals_one_rank(ranks, world, experts, parallel, kind):
+def test_the_adaptive_layer_equals_one_rank_for_every_r(ranks, world, experts, parallel, kind):
     config = dataclasses.replace(KINDS[kind], num_experts=experts, top_k=min(2, experts))
     local = 2 if parallel > 2 else 0
     strategies = strategies_of(max(1, parallel // experts), local)
@@ -101,7 +101,7 @@ def test_every_r_equals_one_rank(ranks, world, experts, parallel, kind):
 
 
 def rows_computed(config, parallel, degrees):
-    """Return, for each r, the number of rows of this rank's experts, and the experts' hidden dimension."""
+    """Return the number of rows and the fc1 shape that this rank computes for each degree r."""
     layer, _ = layers(config, parallel)
     seen = []
 
@@ -119,9 +119,9 @@ def rows_computed(config, parallel, degrees):
     return [calls[0] for calls in seen]
 
 
-def test_each_row_is_sent_to_r_ranks_that_compute_parts_of_the_hidden_dimension(ranks):
+def test_each_row_is_sent_to_r_ranks_that_compute_one_shard_of_the_hidden_dimension_each(ranks):
     config = dataclasses.replace(FFN, num_experts=1, top_k=1, capacity_factor=0.0)
-    degrees = (1, 0, 4, 2)  # one layer uses these values of r in this order
+    degrees = (1, 0, 4, 2)  # One layer uses these parallelism degrees r in this order.
     of_ranks = ranks(4).run(rows_computed, config, 4, degrees)
     for degree, *got in zip(degrees, *of_ranks, strict=True):
         rows = [n for n, _ in got]
@@ -129,7 +129,7 @@ def test_each_row_is_sent_to_r_ranks_that_compute_parts_of_the_hidden_dimension(
             assert rows == list(TOKENS[:4])
         else:
             assert sum(rows) == degree * sum(TOKENS[:4])
-            assert max(rows) - min(rows) <= 4  # each rank's rows are divided evenly
+            assert max(rows) - min(rows) <= 4  # Each rank divides its rows evenly.
         assert {tuple(shape) for _, shape in got} == {(1, 16 // max(1, degree))}
 
 
@@ -141,7 +141,7 @@ def gathered(parallel):
         assert state.keys() == whole.state_dict().keys()
         for name, tensor in whole.state_dict().items():
             assert torch.equal(state[name], tensor), name
-    # A state with complete experts can be loaded into shards.
+    # A layer with expert shards loads a state dict with complete experts.
     twice = {name: 2 * tensor for name, tensor in whole.state_dict().items()}
     sliced.load_state_dict(twice)
     whole.load_state_dict(twice)

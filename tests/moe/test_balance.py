@@ -1,4 +1,4 @@
-"""Balance losses: compared with direct computations, and their gradients with finite differences."""
+"""The tests compare balance losses with direct computations, and gradients with finite differences."""
 
 import math
 import statistics
@@ -26,13 +26,13 @@ def gate(logits_TE: Tensor) -> GateOutput:
 
 def test_gshard_loss_equals_a_hand_computed_value():
     probs_TE = torch.tensor([[0.7, 0.2, 0.1], [0.6, 0.1, 0.3], [0.1, 0.8, 0.1], [0.5, 0.3, 0.2]])
-    # First choices 0, 0, 1, 0: f = (3/4, 1/4, 0); P = (1.9, 1.4, 0.7) / 4.
+    # The experts' load shares are (3/4, 1/4, 0), and the mean probabilities are (1.9, 1.4, 0.7) / 4.
     expected = 3 * (0.75 * 1.9 / 4 + 0.25 * 1.4 / 4)
     assert float(gshard_loss(route(probs_TE.log(), 2))) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("top_k", (1, 2, 5))
-def test_the_gshard_all_loss_counts_all_choices(top_k):
+def test_the_gshard_all_loss_counts_all_k_choices_of_a_token(top_k):
     logits_TE, real = logits(9, 5), [t % 4 != 2 for t in range(9)]
     routing = route(logits_TE, top_k, real_T=torch.tensor(real))
     probs, ids = torch.softmax(logits_TE, 1).tolist(), routing.expert_ids_TK.tolist()
@@ -42,11 +42,11 @@ def test_the_gshard_all_loss_counts_all_choices(top_k):
         share = sum(ids[t].count(e) for t in tokens) / (top_k * len(tokens))
         expected += 5 * share * sum(probs[t][e] for t in tokens) / len(tokens)
     assert float(gshard_all_loss(routing)) == pytest.approx(expected)
-    if top_k == 5:  # all tokens choose all experts
+    if top_k == 5:  # All tokens choose all experts.
         assert float(gshard_all_loss(routing)) == pytest.approx(1.0)
 
 
-def test_the_z_loss_is_the_mean_squared_logsumexp_of_the_logits():
+def test_the_z_loss_equals_the_mean_squared_logsumexp_of_the_logits():
     logits_TE, real = logits(7, 3) * 4, [t != 2 for t in range(7)]
     routing = route(logits_TE, 1, real_T=torch.tensor(real))
     tokens = [row.tolist() for row, r in zip(logits_TE, real, strict=True) if r]
@@ -57,7 +57,7 @@ def test_the_z_loss_is_the_mean_squared_logsumexp_of_the_logits():
 
 
 def gshard_all_by_loops(probs, assignments) -> float:
-    """Return E * sum of (load share * mean probability); `assignments` lists each token's experts."""
+    """Return E * sum(load share * mean probability); `assignments` lists the experts of each token."""
     num_experts, requested = len(probs[0]), [e for ids in assignments for e in ids]
     return sum(
         num_experts
@@ -85,11 +85,11 @@ SEQUENCE_RULES = (
 @pytest.mark.parametrize("time_first", (False, True))
 @pytest.mark.parametrize("padded", (False, True))
 @pytest.mark.parametrize("rules", SEQUENCE_RULES, ids=str)
-def test_gshard_sequence_loss_is_the_mean_of_the_sentences_losses(time_first, padded, rules):
+def test_the_gshard_sequence_loss_is_the_mean_of_the_losses_of_sentences(time_first, padded, rules):
     count, time = 4, 5
     logits_TE = logits(count * time, 3)
-    lengths = [5, 3, 0, 4] if padded else [5] * 4  # one sentence has only padding
-    # The sentence and the time step of token t.
+    lengths = [5, 3, 0, 4] if padded else [5] * 4
+    # Each token has a sentence and a time step. One sentence may have only padding.
     places = [(t % count, t // count) if time_first else divmod(t, time) for t in range(20)]
     real_T = torch.tensor([at < lengths[s] for s, at in places])
     torch.manual_seed(1)
@@ -108,7 +108,7 @@ def test_gshard_sequence_loss_is_the_mean_of_the_sentences_losses(time_first, pa
 
 
 @pytest.mark.parametrize("name", ("gshard", "gshard_all", "gshard_sequence", "gshard_global"))
-def test_losses_divide_sigmoid_scores_by_their_sum(name):
+def test_balance_losses_divide_sigmoid_scores_by_their_sum_per_token(name):
     logits_TE = logits(8, 4)
     routing = route(logits_TE, 2, score_function="sigmoid")
     scores = [[1 / (1 + math.exp(-z)) for z in row] for row in logits_TE.tolist()]
@@ -136,7 +136,7 @@ def noisy_gate(clean_TE: Tensor, noise: float = 0.4, **options) -> GateOutput:
 @pytest.mark.parametrize("num_experts, top_k", [(5, 1), (5, 2), (5, 4), (5, 5), (1, 1)])
 @pytest.mark.parametrize("function", ("softmax", "sigmoid"))
 @pytest.mark.parametrize("padded", (False, True))
-def test_the_load_importance_loss_equals_loops(num_experts, top_k, function, padded):
+def test_the_load_importance_loss_equals_a_computation_by_loops(num_experts, top_k, function, padded):
     output = noisy_gate(logits(8, num_experts), score_function=function)
     real_T = torch.arange(8) % 3 != 1 if padded else None
     routing = route(output.logits_TE, top_k, real_T=real_T, score_function=function)
@@ -149,7 +149,7 @@ def test_the_load_importance_loss_equals_loops(num_experts, top_k, function, pad
         for e in range(num_experts):
             importance[e] += scores[e] / sum(scores)
             others = sorted(noisy[:e] + noisy[e + 1 :], reverse=True)
-            if top_k == num_experts:  # no other expert can be chosen
+            if top_k == num_experts:  # Every token chooses all experts.
                 load[e] += 1.0
             else:
                 load[e] += normal_cdf((clean[e] - others[top_k - 1]) / 0.4)
@@ -178,7 +178,7 @@ def test_tutels_load_importance_loss_equals_its_formula(num_experts, top_k):
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("function", ("softmax", "sigmoid"))
 @pytest.mark.parametrize("top_k", (1, 2, 4))
-def test_gradients_of_all_losses_equal_finite_differences(name, function, top_k):
+def test_gradients_of_all_balance_losses_equal_finite_differences(name, function, top_k):
     real_T = torch.tensor([True, True, False, True, True, True])
 
     def loss(x: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def test_gradients_of_all_losses_equal_finite_differences(name, function, top_k)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("num_tokens", (0, 6))
 @pytest.mark.parametrize("choice", ("tokens", "experts"))
-def test_without_real_tokens_every_loss_is_0_with_gradient_0(name, num_tokens, choice):
+def test_without_real_tokens_every_balance_loss_and_its_gradient_are_zero(name, num_tokens, choice):
     logits_TE = logits(num_tokens, 4).requires_grad_()
     output = noisy_gate(logits_TE, sentences=(2, num_tokens // 2))
     real_T = torch.zeros(num_tokens, dtype=torch.bool)
@@ -204,7 +204,7 @@ def test_without_real_tokens_every_loss_is_0_with_gradient_0(name, num_tokens, c
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_of_a_half_precision_gate_is_fp32(name, dtype):
+def test_every_balance_loss_of_a_half_precision_gate_is_fp32(name, dtype):
     def loss(wide: bool) -> Tensor:
         output = noisy_gate(logits(3000, 4).to(dtype).to(torch.float64 if wide else dtype), noise=1.0)
         return LOSSES[name](route(output.logits_TE, 2), output)
@@ -215,8 +215,8 @@ def test_every_loss_of_a_half_precision_gate_is_fp32(name, dtype):
 
 @pytest.mark.parametrize("training", (True, False))
 @pytest.mark.parametrize("time_first", (True, False))
-def test_the_layer_passes_noise_sentences_and_scores_to_its_losses(training, time_first):
-    """A loss gets the same arguments from a layer as from direct calls of the gate and the routing."""
+def test_the_layer_passes_noise_and_sentences_and_scores_to_its_balance_losses(training, time_first):
+    """A layer and direct calls of the gate and the routing pass equal arguments to a balance loss."""
     names = ("gshard_sequence", "gshard_global", "load_importance", "load_importance_tutel", "z")
     config = MoEConfig(
         model_dim=6, hidden_dim=3, num_experts=4, gate_noise=2.0, score_function="sigmoid",

@@ -1,4 +1,4 @@
-"""Expert choice and gate weights, compared with loops and with counted frequencies."""
+"""The tests compare chosen experts and gate weights with loops and with expected frequencies."""
 
 import math
 import types
@@ -20,7 +20,7 @@ from fairseq_tutel.moe.routing import decide
 from fairseq_tutel.moe.slots import MicroBatch
 
 E = 4
-# Limits of chi-square by degrees of freedom. A correct sampler exceeds them in one of 1000 runs.
+# A correct sampler exceeds these chi-square values, by degrees of freedom, in one of 1000 runs.
 CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 11: 31.26}
 
 
@@ -29,7 +29,7 @@ def logits(num_tokens: int, seed: int = 0, num_experts: int = E) -> Tensor:
 
 
 def score_lists(logits_TE: Tensor, function: str) -> list[list[float]]:
-    """Return the experts' scores for each token, computed with Python floats."""
+    """Compute the experts' scores for each token with Python floats."""
     rows = []
     for row in logits_TE.tolist():
         if function == "sigmoid":
@@ -41,7 +41,7 @@ def score_lists(logits_TE: Tensor, function: str) -> list[list[float]]:
 
 
 def weight_lists(scores, plan: oracle.Plan, normalize: str, scaling: float) -> list[list[float]]:
-    """Return the weights of the kept assignments by loops, 0 for all others."""
+    """Compute gate weights by loops, with weight 0 for dropped assignments."""
     rows = []
     for t, ids in enumerate(plan.expert_ids):
         weights = [scores[t][e] for e in ids]
@@ -68,7 +68,7 @@ def chi_square(counts: Tensor, probs: Tensor) -> float:
 @pytest.mark.parametrize("normalize", ("before", "after", "none"))
 @pytest.mark.parametrize("top_k", range(1, E + 1))
 @pytest.mark.parametrize("factor", (0.0, 0.5))
-def test_scores_and_weights_equal_loops(function, normalize, top_k, factor):
+def test_scores_and_gate_weights_equal_a_computation_by_loops(function, normalize, top_k, factor):
     logits_TE, real = logits(17, seed=top_k), [t % 5 != 3 for t in range(17)]
     r = route(
         logits_TE, top_k, factor, real_T=torch.tensor(real), score_function=function,
@@ -87,7 +87,7 @@ def test_scores_and_weights_equal_loops(function, normalize, top_k, factor):
 @pytest.mark.parametrize("function", ("softmax", "sigmoid"))
 @pytest.mark.parametrize("normalize", ("before", "after", "none"))
 @pytest.mark.parametrize("top_k", (1, 3))
-def test_weight_gradients_equal_finite_differences(function, normalize, top_k):
+def test_gate_weight_gradients_equal_finite_differences(function, normalize, top_k):
     def weights(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         r = route(
             logits_TE, top_k, 0.7, score_function=function, normalize_gate=normalize,
@@ -99,7 +99,7 @@ def test_weight_gradients_equal_finite_differences(function, normalize, top_k):
 
 
 def outside_groups(scores, groups: int, kept: int, top_k: int) -> list[list[float]]:
-    """Return the scores with -inf in every group that a token may not choose from, by loops."""
+    """Set the scores of every expert group that a token may not choose to -inf, by loops."""
     rows = []
     for row in scores:
         size = len(row) // groups
@@ -113,12 +113,12 @@ def outside_groups(scores, groups: int, kept: int, top_k: int) -> list[list[floa
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), groups=st.integers(1, 4), size=st.integers(1, 4), function=st.booleans())
-def test_expert_groups_equal_brute_force(data, groups, size, function):
+def test_group_limited_expert_choice_equals_brute_force(data, groups, size, function):
     kept = data.draw(st.integers(1, groups))
     top_k = data.draw(st.integers(1, kept * size))
     num_tokens = data.draw(st.integers(0, 6))
     values = st.lists(st.integers(0, 3), min_size=groups * size, max_size=groups * size)
-    # Few different values cause many ties between experts and between groups.
+    # The logits have few different values, which causes many ties between experts and between groups.
     rows = [data.draw(values) for _ in range(num_tokens)]
     logits_TE = torch.tensor(rows, dtype=torch.float64).view(num_tokens, groups * size)
     name = "sigmoid" if function else "softmax"
@@ -130,7 +130,7 @@ def test_expert_groups_equal_brute_force(data, groups, size, function):
     assert r.slots_TK.tolist() == plan.slots
 
 
-def test_a_bias_changes_the_chosen_experts_but_not_weights_or_probabilities():
+def test_a_balance_bias_changes_the_chosen_experts_but_not_weights_or_probabilities():
     logits_TE = logits(30).requires_grad_()
     bias_E = torch.tensor([10.0, 0, 0, -10])
     r = route(logits_TE, 2, bias_E=bias_E, normalize_gate="none")
@@ -147,7 +147,7 @@ MANY = 6000
 
 
 def sampled(function: str, top_k: int, **rules) -> Tensor:
-    """Return the chosen experts of many tokens that have the same logits."""
+    """Route many tokens with equal logits, and return their chosen experts."""
     torch.manual_seed(1)
     r = route(ROW.expand(MANY, E), top_k, training=True, score_function=function, **rules)
     return r.expert_ids_TK
@@ -179,7 +179,7 @@ DRAWING = [way for way in WAYS_TO_CHOOSE if draws(way)]
 
 
 @pytest.mark.parametrize("options", DRAWING, ids=str)
-def test_random_choices_depend_only_on_the_generator_and_evaluation_draws_nothing(options):
+def test_random_expert_choice_depends_only_on_the_generator_and_evaluation_draws_nothing(options):
     def run(training: bool):
         torch.manual_seed(4)
         return route(logits(30), 3, 0.5, training=training, **options)
@@ -204,13 +204,13 @@ def test_random_choices_depend_only_on_the_generator_and_evaluation_draws_nothin
     groups=st.sampled_from([(1, 1), (3, 3), (3, 2), (2, 1)]),
     seed=st.integers(0, 100),
 )
-def test_no_expert_is_chosen_twice(scale, top_k, dtype, function, options, groups, seed):
-    """This also holds if probabilities underflow, or if a gate excludes experts by logits of -inf."""
+def test_no_token_chooses_an_expert_twice(scale, top_k, dtype, function, options, groups, seed):
+    """A token chooses distinct experts even if probabilities underflow or a gate sets logits to -inf."""
     num_groups, kept = groups
     size = 6 // num_groups
     top_k = min(top_k, kept * size)
     logits_TE = logits(5, seed, 6)
-    if math.isinf(scale):  # the logits exclude all experts but one
+    if math.isinf(scale):  # The logits exclude all experts except one.
         logits_TE = torch.where(logits_TE == logits_TE.amax(1, keepdim=True), 0.0, -math.inf)
     else:
         logits_TE = logits_TE * scale
@@ -224,7 +224,7 @@ def test_no_expert_is_chosen_twice(scale, top_k, dtype, function, options, group
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("normalize", ("before", "none"))
-def test_second_expert_policy_random_keeps_choices_with_probability_k_times_weight(dtype, normalize):
+def test_second_expert_policy_random_keeps_an_expert_with_probability_top_k_times_weight(dtype, normalize):
     row = torch.tensor([0.62, 0.27, 0.1, 0.01]).log()
     torch.manual_seed(3)
     r = route(
@@ -243,7 +243,7 @@ def test_second_expert_policy_random_keeps_choices_with_probability_k_times_weig
 
 @pytest.mark.parametrize("policy", LAYER["drop_policy"].choices)
 @pytest.mark.parametrize("factor", (0.0, 0.5))
-def test_an_assignment_that_was_left_out_uses_no_slot_and_is_not_counted(policy, factor):
+def test_an_assignment_that_the_random_policy_leaves_out_uses_no_slot_and_is_not_counted(policy, factor):
     logits_TE, real_T = logits(40, seed=1), torch.arange(40) % 6 != 2
     torch.manual_seed(5)
     r = route(
@@ -277,7 +277,7 @@ EVERYTHING = (
 
 @pytest.mark.parametrize("options", EVERYTHING, ids=str)
 @pytest.mark.parametrize("num_tokens, real", [(0, True), (1, True), (3, False)])
-def test_zero_tokens_one_token_and_only_padding_can_be_routed(options, num_tokens, real):
+def test_zero_tokens_and_one_token_and_only_padding_can_be_routed(options, num_tokens, real):
     real_T = torch.full((num_tokens,), real)
     logits_TE = logits(num_tokens).requires_grad_()
     r = route(logits_TE, 2, 0.5, training=True, real_T=real_T, **options)
@@ -289,7 +289,7 @@ def test_zero_tokens_one_token_and_only_padding_can_be_routed(options, num_token
     assert grad.isfinite().all()
 
 
-def test_the_list_has_every_way_to_choose_in_training():
+def test_the_table_of_ways_to_choose_has_every_option_that_changes_only_training():
     def choices(settings: dict, training: bool) -> list[Tensor]:
         torch.manual_seed(0)
         r = decide(logits(60), config_of(settings), MicroBatch(top_k=2, training=training))
@@ -306,8 +306,8 @@ def test_the_list_has_every_way_to_choose_in_training():
 
 @pytest.mark.parametrize("training", (False, True))
 @pytest.mark.parametrize("name", LAYER)
-def test_options_have_the_same_effect_with_the_fused_kernel(name, training, monkeypatch):
-    """An option that changes the reference's choice, without a line in `ways_of`, fails here."""
+def test_every_option_has_the_same_effect_with_the_fused_softmax_top_k_kernel(name, training, monkeypatch):
+    """The test fails if an option changes the choice of experts and has no line in `ways_of`."""
     launched = []
 
     def softmax_top_k(*given):

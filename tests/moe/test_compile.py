@@ -1,6 +1,6 @@
-"""torch.compile: a compiled layer returns the outputs and gradients of the eager layer.
+"""A layer compiled by torch.compile returns the outputs and gradients of the eager layer.
 
-Graph breaks are allowed, because an exchange reads row counts on the host.
+Graph breaks are allowed, because the all-to-all reads row counts on the host.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ LONG = [
     },
     {"eom": 0.3, "fom": 0.2, "cmr": True, "cmr_gate_drop": 0.3},
 ]  # fmt: skip
-CALL = (True, 3, False)  # training, sentences, time first
+CALL = (True, 3, False)  # These are training mode, number of sentences and time-first layout.
 
 
 def run(layer: MoELayer, forward, num_sentences: int, time_first: bool) -> dict[str, Tensor]:
@@ -73,14 +73,14 @@ def compare(options: dict, backend: str, calls: tuple) -> None:
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("options", QUICK, ids=str)
-def test_a_compiled_layer_equals_the_eager_one(options):
+def test_a_compiled_layer_equals_the_eager_layer(options):
     compare(options, "eager", (CALL,))
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("options", LONG, ids=str)
-def test_a_compiled_layer_with_more_options_equals_the_eager_one(options):
+def test_a_compiled_layer_with_more_options_equals_the_eager_layer(options):
     compare(options, "aot_eager", (CALL, (False, 3, True), (True, 4, True)))
 
 
@@ -90,8 +90,8 @@ def test_a_compiled_layer_with_more_options_equals_the_eager_one(options):
     reason="torch.compile's default backend needs a C++ compiler on a CPU (g++, or $CXX)",
 )
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_the_default_backend_returns_the_eager_results():
-    # The layer uses no random numbers, because inductor generates different ones.
+def test_the_inductor_backend_returns_the_eager_results():
+    # The layer draws no random numbers, because inductor draws other random numbers than eager mode.
     compare(
         {"capacity_factor": 0.5, "drop_policy": "bpr", "residual": True},
         "inductor",
@@ -100,7 +100,7 @@ def test_the_default_backend_returns_the_eager_results():
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_a_layer_in_a_model_is_compiled_once_for_all_micro_batches():
+def test_torch_compiles_a_layer_of_a_model_once_for_all_micro_batches():
     torch._dynamo.reset()
     layer = MoEFeedForward(CONFIG, Topology(), 1, "decoder.layers.0.fc1")
     counter = CompileCounter()

@@ -1,4 +1,4 @@
-"""Options: an invalid value raises a one-sentence error that names the option, the value and the fix."""
+"""An invalid option value raises a one-sentence error that names the option, the value and the fix."""
 
 import argparse
 import math
@@ -18,7 +18,7 @@ from fairseq_tutel.plugin.training.options import PreemptionConfig, TaskConfig
 
 GOOD = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4}
 
-# Bad values of a layer's options, for every kind of rule.
+# Each kind of rule for layer options has at least one invalid value in this list.
 BAD = [
     ("model_dim", 0), ("num_experts", 0), ("top_k", 0), ("top_k", 1.5), ("top_k", True), ("top_k", 5),
     ("capacity_factor", "1"), ("capacity_factor", math.nan), ("eval_capacity_factor", -math.inf),
@@ -34,7 +34,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("option, value", BAD)
-def test_an_invalid_value_raises_a_one_sentence_error(option, value):
+def test_an_invalid_option_value_raises_a_one_sentence_error(option, value):
     with pytest.raises(ValueError) as error:
         MoEConfig(**{**GOOD, option: value})
     message = str(error.value)
@@ -54,7 +54,7 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize("options", CONTRADICTIONS, ids=str)
-def test_contradicting_options_raise_a_one_sentence_error(options):
+def test_contradicting_layer_options_raise_a_one_sentence_error(options):
     with pytest.raises(ValueError) as error:
         MoEConfig(**{**GOOD, "top_k": 1, **options})
     message = str(error.value)
@@ -73,7 +73,7 @@ def test_contradicting_options_raise_a_one_sentence_error(options):
         ("gshard:0", {"gshard": 0.0}),
     ],
 )
-def test_the_balance_loss_syntax(text, weights):
+def test_the_balance_loss_option_is_parsed_into_names_and_weights(text, weights):
     assert parse_balance_loss(text) == weights
 
 
@@ -86,7 +86,7 @@ def test_the_balance_loss_syntax(text, weights):
         ("activation", ACTIVATIONS),
     ],
 )
-def test_every_allowed_name_has_an_implementation(name, ours):
+def test_every_allowed_name_of_an_option_has_an_implementation(name, ours):
     with pytest.raises(ValueError) as error:
         MoEConfig(**GOOD, **{name: "luck"})
     assert ", ".join(ours) in str(error.value)
@@ -95,7 +95,7 @@ def test_every_allowed_name_has_an_implementation(name, ours):
 
 
 @pytest.mark.parametrize("owner", BY_OWNER)
-def test_every_option_with_a_flag_has_help_and_a_valid_default(owner):
+def test_every_option_has_a_flag_and_a_help_text_and_a_valid_default(owner):
     for option in options_of(owner):
         assert option.help and option.theme and option.flag.startswith("--"), option.name
         assert key_of(option.flag) == option.key and flag_of(option.key) == option.flag
@@ -104,7 +104,7 @@ def test_every_option_with_a_flag_has_help_and_a_valid_default(owner):
         refuse_bad_values(config())
 
 
-def test_options_of_the_execution_are_separate_from_options_of_the_result():
+def test_options_that_change_results_belong_to_the_model_and_other_options_to_the_task():
     themes = {"model": {"Routing", "Capacity", "Balance", "Experts"}}
     themes["task"] = {"Communication", "Parallelism", "Memory", "Kernels"}
     for option in LAYER.values():
@@ -126,7 +126,7 @@ def test_an_invalid_option_of_a_model_or_task_raises_an_error(config, option, va
         refuse_bad_values(config(**{option: value}))
 
 
-def test_missing_options_of_a_configuration_get_default_values():
+def test_missing_options_of_a_saved_configuration_get_default_values():
     assert read(TaskConfig, None) == TaskConfig()
     read_back = read(ModelConfig, argparse.Namespace(moe_freq=1, moe_expert_count=4))
     assert read_back == ModelConfig(moe_freq=1, moe_expert_count="4")

@@ -1,4 +1,4 @@
-"""The decode path returns the results of the general path, and skips results that are not read."""
+"""The decode path returns the results of the general path, and computes losses only if they are read."""
 
 import copy
 import dataclasses
@@ -43,7 +43,7 @@ def tokens(count: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def both(monkeypatch, layer, x_TD, mask=None):
-    """Return the layer's outputs by the decode path and by the general path."""
+    """Return the outputs of the layer's decode path and of its general path."""
     call = {"padding_mask": mask}
     with torch.no_grad(), monkeypatch.context() as patch:
         got = layer(x_TD, **call)
@@ -55,7 +55,7 @@ def both(monkeypatch, layer, x_TD, mask=None):
 
 @pytest.mark.parametrize("padding", ("none", "some", "all"))
 @pytest.mark.parametrize("case", CASES)
-def test_the_decode_path_equals_the_general_path(monkeypatch, case, padding):
+def test_the_decode_path_and_the_general_path_return_equal_outputs(monkeypatch, case, padding):
     layer = build(**CASES[case])
     for count in (1, 11, MOST_ASSIGNMENTS // layer.config.top_k):
         mask = None if padding == "none" else (torch.arange(count) % 3 == 1) | (padding == "all")
@@ -114,7 +114,7 @@ CHANGES = (
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_decode_path_calls_replaced_parts_of_the_layer(change):
+def test_the_decode_path_calls_replaced_modules_of_the_layer(change):
     layer, x = build(), tokens(3)
     with torch.no_grad():
         before, _ = layer(x)
@@ -136,7 +136,7 @@ def test_global_module_hooks_run_for_the_gate_and_the_experts():
 
 
 @torch.no_grad()
-def test_later_changes_of_the_layer_do_not_change_a_result():
+def test_later_changes_of_the_layer_do_not_change_an_earlier_output():
     layer, x = build(top_k=2, second_expert_policy="random"), tokens(20)
     (_, output), (_, expected) = layer(x), layer(x)
     names = [field.name for field in dataclasses.fields(Routing) if field.name not in ("gate", "capacity")]
@@ -150,9 +150,9 @@ def test_later_changes_of_the_layer_do_not_change_a_result():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_the_decode_path_handles_every_dtype_and_ties(monkeypatch, dtype):
+def test_the_decode_path_handles_every_dtype_and_equal_logits(monkeypatch, dtype):
     layer = build(dtype, top_k=2)
-    layer.gate.weight.data[2:] = layer.gate.weight[:2]  # of two equal experts, the first is chosen
+    layer.gate.weight.data[2:] = layer.gate.weight[:2]  # The layer chooses the first of two equal experts.
     (y, output), (expected, _) = both(monkeypatch, layer, tokens(11, dtype))
     assert y.dtype == dtype and (output.routing.expert_ids_TK[:, 0] < 2).all()
     close(y, expected, "y")
@@ -167,7 +167,7 @@ def test_the_decode_path_works_under_autocast(monkeypatch, mask):
 
 
 @torch.no_grad()
-def test_many_tokens_no_tokens_training_and_dropping_use_the_general_path():
+def test_training_and_dropping_and_zero_or_many_tokens_use_the_general_path():
     layer = build()
     for count, kind in ((0, Routing), (1, DecodeRouting), (MOST_ASSIGNMENTS + 1, Routing)):
         y, output = layer(tokens(count))
@@ -182,7 +182,7 @@ def test_many_tokens_no_tokens_training_and_dropping_use_the_general_path():
         assert type(layer.eval()(tokens(3))[1].routing) is Routing
 
 
-def test_results_that_are_not_read_are_not_computed(monkeypatch):
+def test_the_decode_path_computes_no_balance_loss_that_is_not_read(monkeypatch):
     layer = MoEFeedForward(CONFIG, Topology(), 1, "decoder.layers.0.fc1").eval()
     calls, made = [], layer_module.balance_losses
     monkeypatch.setattr(layer_module, "balance_losses", lambda *a: calls.append(a) or made(*a))
@@ -194,7 +194,7 @@ def test_results_that_are_not_read_are_not_computed(monkeypatch):
     copies = layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
     late = [one.record for one in copies]
     layer.begin_micro_batch()
-    layer(x)  # with gradients enabled, losses are computed immediately
+    layer(x)  # With gradients enabled, the layer computes losses immediately.
     assert len(calls) == 4
     for record in late:
         assert torch.equal(record.balance_loss, layer.record.balance_loss)

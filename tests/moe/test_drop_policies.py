@@ -1,4 +1,4 @@
-"""Drop policies: compared with brute force, and checked for the invariants of routing."""
+"""The tests compare drop policies with brute force, and check the invariants of routing."""
 
 import math
 
@@ -23,7 +23,7 @@ def limit(factor, top_k, num_real, num_experts=E):
 
 
 def brute_force(policy, probs, ids, real):
-    """Return every expert's assignments (t, j) in the order in which they get slots, by sorting tuples."""
+    """Sort tuples to find the order in which each expert's assignments (t, j) get slots."""
     assignments = [(t, j) for t in range(len(ids)) for j in range(len(ids[0])) if real[t]]
     keys = {
         "position": lambda t, j: (j, t),
@@ -44,7 +44,7 @@ def brute_force(policy, probs, ids, real):
     pads=st.integers(0, 5),
     seed=st.integers(0, 1000),
 )
-def test_every_policy_keeps_the_invariants_of_routing(
+def test_every_drop_policy_keeps_the_invariants_of_routing(
     policy, num_tokens, num_experts, k, factor, pads, seed
 ):
     top_k = min(k, num_experts)
@@ -77,11 +77,11 @@ def test_every_policy_keeps_the_invariants_of_routing(
 @pytest.mark.parametrize("factor", [0.5, 1.0, -0.7])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("bias", [None, (2.0, 0.0, 0.0, -2.0)], ids=("plain", "biased"))
-def test_slots_of_a_policy_equal_brute_force(policy, top_k, factor, padded, bias):
+def test_the_slots_of_every_drop_policy_equal_brute_force(policy, top_k, factor, padded, bias):
     logits_TE = logits(19, seed=top_k)
-    logits_TE[7] = logits_TE[3]  # of two tokens with equal logits, the earlier token gets a slot first
+    logits_TE[7] = logits_TE[3]  # If two tokens have equal logits, the earlier token gets a slot first.
     real = [t % 4 != 1 or not padded for t in range(19)]
-    # With a bias the first choice is not the most probable expert.
+    # With a balance bias, a token's first choice is not its most probable expert.
     bias_E = None if bias is None else torch.tensor(bias)
     rules = {"drop_policy": policy, "real_T": torch.tensor(real), "bias_E": bias_E}
     r = route(logits_TE, top_k, factor, **rules)
@@ -92,7 +92,7 @@ def test_slots_of_a_policy_equal_brute_force(policy, top_k, factor, padded, bias
 
 
 @pytest.mark.parametrize("policy", DROP_POLICIES)
-def test_the_layout_of_tokens_does_not_change_slots(policy):
+def test_time_first_and_batch_first_tokens_get_equal_slots(policy):
     time, batch = 5, 3
     batch_first = logits(time * batch, seed=4).view(batch, time, E)
     torch.manual_seed(1)
@@ -105,7 +105,7 @@ def test_the_layout_of_tokens_does_not_change_slots(policy):
     assert torch.equal(got.slots_TK, slots)
 
 
-def test_rts_drops_every_token_equally_often():
+def test_the_rts_policy_drops_every_token_equally_often():
     drops = torch.zeros(12)
     torch.manual_seed(0)
     for _ in range(600):
@@ -113,4 +113,4 @@ def test_rts_drops_every_token_equally_often():
         drops += (r.row_of_TK[:, 0] < 0).float()
     expected = 600 * 9 / 12
     chi_square = float(((drops - expected) ** 2 / (expected * (1 - 9 / 12))).sum())
-    assert chi_square < 31.3  # 11 degrees of freedom: a correct policy exceeds this in one of 1000 runs
+    assert chi_square < 31.3  # A correct policy exceeds this chi-square value in one of 1000 runs.

@@ -1,4 +1,4 @@
-"""Expert choice (experts choose tokens), compared with brute force and with a loop over experts."""
+"""The tests compare expert-choice routing (experts choose tokens) with brute force and with loops."""
 
 import dataclasses
 import math
@@ -29,14 +29,14 @@ def places_of(factor: float, top_k: int, num_real: int, num_experts: int = E) ->
 
 
 def taken_by_loops(scores, places: int, real: list[bool]) -> list[list[int]]:
-    """Return every expert's tokens, in the order of its slots."""
+    """Choose tokens for every expert by brute force, in the order of the expert's slots."""
     tokens = [t for t in range(len(scores)) if real[t]]
     num_experts = len(scores[0]) if scores else E
     return [sorted(tokens, key=lambda t: (-scores[t][e], t))[:places] for e in range(num_experts)]
 
 
 def taken(r) -> list[list[int]]:
-    """Return every expert's tokens in a routing, in the order of the expert's slots."""
+    """Return the tokens of every expert in a routing, in the order of the expert's slots."""
     by_expert: list[dict[int, int]] = [{} for _ in r.counts_E]
     for t, (ids, slots) in enumerate(zip(r.expert_ids_TK.tolist(), r.slots_TK.tolist(), strict=True)):
         for e, slot in zip(ids, slots, strict=True):
@@ -55,7 +55,7 @@ def taken(r) -> list[list[int]]:
     function=st.sampled_from(["softmax", "sigmoid"]),
 )
 def test_experts_choose_the_tokens_that_brute_force_chooses(rows, top_k, factor, pads, function):
-    # Few different values cause ties; padding can be at any position.
+    # The logits have few different values, which causes ties, and padding may be at any position.
     logits_TE = torch.tensor(rows, dtype=torch.float64).view(len(rows), 3)
     real = [(t * 7) % 4 >= pads for t in range(len(rows))]
     r = route(
@@ -66,7 +66,7 @@ def test_experts_choose_the_tokens_that_brute_force_chooses(rows, top_k, factor,
     places = places_of(factor, top_k, sum(real), 3)
     expected = taken_by_loops(scores, places, real) if rows else [[], [], []]
     assert taken(r) == expected
-    # No slot stays empty while an expert can still choose tokens.
+    # An expert leaves no slot empty if it can choose another token.
     assert r.counts_E.tolist() == [min(places, sum(real))] * 3
     assert r.assigned_KE.tolist() == [r.counts_E.tolist()] + [[0] * 3] * (top_k - 1)
     all_padding = sum(real) - len({t for tokens in expected for t in tokens})
@@ -87,17 +87,18 @@ def decided(logits_TE: Tensor, rule: Capacity, real_T: Tensor):
 
 
 @pytest.mark.parametrize(
+    # The four capacities are 6, 4, 3 and 10 slots, and a buffer may have spare rows.
     "rule, rows",
     [
-        (Capacity(), 8),  # for 2 * ceil(10 / 4) = 6 slots
-        (Capacity(factor=0.5), 5),  # for 2 * ceil(5 / 4) = 4
-        (Capacity(token_fraction=0.25), 5),  # for ceil(2.5) = 3
-        (Capacity(factor=9.0), 10),  # at most the number of tokens
+        (Capacity(), 8),
+        (Capacity(factor=0.5), 5),
+        (Capacity(token_fraction=0.25), 5),
+        (Capacity(factor=9.0), 10),
     ],
     ids=str,
 )
-def test_buffer_sizes_on_other_devices_need_no_host_read(rule, rows):
-    """On a GPU, the host knows neither the largest number of experts of a token nor the number of rows."""
+def test_expert_choice_on_gpus_finds_buffer_sizes_without_a_host_synchronization(rule, rows):
+    """On a GPU, the host cannot read the number of rows without a synchronization."""
     real_T = torch.ones(10, dtype=torch.bool)
     on_cpu = decided(logits(10), rule, real_T)
     r = decided(logits(10).to("meta"), rule, real_T.to("meta"))
@@ -115,7 +116,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def by_loop(layer: MoELayer, x_TD: Tensor, factor: float, real: list[bool]) -> Tensor:
-    """Compute the layer expert by expert: each expert chooses tokens and adds to the tokens' outputs."""
+    """Compute the layer by a loop: each expert chooses tokens and adds its weighted outputs."""
     config = layer.config
     scores_TE = x_TD @ layer.gate.weight.t()
     sigmoid = config.score_function == "sigmoid"
@@ -142,7 +143,7 @@ def by_loop(layer: MoELayer, x_TD: Tensor, factor: float, real: list[bool]) -> T
     [{}, {"score_function": "sigmoid", "normalize_gate": "after"}, {"prescore": True, "top_k": 2}],
     ids=str,
 )
-def test_the_layer_equals_a_loop_over_experts(factor, padded, options):
+def test_the_expert_choice_layer_equals_a_loop_over_experts(factor, padded, options):
     config = dataclasses.replace(CONFIG, capacity_factor=factor, **options)
     layer, x = MoELayer(config, seed=5).double(), tokens(11)
     mask = torch.arange(11) % 4 == 1 if padded else torch.zeros(11, dtype=torch.bool)

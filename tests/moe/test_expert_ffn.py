@@ -1,4 +1,4 @@
-"""The experts' FFN as one autograd node: compared with separate operations, and its saved tensors."""
+"""The experts' FFN is one autograd node; the tests compare it with separate operations."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ BY_PRODUCTS = by_products(vars(reference))
 
 
 def run(layer: MoELayer, num_tokens: int = 11, pad: bool = False, **call) -> dict[str, Tensor]:
-    """Return y, the gradient of x and the gradients of all parameters."""
+    """Return the layer's output, the gradient of its input and the gradients of all parameters."""
     dtype = next(layer.experts.parameters()).dtype
     x = normal(num_tokens, layer.config.model_dim, seed=2, dtype=dtype).requires_grad_()
     mask = torch.arange(num_tokens) % 3 == 1 if pad else None
@@ -40,7 +40,7 @@ def build(dtype: torch.dtype = torch.float64, **options) -> MoELayer:
 
 
 def check(monkeypatch, layer: MoELayer, num_tokens: int = 11, **more) -> None:
-    """Compare both forms of the autograd node with separate dispatch, linear, activation and combine."""
+    """Compare both versions of the FFN's autograd node with separate dispatch, FFN and combine."""
     assert layer.experts.is_one_node
     one_node = run(layer, num_tokens, **more)
     with monkeypatch.context() as patch:
@@ -56,7 +56,7 @@ def check(monkeypatch, layer: MoELayer, num_tokens: int = 11, **more) -> None:
 @pytest.mark.parametrize("expert_type", ("ffn", "glu"))
 @pytest.mark.parametrize("expert_bias", (True, False))
 @pytest.mark.parametrize("top_k", (1, 2, 3, 4))
-def test_the_node_equals_separate_operations_for_every_expert_type(
+def test_the_ffn_node_equals_separate_operations_for_every_expert_type(
     monkeypatch, expert_type, expert_bias, top_k
 ):
     options = {"expert_type": expert_type, "expert_bias": expert_bias, "top_k": top_k}
@@ -64,7 +64,7 @@ def test_the_node_equals_separate_operations_for_every_expert_type(
 
 
 @pytest.mark.parametrize("recompute_experts", (True, False))
-def test_the_node_under_autocast_equals_separate_operations_in_bf16(monkeypatch, recompute_experts):
+def test_the_ffn_node_under_autocast_equals_separate_operations_in_bf16(monkeypatch, recompute_experts):
     layer = build(torch.float32, recompute_experts=recompute_experts)
     with torch.autocast("cpu", torch.bfloat16):
         one_node = run(layer)
@@ -77,7 +77,7 @@ def test_the_node_under_autocast_equals_separate_operations_in_bf16(monkeypatch,
 
 
 @pytest.mark.parametrize("expert_type, recompute_experts", [("ffn", False), ("glu", True)])
-def test_gradients_of_the_node_equal_finite_differences(expert_type, recompute_experts):
+def test_gradients_of_the_ffn_node_equal_finite_differences(expert_type, recompute_experts):
     options = {"expert_type": expert_type, "recompute_experts": recompute_experts}
     layer = build(**options, activation="gelu", capacity_factor=0.5)
     names = list(dict(layer.named_parameters()))
@@ -91,7 +91,7 @@ def test_gradients_of_the_node_equal_finite_differences(expert_type, recompute_e
     assert torch.autograd.gradcheck(forward, (x, *inputs))
 
 
-def test_rows_after_those_of_the_experts_are_zero_and_get_no_gradient():
+def test_rows_after_the_rows_of_all_experts_are_zero_and_get_no_gradient():
     experts = build().experts
     rows = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
     groups = Groups.of_tensor(torch.tensor([3, 0, 2, 1]))
@@ -104,7 +104,7 @@ def test_rows_after_those_of_the_experts_are_zero_and_get_no_gradient():
 
 
 def kept_bytes(layer: MoELayer, x: Tensor) -> int:
-    """Return the bytes that a forward saves for backward, except x, parameters and the gate's tensors."""
+    """Return the bytes that a forward pass saves for backward, without the input and the parameters."""
     storages = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -120,8 +120,8 @@ def kept_bytes(layer: MoELayer, x: Tensor) -> int:
 
 @pytest.mark.parametrize("expert_type, hidden", [("ffn", 1), ("glu", 2)])
 @pytest.mark.parametrize("top_k, hidden_dim", [(1, 512), (2, 256), (8, 64)])
-def test_forward_saves_only_the_hidden_rows_once_and_the_routing(expert_type, hidden, top_k, hidden_dim):
-    """The saved bytes depend only on K * H; with recomputation, no hidden rows are saved."""
+def test_forward_saves_only_the_routing_and_the_hidden_rows_once(expert_type, hidden, top_k, hidden_dim):
+    """Hidden rows take K * H values per token, and recomputation saves no hidden rows."""
     tokens, experts = 200, 8
     routing = tokens * (experts * 4 + top_k * 50) + 8 * tokens * top_k  # maps, probabilities, weights
     x = torch.randn(tokens, 32, requires_grad=True)
@@ -133,7 +133,7 @@ def test_forward_saves_only_the_hidden_rows_once_and_the_routing(expert_type, hi
     assert kept_bytes(MoELayer(again, seed=1), x) <= routing
 
 
-def test_forward_without_gradients_saves_nothing(monkeypatch):
+def test_a_forward_pass_without_gradients_saves_no_tensor(monkeypatch):
     seen = []
     forward = reference.ffn_forward
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Outputs and gradients of experts, compared with a loop over tokens."""
+"""The tests compare outputs and gradients of experts with a loop over tokens."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ COUNTS = (3, 0, 5, 1)
 def build(dtype: torch.dtype = torch.float64, **options) -> Experts:
     experts = Experts(dataclasses.replace(CONFIG, **options))
     experts.reset_parameters(seed=1, name="")
-    if experts.hidden_layer_norm is not None:  # the initial ones and zeros would hide errors
+    if experts.hidden_layer_norm is not None:  # Initial ones and zeros of norms would hide errors.
         experts.hidden_layer_norm.weight.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
     return experts.to(dtype)
 
@@ -56,7 +56,7 @@ def test_every_activation_equals_its_formula(activation):
 @pytest.mark.parametrize("expert_type", ("ffn", "glu"))
 @pytest.mark.parametrize("expert_bias", (True, False))
 @pytest.mark.parametrize("hidden_layer_norm", (True, False))
-def test_every_expert_type_equals_the_loop(expert_type, expert_bias, hidden_layer_norm):
+def test_every_expert_type_equals_a_loop_over_tokens(expert_type, expert_bias, hidden_layer_norm):
     experts = build(expert_type=expert_type, expert_bias=expert_bias, hidden_layer_norm=hidden_layer_norm)
     names = {"fc1_weight", "fc2_weight"} | ({"fc3_weight"} if expert_type == "glu" else set())
     names |= {name.replace("weight", "bias") for name in names} if expert_bias else set()
@@ -66,12 +66,12 @@ def test_every_expert_type_equals_the_loop(expert_type, expert_bias, hidden_laye
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("expert_type", ("ffn", "glu"))
-def test_every_dtype_equals_the_loop_in_the_same_dtype(dtype, expert_type):
+def test_experts_equal_a_loop_over_tokens_in_every_dtype(dtype, expert_type):
     check(build(dtype, expert_type=expert_type, activation="gelu"), rows(dtype=dtype))
 
 
 @pytest.mark.parametrize("expert_bias", (True, False))
-def test_no_rows_give_no_rows_and_zero_gradients(expert_bias):
+def test_experts_without_input_rows_return_no_rows_and_zero_gradients(expert_bias):
     experts, rows_RD = build(expert_bias=expert_bias), rows(0)
     out = experts(rows_RD, grouped((0, 0, 0, 0)))
     assert out.shape == (0, CONFIG.model_dim)
@@ -82,7 +82,7 @@ def test_no_rows_give_no_rows_and_zero_gradients(expert_bias):
 
 @pytest.mark.parametrize("expert_type", ("ffn", "glu"))
 @pytest.mark.parametrize("hidden_layer_norm", (True, False))
-def test_autocast_computes_in_bf16_and_keeps_fp32_gradients(expert_type, hidden_layer_norm):
+def test_experts_under_autocast_compute_in_bf16_and_keep_fp32_gradients(expert_type, hidden_layer_norm):
     options = {"expert_type": expert_type, "hidden_layer_norm": hidden_layer_norm}
     experts, rows_RD = build(torch.float32, **options), rows(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -101,7 +101,7 @@ def test_autocast_computes_in_bf16_and_keeps_fp32_gradients(expert_type, hidden_
 
 
 def test_activation_dropout_zeroes_and_rescales_the_hidden_layer_in_training_only():
-    # With fc2 as the identity, the output is the hidden layer.
+    # If fc2 is the identity, the output of an expert is its hidden layer.
     options = {"hidden_dim": 6, "expert_bias": False, "activation": "linear"}
     plain, dropped = build(**options), build(activation_dropout=0.4, **options)
     for experts in (plain, dropped):

@@ -1,4 +1,4 @@
-"""Gates: compared with their formulas; noise is added only in training, from torch's generator."""
+"""The tests compare gates with their formulas and check that only training adds noise."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_gate_logits_are_fp32_unless_gate_fp32_is_off(kind, dtype):
         assert MoELayer(config, seed=1).gate(x().float()).dtype == torch.float32
 
 
-def test_jitter_multiplies_by_numbers_near_one_only_in_training():
+def test_jitter_multiplies_the_gate_input_by_numbers_near_one_only_in_training():
     config = MoEConfig(**SIZES, input_jitter=0.1)
     ones = torch.ones(2000, 6)
     assert gate_input(ones, config, training=False) is ones
@@ -58,14 +58,14 @@ def test_jitter_multiplies_by_numbers_near_one_only_in_training():
     assert 1.09 < float(jittered.max()) <= 1.1
 
 
-def test_dropout_of_the_gate_s_input_keeps_its_mean():
+def test_dropout_of_the_gate_input_keeps_the_mean_of_the_input():
     config = MoEConfig(**SIZES, input_dropout=0.25)
     dropped = gate_input(torch.ones(4000, 6), config, training=True)
     assert float((dropped == 0).float().mean()) == pytest.approx(0.25, abs=0.02)
     assert float(dropped.mean()) == pytest.approx(1, abs=0.03)
 
 
-def test_gate_noise_is_scaled_by_the_number_of_experts():
+def test_gate_noise_is_divided_by_the_number_of_experts():
     config = MoEConfig(**SIZES, gate_noise=2.0)
     noisy = noisy_logits(torch.zeros(20_000, 4), config, training=True)
     assert float(noisy.std()) == pytest.approx(2 / 4, rel=0.02)
@@ -77,12 +77,12 @@ def test_gate_noise_is_scaled_by_the_number_of_experts():
 NOISY = {"input_jitter": 0.3, "input_dropout": 0.2, "gate_noise": 2.0}
 
 
-def test_evaluation_draws_no_numbers_and_experts_get_the_input_without_noise():
+def test_evaluation_draws_no_random_numbers_and_experts_get_the_input_without_noise():
     noisy, quiet = layer(**NOISY), layer()
     state = torch.get_rng_state()
     assert torch.equal(noisy.eval()(x())[0], quiet.eval()(x())[0])
     assert torch.equal(torch.get_rng_state(), state)
-    # All experts are chosen with equal weights, so y shows the experts' input and not the gate's.
+    # All experts have equal weights, so y depends on the experts' input and not on the gate's input.
     config = {**SIZES, "top_k": 4, "num_experts": 4}
     one = MoELayer(MoEConfig(**config, **NOISY), seed=1).double()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Balance losses and bias over all ranks, compared with a direct computation from all ranks' tokens."""
+"""The tests compare the balance loss and the balance bias over all ranks with direct computations."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def tokens(count: int, rank: int) -> Tensor:
 
 
 def direct_loss(layer: MoELayer, counts: tuple[int, ...], padding_rank: int | None) -> list[Tensor]:
-    """Return every rank's loss, computed by loops over the assignments of all ranks' tokens."""
+    """Compute the balance loss of every rank by loops over the assignments of all ranks."""
     load, probs = [0] * 4, []
     for rank, count in enumerate(counts):
         probs_TE = torch.softmax(tokens(count, rank) @ layer.gate.weight.t(), 1)
@@ -54,19 +54,19 @@ def compare(counts: tuple[int, ...], padding_rank: int | None, top_k: int, recom
 @pytest.mark.parametrize("top_k", (1, 2))
 @pytest.mark.parametrize("recompute", (False, True))
 @pytest.mark.parametrize("counts, padding_rank", [((9, 4), None), ((9, 4), 1), ((0, 5), None)])
-def test_the_global_loss_equals_a_direct_computation(ranks, counts, padding_rank, top_k, recompute):
+def test_the_global_balance_loss_equals_a_direct_computation(ranks, counts, padding_rank, top_k, recompute):
     ranks(2).run(compare, counts, padding_rank, top_k, recompute)
 
 
 def evaluate_on_rank_0_alone() -> None:
-    # Each rank has all experts, so only the loss needs the other ranks.
+    # Each rank has all experts, so only the balance loss could need other ranks.
     layer = MoELayer(CONFIG, make_topology([4], 1), seed=1).double().eval()
     if dist.get_rank() == 0:
         loss = layer(tokens(7, 0))[1].balance_loss
         torch.testing.assert_close(loss, direct_loss(layer, (7,), None)[0])
 
 
-def test_evaluation_needs_no_other_rank(ranks):
+def test_evaluation_of_the_global_balance_loss_needs_no_other_rank(ranks):
     ranks(2).run(evaluate_on_rank_0_alone)
 
 
@@ -84,7 +84,7 @@ def biases_after_two_updates() -> tuple[list[float], list[list[int]]]:
     return [layer.balance_bias.bias.tolist() for layer in model], loads
 
 
-def test_the_bias_depends_on_the_load_of_all_ranks(ranks):
+def test_the_balance_bias_depends_on_the_load_of_all_ranks(ranks):
     (biases, loads), (other_biases, other_loads) = ranks(2).run(biases_after_two_updates)
     assert biases == other_biases
     assert loads != other_loads
@@ -99,7 +99,7 @@ def test_the_bias_depends_on_the_load_of_all_ranks(ranks):
 
 
 def loss_and_bias(within_pair: bool) -> tuple[float, list[float]]:
-    """Return the loss and the bias of this rank; the topology has all ranks or pairs of them."""
+    """Return this rank's balance loss and bias for a topology of all ranks or of pairs of ranks."""
     rank = dist.get_rank()
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])] if within_pair else []
     place = topology_within(pairs[rank // 2], 4) if within_pair else make_topology([4])
@@ -110,7 +110,7 @@ def loss_and_bias(within_pair: bool) -> tuple[float, list[float]]:
     return loss, layer.balance_bias.bias.tolist()
 
 
-def test_a_layer_on_some_ranks_sums_only_the_loads_of_these_ranks(ranks):
+def test_a_layer_on_a_subset_of_ranks_sums_only_the_loads_of_these_ranks(ranks):
     found = ranks(4).run(loss_and_bias, True)
     expected = ranks(2).run(loss_and_bias, False)
     assert found[:2] == expected

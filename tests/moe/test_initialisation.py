@@ -1,4 +1,4 @@
-"""Initial weights: they depend on the seed and the layer's name, but not on the number of ranks."""
+"""Initial weights depend on the seed and the layer's name, but not on the number of ranks."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def experts(first: int = 0, count: int = 6, seed: int = 1, name: str = "decoder.
 
 
 @pytest.mark.parametrize("size", (1, 2, 3, 6))
-def test_experts_are_equal_for_any_number_of_ranks(size):
+def test_initial_experts_are_equal_for_any_number_of_ranks(size):
     whole = experts().expert_parameters()
     count = 6 // size
     parts = [experts(i * count, count).expert_parameters() for i in range(size)]
@@ -34,19 +34,19 @@ def test_a_layer_has_equal_initial_weights_for_any_topology():
 
 
 @pytest.mark.parametrize("change", [{"seed": 2}, {"name": "encoder.0"}], ids=str)
-def test_experts_differ_by_seed_and_by_name(change):
+def test_initial_experts_differ_by_seed_and_by_layer_name(change):
     for name, tensor in experts().expert_parameters().items():
         assert not (tensor == experts(**change).expert_parameters()[name]).any(), name
 
 
-def test_weights_and_biases_have_the_range_of_linear_layers():
+def test_initial_weights_and_biases_have_the_range_of_torchs_linear_layers():
     for name, tensor in experts().expert_parameters().items():
         fan_in = 40 if name.startswith("fc2") else 16
         bound = fan_in**-0.5
         assert 0.9 * bound < float(tensor.detach().abs().max()) <= bound, name
 
 
-def test_without_a_seed_the_global_generator_draws_one():
+def test_a_layer_without_a_seed_draws_a_seed_from_the_global_generator():
     def weights() -> list[torch.Tensor]:
         torch.manual_seed(8)
         layers = [MoELayer(CONFIG), MoELayer(CONFIG)]

@@ -1,4 +1,4 @@
-"""The complete layer, compared with loops over tokens, choices and experts."""
+"""The tests compare the complete layer with loops over tokens, choices and experts."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def plain_layer():
-    """Return the function in docs/walk.md that computes the complete layer in plain torch."""
+    """Return the function in docs/walk.md that computes the complete MoE layer in plain torch."""
     page = Path(__file__).parents[2] / "docs" / "walk.md"
     names: dict = {}
     exec(re.search(r"```python\n(.*?)```", page.read_text(), re.S)[1], names)
@@ -77,7 +77,7 @@ def check(
 @pytest.mark.parametrize("top_k", (1, 2, 3, 4))
 @pytest.mark.parametrize("factor", (0.0, 0.5, 1.0, -0.5))
 @pytest.mark.parametrize("padded", (False, True))
-def test_the_layer_equals_loops(top_k, factor, padded):
+def test_the_layer_equals_loops_over_tokens_and_choices(top_k, factor, padded):
     mask = torch.arange(T) % 4 == 1 if padded else None
     check(build(top_k=top_k, capacity_factor=factor), tokens(T), top_k, factor, mask)
 
@@ -93,7 +93,7 @@ def test_the_layer_equals_loops(top_k, factor, padded):
     ],
     ids=str,
 )
-def test_every_expert_type_equals_loops(options):
+def test_a_layer_equals_loops_for_every_expert_type(options):
     top_k = options.get("top_k", 2)
     check(build(capacity_factor=0.5, **options), tokens(T), top_k, 0.5)
 
@@ -135,7 +135,7 @@ def test_an_input_with_a_wrong_shape_raises_an_error(gate_type, shape, time_firs
 
 
 @pytest.mark.parametrize("padded", (False, True))
-def test_time_first_input_equals_batch_first_input(padded):
+def test_time_first_input_gives_the_results_of_batch_first_input(padded):
     layer = build(capacity_factor=0.5)
     batch, time = 3, 5
     x_BTD = tokens(batch, time)
@@ -149,7 +149,7 @@ def test_time_first_input_equals_batch_first_input(padded):
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
 @pytest.mark.parametrize("factor", (0.0, 1.0))
-def test_zero_tokens_return_an_empty_output_and_zero_gradients(shape, factor):
+def test_zero_tokens_give_an_empty_output_and_zero_gradients(shape, factor):
     layer, x = build(capacity_factor=factor), tokens(*shape)
     y, output = layer(x)
     assert y.shape == x.shape
@@ -158,7 +158,7 @@ def test_zero_tokens_return_an_empty_output_and_zero_gradients(shape, factor):
         assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
 
 
-def test_only_padding_returns_zeros_and_zero_gradients():
+def test_only_padding_gives_zero_outputs_and_zero_gradients():
     layer, x = build(capacity_factor=1.0), tokens(T)
     y, output = layer(x, torch.ones(T, dtype=torch.bool))
     (y.sum() + output.balance_loss).backward()
@@ -172,17 +172,17 @@ def test_the_output_has_the_dtype_and_precision_of_the_input(dtype):
     layer, x = build(dtype), tokens(T, dtype=dtype)
     y, output = layer(x)
     assert y.dtype == dtype
-    assert output.balance_loss.dtype == torch.float32  # the gate computes in fp32
+    assert output.balance_loss.dtype == torch.float32  # The gate computes in fp32.
     wide = build().requires_grad_(False)
     wide.load_state_dict(layer.state_dict())
-    # The loops cannot be used here, because a rounded score may choose another expert.
+    # A comparison with loops would fail, because a rounded score may choose another expert.
     same_ids = wide(x.double())[1].routing.expert_ids_TK == output.routing.expert_ids_TK
     assert same_ids.all()
     close(y, wide(x.double())[0], "output")
 
 
 @pytest.mark.parametrize("gate_fp32", (True, False))
-def test_autocast_computes_experts_in_bf16_and_the_gate_by_gate_fp32(gate_fp32):
+def test_under_autocast_experts_compute_in_bf16_and_gate_fp32_sets_the_dtype_of_the_gate(gate_fp32):
     layer, x = build(torch.float32, gate_fp32=gate_fp32), tokens(T, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         y, output = layer(x)
@@ -216,14 +216,14 @@ def test_gradients_of_the_layer_equal_finite_differences(top_k, factor, expert_t
 
 
 @pytest.mark.parametrize("balance_loss, weight", [("gshard:1", 1.0), ("gshard:0.25", 0.25)])
-def test_the_balance_loss_is_the_weighted_sum(balance_loss, weight):
+def test_the_balance_loss_is_the_weighted_sum_of_the_chosen_losses(balance_loss, weight):
     output = build(balance_loss=balance_loss)(tokens(T))[1]
     assert torch.equal(output.balance_loss, weight * output.losses["gshard"])
 
 
 def test_an_earlier_routing_can_be_applied_to_other_tokens():
     layer, x, later = build(), tokens(T), tokens(T).detach().flip(0)
-    experts, layer.experts = layer.experts, None  # routing needs no experts
+    experts, layer.experts = layer.experts, None  # Routing needs no experts.
     routing = layer.route(x, Call.of(x, CONFIG.model_dim))
     layer.experts = experts
     y = layer.apply_routing(later, routing)

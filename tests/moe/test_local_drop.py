@@ -1,4 +1,4 @@
-"""Gating dropout (--moe-local-drop): each rank replaces the experts of other ranks by its own."""
+"""Gating dropout (--moe-local-drop) replaces the experts of other ranks by the experts of this rank."""
 
 from collections import Counter
 from functools import partial
@@ -14,7 +14,7 @@ from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.plugin.feed_forward import Context, MoEFeedForward
 
-E, L = 6, 3  # experts in total, and experts on each rank
+E, L = 6, 3  # E is the number of all experts, and L is the number of experts per rank.
 OPTIONS = (
     {},
     {"capacity_factor": 0.5, "exchange": "padded"},
@@ -29,7 +29,7 @@ def config(**options) -> MoEConfig:
 
 
 def run(layer, x, local):
-    """Return y and the gradients of x and of all parameters."""
+    """Return the layer's output and the gradients of its input and of all parameters."""
     torch.manual_seed(2)
     x_TD = x.clone().requires_grad_()
     mask = torch.arange(len(x)) % 5 == 3
@@ -44,7 +44,7 @@ def on_a_rank(options, count):
     rank = dist.get_rank()
     own = slice(rank * L, (rank + 1) * L)
     layer = MoELayer(config(**options), make_topology([E], 2), seed=1).double()
-    one = MoELayer(config(**options), seed=1).double()  # this rank has all experts
+    one = MoELayer(config(**options), seed=1).double()  # This rank has all experts.
     for parameter in one.experts.parameters():
         parameter.data.copy_(parameter.data[own].repeat(2, *[1] * (parameter.dim() - 1)))
     x = normal(count + rank, 5, seed=rank)
@@ -59,11 +59,11 @@ def on_a_rank(options, count):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_rank_computes_all_rows_with_its_own_experts(ranks, options):
+def test_gating_dropout_computes_all_rows_of_a_rank_with_its_local_experts(ranks, options):
     ranks(2).run(on_a_rank, options, 13)
 
 
-def test_a_rank_without_tokens_runs_no_experts(ranks):
+def test_gating_dropout_runs_no_experts_on_a_rank_without_tokens(ranks):
     ranks(2).run(on_a_rank, {}, 0)
 
 
@@ -87,13 +87,13 @@ def recomputed():
     return decisions, layer.calls.count
 
 
-def test_all_ranks_and_recomputations_make_the_same_decision(ranks):
+def test_all_ranks_and_recomputed_passes_make_the_same_gating_dropout_decision(ranks):
     (one, count), other = ranks(2).run(recomputed)
     assert (one, count) == other
     assert set(one) == {False, True} and count == one.count(False)
 
 
-def test_decisions_have_the_configured_probability_and_differ_by_layer_seed_and_update():
+def test_gating_dropout_has_the_configured_probability_and_differs_by_layer_and_seed_and_update():
     class Layer:
         training, calls = True, object()
 

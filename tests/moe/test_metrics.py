@@ -1,4 +1,4 @@
-"""Metrics against a direct computation by loops."""
+"""The tests compare metrics with a direct computation by loops."""
 
 import math
 
@@ -11,7 +11,7 @@ from fairseq_tutel.moe.metrics import count_routing, metric_names, metric_rows
 
 
 def direct_metrics(routing, real: list[bool]) -> dict[str, float]:
-    """Return all metrics, computed by loops over the assignments that have a slot."""
+    """Compute all metrics by loops over the assignments that have a slot."""
     num_experts = routing.probs_TE.shape[1]
     top_k = routing.assigned_KE.shape[0]
     tokens = [t for t, r in enumerate(real) if r]
@@ -43,7 +43,7 @@ def direct_metrics(routing, real: list[bool]) -> dict[str, float]:
 @pytest.mark.parametrize("num_experts", (1, 3, 5, 6, 11))
 @pytest.mark.parametrize("factor", (0.0, 0.5))
 @pytest.mark.parametrize("num_real", (0, 1, 13))
-def test_metrics_equal_loops(num_experts, factor, num_real):
+def test_metrics_equal_a_computation_by_loops(num_experts, factor, num_real):
     real = [t < num_real for t in range(15)]
     routing = route(logits(15, num_experts), min(num_experts, 3), factor, real_T=torch.tensor(real))
     got = {name: float(value) for name, value in routing_metrics(routing).items()}
@@ -53,7 +53,7 @@ def test_metrics_equal_loops(num_experts, factor, num_real):
         assert got[name] == pytest.approx(value, rel=1e-5), name
 
 
-def test_metrics_are_finite_if_a_probability_underflows():
+def test_metrics_are_finite_if_a_gate_probability_underflows():
     routing = route(torch.tensor([[0.0, -1e4], [-1e4, 0.0]]), 1)
     assert float(routing_metrics(routing)["entropy_gating"]) == 0.0
 
@@ -70,9 +70,9 @@ def test_metric_rows_has_one_row_per_layer_in_the_order_of_layers():
 
 def test_with_expert_choice_the_metric_names_depend_on_top_k():
     scores = logits(12, 3).index_fill(0, torch.tensor([5, 7]), -9.0)
-    scores[:, 0] += torch.arange(12) % 2  # different experts prefer different tokens
+    scores[:, 0] += torch.arange(12) % 2  # Different experts prefer different tokens.
     routing = route(scores, 1, 1.5, choice="experts", score_function="sigmoid")
-    assert routing.weights_TK.shape[1] == 3  # a token was chosen by all experts
+    assert routing.weights_TK.shape[1] == 3  # All 3 experts chose the same token.
     untaken = int((routing.slots_TK < 0).all(dim=1).sum())
     assert untaken >= 2
     got = {name: float(value) for name, value in routing_metrics(routing).items()}
@@ -83,7 +83,7 @@ def test_with_expert_choice_the_metric_names_depend_on_top_k():
     assert got["expert1_weight"] == pytest.approx(float(routing.weights_TK[:, 0].mean()))
 
 
-def test_half_precision_is_summed_in_fp32():
+def test_metrics_sum_half_precision_values_in_fp32():
     routing = route(logits(4096, 4).bfloat16(), 2)
     got = {name: float(value) for name, value in routing_metrics(routing).items()}
     assert got == pytest.approx(direct_metrics(routing, [True] * 4096), rel=1e-4)

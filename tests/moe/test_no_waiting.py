@@ -1,4 +1,4 @@
-"""A forward pass on a GPU reads no number on the host, and does not wait for copies to the GPU."""
+"""A forward pass on a GPU reads no tensor on the host and waits for no copy to the GPU."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ RULES = ({}, *mixed(ROUTING))
 
 
 class NoCopies(TorchFunctionMode):
-    """Raises an error in functions that create a tensor from a number on the host."""
+    """This mode raises an error in functions that copy a number from the host into a tensor."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         assert function not in COPIES, f"{function.__name__} copies from the host, and waits"
@@ -24,7 +24,7 @@ class NoCopies(TorchFunctionMode):
 @pytest.mark.parametrize("factor", (0.0, 0.5, -0.5))
 @pytest.mark.parametrize("padded", (False, True), ids=("real", "padded"))
 @pytest.mark.parametrize("rules", RULES, ids=str)
-def test_routing_losses_and_metrics_need_no_host_read(rules, padded, factor):
+def test_routing_and_losses_and_metrics_need_no_host_synchronization(rules, padded, factor):
     logits_TE = torch.randn(12, E, device="meta")
     real_T = torch.ones(12, dtype=torch.bool, device="meta") if padded else None
     batch = MicroBatch(

@@ -1,4 +1,4 @@
-"""Output masking and conditional MoE routing (CMR) of Meta's nllb branch, compared with loops."""
+"""The tests compare output masking and conditional MoE routing (CMR) of Meta's nllb branch with loops."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def dense(ffn, x_D: Tensor) -> Tensor:
 
 
 def by_loop(layer: MoELayer, x_TD: Tensor, real: list[bool]) -> tuple[Tensor, Tensor]:
-    """Return y and the sum of the CMR gates; the random numbers are drawn in the layer's order."""
+    """Compute the layer's output and the sum of its CMR gates, with random numbers in the layer's order."""
     config, beside, training = layer.config, layer.beside, layer.training
     count, top_k = len(x_TD), config.top_k
     torch.manual_seed(SEED)
@@ -70,7 +70,7 @@ def by_loop(layer: MoELayer, x_TD: Tensor, real: list[bool]) -> tuple[Tensor, Te
 @pytest.mark.parametrize("count, padded", ((11, False), (11, True), (1, False), (0, False)))
 @pytest.mark.parametrize("training", (False, True), ids=("evaluation", "training"))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_layer_equals_a_loop_over_tokens(options, training, count, padded):
+def test_a_layer_with_output_masking_or_cmr_equals_a_loop_over_tokens(options, training, count, padded):
     layer = build(training, **options)
     x = normal(count, CONFIG.model_dim, seed=6).requires_grad_()
     mask = torch.arange(count) % 4 == 1 if padded else torch.zeros(count, dtype=torch.bool)
@@ -90,14 +90,14 @@ def test_the_layer_equals_a_loop_over_tokens(options, training, count, padded):
 
 
 @pytest.mark.parametrize("choice", ("tokens", "experts"))
-def test_masks_have_the_configured_probability_and_evaluation_uses_the_mean(choice):
+def test_output_masks_have_the_configured_probability_and_evaluation_uses_the_mean_mask(choice):
     logits_TE = normal(4000, 4, seed=1)
     torch.manual_seed(3)
     plain = route(logits_TE, 2, 0.5, choice=choice, training=True)
     kept = {}
     for training in (True, False):
         masked = route(logits_TE, 2, 0.5, choice=choice, training=training, eom=0.2)
-        assert torch.equal(masked.row_of_TK, plain.row_of_TK)  # the mask changes weights, not rows
+        assert torch.equal(masked.row_of_TK, plain.row_of_TK)  # The mask changes gate weights, not rows.
         has_row_TK = masked.row_of_TK >= 0
         kept[training] = masked.weights_TK[has_row_TK] / plain.weights_TK[has_row_TK]
     assert set(kept[True].tolist()) == {0.0, 1.0}

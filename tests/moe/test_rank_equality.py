@@ -1,6 +1,7 @@
-"""Training on the same micro-batches gives equal results on 1, 2 and 4 ranks, to 1e-10 in fp64.
+"""Training on equal micro-batches gives equal results on 1, 2 and 4 ranks, to 1e-10 in fp64.
 
-Options are combined at random, with a fixed seed. Losses, gradient norms, weights and biases are compared.
+The tests combine options at random with a fixed seed. Losses, gradient norms, weights and biases must be
+equal on all numbers of ranks.
 """
 
 import dataclasses
@@ -34,11 +35,11 @@ CHOICES = {
     "recompute": ("no", "reentrant", "non-reentrant"),
     "pregate": (0, 1),
 }
-NUMBER = 40  # the number of cases
+NUMBER = 40  # The tests use 40 combinations of options.
 
 
 def is_refused(values: dict) -> bool:
-    """Return whether a layer rejects this combination of values."""
+    """Return whether a layer rejects this combination of option values."""
     case = Training(**{"optimizer": "sgd", "top_k": 2, "capacity_factor": 0.0, **values})
     try:
         MoEConfig(model_dim=1, hidden_dim=1, **case.options())
@@ -48,14 +49,14 @@ def is_refused(values: dict) -> bool:
 
 
 def cases() -> list[Training]:
-    """Return combinations in which every value of every option occurs about equally often."""
+    """Return option combinations in which every value of every option occurs about equally often."""
     generator = random.Random(1)
     columns = {name: [values[i % len(values)] for i in range(NUMBER)] for name, values in CHOICES.items()}
     for column in columns.values():
         generator.shuffle(column)
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for row in rows:
-        # Activation checkpointing of a pre-gated layer also raises an error.
+        # Activation checkpointing of a pre-gated layer raises an error.
         while is_refused(row) or (row["pregate"] and row["recompute"] != "no"):
             row.update({name: generator.choice(values) for name, values in CHOICES.items()})
     return [Training(**row) for row in rows]
@@ -74,7 +75,7 @@ def on_one_rank(training: Training, updates: int = UPDATES) -> dict[str, torch.T
 
 
 def same_on_one_rank(case: Training, updates: int) -> dict[str, torch.Tensor]:
-    """Train the case on one rank, without options that only change the execution."""
+    """Train a combination of options on one rank, without options that only change the execution."""
     return on_one_rank(
         dataclasses.replace(
             case,
@@ -87,9 +88,9 @@ def same_on_one_rank(case: Training, updates: int) -> dict[str, torch.Tensor]:
     )
 
 
-# With two ranks, each rank has two of the four micro-batches.
+# With two ranks, each rank trains on two of the four micro-batches.
 RUNS = [(case, 4) for case in CASES] + [(case, 2) for case in CASES if case.layout == "four"]
-# `make test-long` runs all cases and more updates.
+# `make test-long` runs all combinations of options with more updates.
 FEW = 5
 QUICK = [run for run in RUNS if run[1] == 2][::2] + [(case, 4) for case in CASES[::3]]
 
@@ -107,7 +108,7 @@ def test_training_does_not_depend_on_the_number_of_ranks(ranks, updates, case, w
         torch.testing.assert_close(
             got[name], tensor, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
         )
-    for other in others:  # every rank makes the same decisions
+    for other in others:  # All ranks have equal losses and gates.
         for name in (
             "losses",
             "norms",
@@ -116,11 +117,11 @@ def test_training_does_not_depend_on_the_number_of_ranks(ranks, updates, case, w
             assert torch.equal(other[name], got[name]), name
 
 
-PLANNED_UPDATES = 5  # some micro-batches are empty or have padding
+PLANNED_UPDATES = 5  # Some micro-batches are empty or have padding.
 
 
 def train_by_plans(case: Training) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Train, and return the results and the names of the collectives that plans ran."""
+    """Train a model, and return the results and the names of the collectives that ran as plans."""
     ran, original = set(), OneSided.start
 
     def start(self, *arguments):
@@ -165,7 +166,7 @@ def test_training_with_collective_plans_gives_equal_results(ranks, layout, way, 
         assert torch.equal(other["norms"], results[0][0]["norms"])
 
 
-def test_the_training_changes_weights_clips_gradients_and_drops_assignments():
+def test_the_training_run_changes_weights_and_clips_gradients_and_drops_assignments():
     result = on_one_rank(Training("adamw", 2, 0.0))
     assert result["losses"][-5:].mean() < 0.9 * result["losses"][:5].mean()
     assert (result["norms"] > CLIP_NORM).any() and (result["norms"] < CLIP_NORM).any()

@@ -1,4 +1,4 @@
-"""Activation checkpointing: a layer that is recomputed in the backward pass has the same gradients."""
+"""Activation checkpointing, which recomputes a layer in the backward pass, does not change gradients."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from fairseq_tutel.moe.config import GATE_TYPES
 
 
 def run(reentrant: bool | None, *, autocast: bool = False, **options) -> dict[str, Tensor]:
-    """Return loss, y and every gradient; `reentrant` None runs without checkpointing."""
+    """Return the loss, the output and every gradient; `reentrant=None` turns checkpointing off."""
     config = MoEConfig(model_dim=6, hidden_dim=8, num_experts=4, activation="gelu", **options)
     layer = MoELayer(config, seed=1).to(torch.float32 if autocast else torch.float64)
     calls = []
@@ -78,8 +78,8 @@ def test_a_recomputed_layer_has_bit_identical_results(reentrant, options):
         assert torch.equal(tensor, again[name]), name
 
 
-def test_every_value_of_every_option_is_recomputed_in_a_test():
-    """A new gate, drop policy, loss or switch needs a line in the list of options above."""
+def test_the_recomputation_test_runs_every_value_of_every_option():
+    """Every new gate, drop policy, loss or switch needs a line in the option list of this file."""
     items = [item for item in dataclasses.fields(MoEConfig) if item.name != "expert_grad_norm"]
     held = {item.name: {options.get(item.name, item.default) for options in OPTIONS} for item in items}
     for item in items:

@@ -1,4 +1,4 @@
-"""Routing, compared with loops, and the invariants on which the rest of the layer relies."""
+"""The tests compare routing with loops, and check the invariants on which the layer relies."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def check_against_loops(r: Routing, expected: oracle.Plan) -> None:
 
 
 def check_maps(r: Routing) -> None:
-    """Check that the two row maps are inverse to each other, and that rows are grouped by expert."""
+    """Check that a routing's two row maps are inverse to each other and group rows by expert."""
     row_of = r.row_of_TK.flatten().tolist()
     source_of = r.source_of_R.tolist()
     assert [source_of[row] for row in row_of if row >= 0] == [
@@ -56,7 +56,7 @@ def check_maps(r: Routing) -> None:
 @pytest.mark.parametrize("top_k", range(1, E + 1))
 @pytest.mark.parametrize("factor", (0.0, 0.4, 1.0, 1.25, -0.4, -1.0))
 @pytest.mark.parametrize("padded", (False, True))
-def test_routing_equals_loops(top_k, factor, padded):
+def test_routing_equals_a_computation_by_loops(top_k, factor, padded):
     num_tokens = 23
     logits_TE = logits(num_tokens, seed=top_k)
     real_T = some_padding(num_tokens) if padded else None
@@ -69,7 +69,7 @@ def test_routing_equals_loops(top_k, factor, padded):
     assert int(r.num_tokens) == (num_tokens if real is None else sum(real))
 
 
-def test_zero_tokens_have_zero_counts():
+def test_routing_zero_tokens_gives_zero_counts():
     r = route(logits(0), 2, 1.0)
     assert r.counts_E.tolist() == [0] * E
     assert r.assigned_KE.tolist() == [[0] * E] * 2
@@ -79,7 +79,7 @@ def test_zero_tokens_have_zero_counts():
 
 
 @pytest.mark.parametrize("top_k", range(1, E + 1))
-def test_the_lower_expert_id_wins_ties(top_k):
+def test_a_token_chooses_the_lower_id_of_experts_with_equal_scores(top_k):
     scores_TE = torch.tensor([[1.0, 1, 1, 1, 1], [0, 2, 1, 2, 1], [0, 0, 0, 0, 3], [3, 0, 0, 0, 0]])
     expected = [[0, 1, 2, 3, 4], [1, 3, 2, 4, 0], [4, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert choose_experts(scores_TE, top_k).tolist() == [row[:top_k] for row in expected]
@@ -88,16 +88,16 @@ def test_the_lower_expert_id_wins_ties(top_k):
 @pytest.mark.parametrize(
     "factor, num_tokens, top_k, expected",
     [
-        (1.0, 10, 1, 2),  # 1 * ceil(10 / 5)
-        (1.0, 11, 1, 3),  # 1 * ceil(11 / 5)
-        (1.0, 11, 2, 6),  # 2 * ceil(11 / 5)
-        (1.25, 10, 2, 6),  # 2 * ceil(12.5 / 5)
+        (1.0, 10, 1, 2),
+        (1.0, 11, 1, 3),
+        (1.0, 11, 2, 6),
+        (1.25, 10, 2, 6),
         (-1.25, 10, 2, 6),
-        (0.01, 10, 3, 3),  # 3 * ceil(0.1 / 5)
+        (0.01, 10, 3, 3),
     ],
 )
-def test_capacity_is_k_times_the_rounded_up_even_share(factor, num_tokens, top_k, expected):
-    crowded_TE = torch.arange(E, 0, -1.0).expand(num_tokens, E)  # all tokens prefer expert 0, then 1
+def test_capacity_is_top_k_times_the_rounded_up_tokens_per_expert(factor, num_tokens, top_k, expected):
+    crowded_TE = torch.arange(E, 0, -1.0).expand(num_tokens, E)  # All tokens prefer low expert IDs.
     r = route(crowded_TE, top_k, factor)
     assert r.counts_E.tolist() == [expected] * top_k + [0] * (E - top_k)
     assert r.dropped_K.tolist() == [num_tokens - expected] * top_k
@@ -117,7 +117,7 @@ def test_padding_does_not_change_the_routing_of_real_tokens():
 @pytest.mark.parametrize("top_k", (1, 2))
 @pytest.mark.parametrize("factor", (0.0, 0.5))
 @pytest.mark.parametrize("spare", (0, 3))
-def test_each_expert_has_a_separate_block_in_the_padded_layout(top_k, factor, spare):
+def test_each_expert_has_a_separate_block_of_rows_in_a_padded_routing(top_k, factor, spare):
     batch = MicroBatch(top_k=top_k, capacity=Capacity(factor=factor), real_T=some_padding(17))
     compact = decide(logits(17, seed=2), MoEConfig(1, 1, E), batch)
     r = padded(compact, int(compact.counts_E.max()) + spare)

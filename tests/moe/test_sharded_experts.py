@@ -1,4 +1,4 @@
-"""Expert files saved on one number of ranks can be loaded on another: weights and optimizer states."""
+"""Experts and their optimizer states can be saved and loaded on different numbers of ranks."""
 
 import itertools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from fairseq_tutel.checkpoint.experts import save_in_shards
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind, write_file
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=8, num_experts=2)
-# (W, P): one rank, EP replicas, one expert per rank, one expert on two ranks.
+# Each pair (W, P) is a number of ranks and an EP size, for a model with two experts.
 PLACES = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
 
 
@@ -26,7 +26,7 @@ def model(size: int, seed: int = 1) -> tuple[nn.Module, object]:
 
 
 def states(parameter: Tensor) -> dict[str, Tensor]:
-    """Return an optimizer state: a moment with the parameter's shape, and a scale per expert."""
+    """Return an optimizer state of a moment with the parameter's shape and a scale per expert."""
     scale = parameter.detach().new_ones(len(parameter), *[1] * (parameter.dim() - 1))
     return {"moment": parameter.detach() * 2, "scale": scale * 3}
 
@@ -43,7 +43,7 @@ def save(folder: str, size: int) -> list[str] | None:
 
 
 def differences(folder: str, size: int) -> list[str]:
-    """Load the saved experts into a model with another seed, and return the names of wrong tensors."""
+    """Load saved experts into a model with another seed, and return the names of tensors that differ."""
     expected, topology = model(size)
     loaded, _ = model(size, seed=2)
     path = Path(folder) / "checkpoint.pt"
@@ -95,7 +95,7 @@ def differing(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def refused(folder: str, size: int, states: Callable, another: str = "") -> str:
-    """Return the error of a failed save; `another` is a different folder for rank 1."""
+    """Return the error of a failed save; `another` is a suffix of the folder on rank 1."""
     split, topology = model(size)
     with pytest.raises(ValueError) as caught:
         save_in_shards(split, topology, states, Path(folder + another * dist.get_rank()))
@@ -107,8 +107,8 @@ def test_ranks_with_different_optimizer_states_raise_an_error(ranks, tmp_path):
         assert "the ranks' optimizers differ; the last saved checkpoint is complete" in sentence
 
 
-def test_errors_on_all_ranks_name_the_rank_that_cannot_write(ranks, tmp_path):
-    # Rank 1 has a separate disk, on which rank 0 has created no folder.
+def test_all_ranks_raise_an_error_that_names_the_rank_that_cannot_write(ranks, tmp_path):
+    # Rank 1 writes to another folder, which rank 0 has not created.
     message = ranks(2).run(refused, str(tmp_path / "a"), 2, states, "-elsewhere")
     for sentence in message:
         assert sentence.startswith("rank 1 could not write its experts to ")
@@ -124,7 +124,7 @@ def test_all_ranks_raise_an_error_if_rank_0_cannot_start_a_save(ranks, tmp_path)
 
 
 def save_unseen(folder: str) -> str:
-    """Save while rank 0 sees an older state of the files that rank 1 wrote."""
+    """Save experts while rank 0 does not see the newest files of rank 1."""
     split, topology = model(2)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
@@ -142,6 +142,6 @@ def write_elsewhere(values: dict, path: Path) -> None:
     write_file(values, path)
 
 
-def test_a_save_fails_if_rank_0_does_not_see_a_file(ranks, tmp_path):
+def test_a_save_fails_if_rank_0_does_not_see_a_file_of_rank_1(ranks, tmp_path):
     for sentence in ranks(2).run(save_unseen, str(tmp_path)):
         assert "is missing or has the wrong size" in sentence

@@ -1,4 +1,4 @@
-"""Shared and residual experts, and weights on the experts' input, compared with loops."""
+"""The tests compare shared experts, residual experts and gate weights on expert inputs with loops."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ T = 11
 def build(**options) -> MoELayer:
     layer = MoELayer(dataclasses.replace(CONFIG, **options), seed=5).double()
     for name, parameter in layer.named_parameters():
-        if "layer_norm" in name:  # the initial ones and zeros would hide errors
+        if "layer_norm" in name:  # Initial ones and zeros of norms would hide errors.
             parameter.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
     return layer
 
@@ -31,7 +31,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def dense_by_parts(dense: DenseExpert, x_D: Tensor, count: int) -> Tensor:
-    """Apply `count` experts, each with its own rows of fc1 and columns of fc2, and add them up."""
+    """Compute `count` experts, each with separate rows of fc1 and columns of fc2, and add the outputs."""
     config, hidden_dim = dense.config, CONFIG.hidden_dim
     y_D = 0 * x_D if dense.fc2.bias is None else dense.fc2.bias
     parts = []
@@ -47,7 +47,7 @@ def dense_by_parts(dense: DenseExpert, x_D: Tensor, count: int) -> Tensor:
         else:
             hidden_H = oracle.ACTIVATIONS[config.activation](hidden_H)
         parts.append((mine, hidden_H))
-    if dense.hidden_layer_norm is not None:  # one layer norm over the hidden dimensions of all experts
+    if dense.hidden_layer_norm is not None:  # One layer norm covers the hidden dimensions of all experts.
         normed = dense.hidden_layer_norm(torch.cat([hidden_H for _, hidden_H in parts]))
         parts = [(mine, normed[mine]) for mine, _ in parts]
     return y_D + sum(dense.fc2.weight[:, mine] @ hidden_H for mine, hidden_H in parts)
@@ -107,7 +107,7 @@ def test_shared_and_residual_experts_equal_their_formulas(beside, form, padded):
 
 @pytest.mark.parametrize("beside", BESIDE, ids=str)
 @pytest.mark.parametrize("time_first", (False, True))
-def test_zero_tokens_and_only_padding_have_zero_gradients(beside, time_first):
+def test_shared_and_residual_experts_have_zero_gradients_without_real_tokens(beside, time_first):
     layer = build(**beside)
     for shape, mask in (((0, 3), None), ((2, 3), torch.ones(2, 3, dtype=torch.bool))):
         x = tokens(*shape)
@@ -120,7 +120,7 @@ def test_zero_tokens_and_only_padding_have_zero_gradients(beside, time_first):
 
 
 @pytest.mark.parametrize("mixed", ("residual", "cmr"))
-def test_values_depend_on_the_seed_but_not_on_the_number_of_ranks(mixed):
+def test_initial_shared_and_residual_experts_depend_on_the_seed_but_not_on_the_number_of_ranks(mixed):
     config = dataclasses.replace(CONFIG, shared_experts=2, **{mixed: True})
     one, other = MoELayer(config, seed=1).beside, MoELayer(config, seed=2).beside
     renamed = MoELayer(config, seed=1, name="x").beside
@@ -131,13 +131,13 @@ def test_values_depend_on_the_seed_but_not_on_the_number_of_ranks(mixed):
         assert torch.equal(dict(split.named_parameters())[name], parameter), name
         for different in (other, renamed):
             assert not torch.equal(dict(different.named_parameters())[name], parameter), name
-        assert not hasattr(dict(split.named_parameters())[name], "expert")  # all ranks have equal values
+        assert not hasattr(dict(split.named_parameters())[name], "expert")  # All ranks have equal weights.
         bound = {
             "fc1": 5,
             "mix": 5,
             "cmr_gate": 5,
             "fc2": 6,
-        }  # of one expert, even if several are computed as one
+        }  # The bound depends on the size of one expert, even if one FFN computes several experts.
         layer = next(part for part in name.split(".") if part in bound)
         assert 0 < parameter.detach().abs().max().item() <= bound[layer] ** -0.5
 
@@ -146,7 +146,7 @@ def test_values_depend_on_the_seed_but_not_on_the_number_of_ranks(mixed):
 @pytest.mark.parametrize("factor", (0.0, 0.5))
 @pytest.mark.parametrize("padded", (False, True))
 @pytest.mark.parametrize("expert_type", ("ffn", "glu"))
-def test_weights_on_inputs_equal_loops(top_k, factor, padded, expert_type):
+def test_gate_weights_on_expert_inputs_equal_a_computation_by_loops(top_k, factor, padded, expert_type):
     layer, x = build(
         prescore=True, top_k=top_k, capacity_factor=factor, expert_type=expert_type
     ), tokens(T)  # fmt: skip

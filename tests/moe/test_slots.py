@@ -1,4 +1,4 @@
-"""Capacity rules, compared with plain arithmetic."""
+"""The tests compare capacity rules with plain arithmetic."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ rules = st.builds(
 @given(
     rule=rules, top_k=st.integers(1, 8), num_experts=st.integers(1, 64), num_tokens=st.integers(0, 5000)
 )  # fmt: skip
-def test_slots_equal_plain_arithmetic_and_most_slots_is_an_upper_bound(
+def test_the_capacity_equals_plain_arithmetic_and_most_slots_is_an_upper_bound(
     rule, top_k, num_experts, num_tokens
 ):
     slots = int(rule.slots(top_k, num_experts, torch.tensor(num_tokens)))
@@ -57,7 +57,7 @@ def test_slots_equal_plain_arithmetic_and_most_slots_is_an_upper_bound(
         ({"capacity_factor": 1.5, "eval_capacity_token_fraction": 0.25}, False, 0.0, 0.25),
         ({"capacity_factor": 1.5, "eval_capacity_token_fraction": 0.25}, True, 1.5, 0.0),
         ({"capacity_factor": 1.5, "eval_capacity_token_fraction": -1.0}, False, 1.5, 0.0),
-        # Experts choose as many tokens as in training, unless an evaluation capacity is given.
+        # Without an evaluation capacity, experts choose as many tokens in evaluation as in training.
         ({"capacity_factor": 1.5, "choice": "experts"}, False, 1.5, 0.0),
         ({"capacity_factor": 1.5, "choice": "experts", "eval_capacity_factor": 2.0}, False, 2.0, 0.0),
         ({"eval_capacity_token_fraction": -1.0}, False, 0.0, 0.0),
@@ -68,12 +68,12 @@ def test_training_and_evaluation_have_different_capacity_rules(options, training
     config = dataclasses.replace(CONFIG, min_capacity=3, capacity_multiple=4, **options)
     rule = capacity_of(config, training)
     assert rule == Capacity(factor=factor, token_fraction=fraction, minimum=3, multiple=4)
-    for call in (0.0, 0.5, -2.0):  # the factor of a call overrides all options
+    for call in (0.0, 0.5, -2.0):  # A capacity factor given to forward overrides all options.
         expected = Capacity(factor=call, minimum=3, multiple=4)
         assert capacity_of(config, training, call) == expected
 
 
-def test_the_factor_of_a_call_does_not_affect_other_calls():
+def test_the_capacity_factor_of_one_forward_call_does_not_affect_other_calls():
     layer = MoELayer(CONFIG, seed=1)
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
     for factor, limit in ((0.25, 6), (-0.25, 6), (0.0, math.inf), (None, math.inf), (1.0, 20)):

@@ -1,4 +1,4 @@
-"""State dicts have this rank's experts or all experts; a rank loads only its experts."""
+"""A state dict has the experts of one rank or all experts, and each rank loads only its experts."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def layer(rank: int = 0, size: int = 1, seed: int = 1, config: MoEConfig = CONFI
     return MoELayer(config, topology, seed=seed)
 
 
-def test_names_and_shapes_have_the_documented_format():
+def test_state_dict_names_and_shapes_have_the_documented_format():
     shapes = {name: tuple(tensor.shape) for name, tensor in layer().state_dict().items()}
     assert shapes == {
         "gate.weight": (4, 4),
@@ -26,7 +26,7 @@ def test_names_and_shapes_have_the_documented_format():
 
 
 @pytest.mark.parametrize("size", (1, 2, 4))
-def test_a_rank_loads_its_part_of_all_experts(size):
+def test_a_rank_loads_its_experts_from_a_state_dict_with_all_experts(size):
     saved = layer(seed=9).state_dict()
     for rank in range(size):
         part = layer(rank, size)
@@ -46,7 +46,7 @@ def test_a_state_dict_has_only_local_experts_until_the_experts_are_gathered():
 
 
 @pytest.mark.parametrize("change", [{"num_experts": 8}, {"num_experts": 2}, {"hidden_dim": 5}], ids=str)
-def test_a_wrong_shape_raises_a_one_sentence_error(change):
+def test_loading_a_tensor_with_a_wrong_shape_raises_a_one_sentence_error(change):
     other = MoEConfig(**{"model_dim": 4, "hidden_dim": 6, "num_experts": 4, **change})
     saved = layer(config=other).state_dict()
     with pytest.raises(ValueError, match=r"checkpoint's experts\.fc1_weight has shape .* needs") as e:
@@ -55,7 +55,7 @@ def test_a_wrong_shape_raises_a_one_sentence_error(change):
         assert part in str(e.value)
 
 
-def test_a_loaded_part_does_not_keep_the_memory_of_all_experts():
+def test_loading_some_experts_does_not_keep_the_memory_of_all_experts():
     stack = layer(1, 2).experts
     taken = stack._take("fc1_bias", torch.arange(24.0).view(4, 6)[2:])
     assert torch.equal(taken, torch.arange(12.0, 24.0).view(2, 6))

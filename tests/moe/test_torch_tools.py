@@ -1,4 +1,4 @@
-"""torch's tools, such as deepcopy, pruning and parametrization, work on a layer."""
+"""PyTorch tools such as deepcopy, pruning and parametrization work on a MoE layer."""
 
 import copy
 import dataclasses
@@ -40,8 +40,8 @@ def through_meta(layer: MoELayer) -> MoELayer:
 @pytest.mark.parametrize(
     "replace", (assigned, through_meta, copy.deepcopy, MoELayer.double), ids=lambda f: f.__name__
 )
-def test_expert_parameters_stay_marked_after_they_are_replaced(replace, size):
-    # With 8 ranks, two ranks hold one shard each of an expert. The assigned state dict has all experts.
+def test_replaced_expert_parameters_keep_their_expert_mark(replace, size):
+    # With 8 ranks, each expert has two shards. The state dict that `assigned` loads has all experts.
     layer = build(size, expert_grad_norm="sqrt_world_size", parallel_type="model")
     before = {name: p for name, p in layer.named_parameters() if size > 1 or name[:1] != "e"}
     slices = {name: slice_of(p) for name, p in layer.named_parameters()}
@@ -57,7 +57,7 @@ def test_expert_parameters_stay_marked_after_they_are_replaced(replace, size):
 
 
 def step(layer: MoELayer) -> Tensor:
-    """Run one SGD step and return y."""
+    """Run one SGD step and return the layer's output."""
     y, output = layer(tokens())
     (y.square().sum() + output.balance_loss).backward()
     with torch.no_grad():
@@ -68,7 +68,7 @@ def step(layer: MoELayer) -> Tensor:
 
 
 @pytest.mark.parametrize("options", PARTS, ids=str)
-def test_pruned_experts_train_as_experts_with_zeros(options):
+def test_pruned_experts_train_like_experts_whose_pruned_weights_stay_zero(options):
     layer, plain = build(**options), build(**options)
     mask = torch.arange(4 * 6 * 4).view(4, 6, 4) % 3 > 0
     prune.custom_from_mask(layer.experts, "fc1_weight", mask)
@@ -87,7 +87,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("options", PARTS, ids=str)
-def test_parametrized_experts_use_the_result_of_their_parametrization(options):
+def test_parametrized_experts_compute_with_the_parametrized_weights(options):
     layer, plain = build(**options), build(**options)
     names = layer.experts.names
     for name in names:

@@ -1,4 +1,4 @@
-"""`fairseq_tutel.moe_layer` on one rank: usual Tutel programs, compared with loops."""
+"""The tests compare `fairseq_tutel.moe_layer`, which has Tutel's arguments, with loops on one rank."""
 
 import re
 from pathlib import Path
@@ -29,20 +29,20 @@ from fairseq_tutel.moe.experts import Experts
     ],
     ids=str,
 )
-def test_gates_and_weights_equal_a_loop(gate, options, loop):
+def test_a_layer_with_tutels_gate_arguments_equals_a_loop(gate, options, loop):
     layer = build({**TOP, **gate}, **options)
     equals_loop(layer, **{"top_k": 2, **loop})
     equals_loop(layer.eval(), **{"top_k": 2, **loop})
 
 
-def test_default_options_equal_tutels():
+def test_the_default_options_equal_the_default_options_of_tutel():
     layer = build({"type": "top"}, {"type": "ffn", "hidden_size_per_expert": H})
     (config,) = layer.moe.gate_configs
     assert (config.top_k, config.capacity_factor, config.gate_fp32, config.gate_noise) == (1, 1.0, False, 0)
     assert layer.num_global_experts == 1 and type(layer.experts) is Experts
 
 
-def test_the_load_importance_loss_equals_tutels():
+def test_the_load_importance_loss_equals_the_formula_of_tutel():
     layer, x = build({**TOP, "gate_noise": 1.0}, is_gshard_loss=False), tokens(T)
     logits_TE = x @ layer.gates[0].weight.t()
     torch.manual_seed(3)
@@ -56,7 +56,7 @@ def test_the_load_importance_loss_equals_tutels():
     close(got, sum(parts) / 2, "l_aux")
 
 
-def test_several_gates_share_the_experts():
+def test_several_gates_use_the_same_experts():
     gates = [
         {**TOP, "k": 1},
         {"type": "cosine_top", "k": 3, "capacity_factor": 0.5, "proj_dim": 5, "init_t": 0.25},
@@ -89,7 +89,7 @@ def test_several_gates_share_the_experts():
     ],
     ids=("default", "relu in place", "sin", "without bias", "without biases"),
 )
-def test_ffn_experts_equal_a_loop(options, activation):
+def test_ffn_experts_equal_a_computation_by_loops(options, activation):
     for prescore in (False, True):
         layer = build(experts={**FFN, **options}, is_postscore=not prescore)
         own = layer.experts.expert_parameters()
@@ -99,7 +99,7 @@ def test_ffn_experts_equal_a_loop(options, activation):
 
 
 @pytest.mark.parametrize("activation", (None, torch.sigmoid))
-def test_llama_ffn_experts_equal_a_loop(activation):
+def test_llama_ffn_experts_equal_a_computation_by_loops(activation):
     options = {} if activation is None else {"activation_fn": activation}
     layer = build(experts={**FFN, "type": "llama_ffn", **options})
     own = layer.experts.expert_parameters()
@@ -114,7 +114,7 @@ def test_llama_ffn_experts_equal_a_loop(activation):
 
 
 @pytest.mark.parametrize("out", (None, 3))
-def test_custom_experts_equal_a_loop(out):
+def test_custom_experts_equal_a_computation_by_loops(out):
     layer = build(experts=custom(out=out, power=2))
     equals_loop(layer, 2, expert=lambda layer, e, x: (x @ layer.experts.W[e]) ** 2)
     assert layer(tokens(2, 3)).shape == (2, 3, out or D)
@@ -127,7 +127,7 @@ def test_custom_experts_equal_a_loop(out):
     assert not module.training
 
 
-def test_custom_experts_without_experts_on_dimension_0_raise_an_error():
+def test_custom_weights_without_the_number_of_experts_as_dimension_0_raise_an_error():
     def module(model_dim, num_experts_per_device, sharded_count):
         return nn.Linear(model_dim, model_dim)
 
@@ -135,9 +135,9 @@ def test_custom_experts_without_experts_on_dimension_0_raise_an_error():
         build(experts={"type": "custom", "module": module, "num_experts_per_device": E})
 
 
-def test_arguments_of_forward_replace_options():
+def test_arguments_of_forward_override_constructor_options():
     layer = build({**TOP, "k": 1, "capacity_factor": 0.5})
-    equals_loop(layer, 1, 0.0, call={"capacity_factor": 0})  # 0 is a value, not "not given"
+    equals_loop(layer, 1, 0.0, call={"capacity_factor": 0})  # A capacity factor of 0 overrides the option.
     equals_loop(layer, 2, -1.0, call={"top_k": 2, "capacity_factor": -1.0, "inequivalent_tokens": True})
     equals_loop(layer, E, 0.5, call={"top_k": 9})
     equals_loop(layer, 1, 0.5, call={"a2a_ffn_overlap_degree": 3, "adaptive_r": 0})
@@ -147,7 +147,7 @@ def test_arguments_of_forward_replace_options():
 
 
 @pytest.mark.parametrize("experts", (FFN, {**FFN, "has_fc2_bias": False}, custom()), ids=str)
-def test_constructor_functions_and_parameter_methods_work(experts):
+def test_scan_expert_func_and_result_func_and_get_parameter_iterator_work(experts):
     seen = []
     layer = build(
         experts=experts,
@@ -163,7 +163,7 @@ def test_constructor_functions_and_parameter_methods_work(experts):
     assert loss is y.l_aux and loss.requires_grad
 
 
-def test_the_first_seed_initializes_the_layer_and_the_third_seeds_the_generator():
+def test_the_first_seed_initializes_the_layer_and_the_third_seed_sets_the_global_generator():
     same = [
         build({"type": "custom", "module": OwnGate}, custom(), seeds=seeds) for seeds in ((1,), (1, 9, 12))
     ]
@@ -178,7 +178,7 @@ def test_the_first_seed_initializes_the_layer_and_the_third_seeds_the_generator(
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_y_has_the_dtype_of_the_input(dtype):
+def test_the_output_has_the_dtype_of_the_input(dtype):
     layer, x = build().float(), tokens(T)
     y = layer(x.to(dtype))
     assert y.dtype == dtype
@@ -202,12 +202,12 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "value"), BAD, ids=str)
-def test_invalid_arguments_raise_an_error(options, value):
+def test_invalid_tutel_arguments_raise_an_error(options, value):
     with pytest.raises(ValueError, match=value):
         ft.moe_layer(**{"gate_type": TOP, "model_dim": D, "experts": FFN, **options})
 
 
-def test_the_example_of_the_documentation_runs():
+def test_the_first_example_of_docs_tutel_runs():
     text = (Path(__file__).parents[2] / "docs" / "tutel.md").read_text()
     example = re.findall(r"```python\n(.*?)```", text, re.S)[0]
     names = {}

@@ -1,4 +1,4 @@
-"""`ft.moe_layer` on several ranks equals one process with all experts: outputs, gradients and files."""
+"""A layer of `ft.moe_layer` on several ranks returns the outputs and gradients of one process."""
 
 import functools
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import fairseq_tutel as ft
 from fairseq_tutel.parallel.gradients import is_expert, reduce_expert_gradients
 
 D = 6
-TOKENS = (9, 0, 7, 4)  # the number of tokens on each rank
+TOKENS = (9, 0, 7, 4)  # These are the numbers of tokens on each rank.
 FFN = {"type": "ffn", "hidden_size_per_expert": 8}
 KINDS = {
     "ffn": FFN,
@@ -29,14 +29,14 @@ class Case:
     per_device: float = 2
     factor: float = 0.0
     ranks: tuple[int, ...] = (0, 1, 2, 3)
-    default_group: bool = False  # pass None instead of a group with all ranks
+    default_group: bool = False  # Pass group=None instead of a group of all ranks.
     parallel_type: str = "adaptive:1"
-    busy: bool = False  # all tokens choose experts 0 and 1, which are on the first rank
+    busy: bool = False  # All tokens choose experts 0 and 1 of the first rank.
 
 
-@functools.cache  # ranks and groups are reused by later tests
+@functools.cache  # Later tests reuse ranks and process groups.
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Create a group of `ranks` and a group of all other ranks; return this rank's group."""
+    """Create a group of `ranks` and a group of all other ranks, and return the group of this rank."""
     others = tuple(r for r in range(dist.get_world_size()) if r not in ranks)
     groups = [dist.new_group(part) for part in (ranks, others) if part]
     return groups[0 if dist.get_rank() in ranks else 1]
@@ -59,7 +59,7 @@ def loss_of(layer, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compare(case: Case) -> int:
-    """Compare this rank's part of a layer with a layer that has all experts in one process."""
+    """Compare a layer on this rank with a layer that has all experts in one process."""
     rank = dist.get_rank()
     group = None if case.default_group else group_of(case.ranks)
     members = list(range(4)) if group is None else dist.get_process_group_ranks(group)
@@ -67,7 +67,7 @@ def compare(case: Case) -> int:
     whole = build(case, alone(), layer.num_global_experts)
     if (
         case.kind == "custom"
-    ):  # each rank initializes its modules in one go, so experts differ from one process
+    ):  # Each rank initializes all its custom experts at once, so initial values differ from one process.
         parts = [None] * len(members)
         dist.all_gather_object(parts, layer.experts.W.detach(), group=group)
         distinct = parts[: layer.moe.topology.expert_parallel_size]
@@ -75,7 +75,7 @@ def compare(case: Case) -> int:
     if case.busy:
         for each in (layer, whole):
             nn.init.zeros_(each.gates[0].weight)
-    for _ in range(1 if rank in case.ranks else 3):  # groups do not wait for each other
+    for _ in range(1 if rank in case.ranks else 3):  # Ranks of other groups run more passes.
         layer.zero_grad()
         x, y, loss = loss_of(layer, rank)
         loss.backward()
@@ -91,7 +91,7 @@ def compare(case: Case) -> int:
 
 
 def check_experts(layer, whole, world: int, group) -> None:
-    """Reduce gradients as documented, and compare them with the complete layer's sum divided by W."""
+    """Reduce gradients as documented, and compare them with the complete layer's gradients divided by W."""
     for p in layer.parameters():
         if not is_expert(p):
             dist.all_reduce(p.grad, group=group)
@@ -113,7 +113,7 @@ def check_experts(layer, whole, world: int, group) -> None:
     [
         ({"ranks": (0, 2), "factor": 0.5}, 4),
         ({"per_device": 1, "default_group": True}, 4),
-        ({"busy": True}, 8),  # some ranks' experts get no rows
+        ({"busy": True}, 8),  # Experts of some ranks get no rows.
         ({"per_device": -2, "default_group": True}, 2),
         ({"per_device": 0.5, "parallel_type": "model"}, 2),
         ({"per_device": -2, "ranks": (1, 3), "parallel_type": "adaptive:0"}, 1),
@@ -121,12 +121,12 @@ def check_experts(layer, whole, world: int, group) -> None:
     ],
     ids=str,
 )
-def test_a_layer_on_a_group_equals_one_process_with_all_experts(ranks, kind, options, experts):
+def test_a_layer_on_a_process_group_equals_one_process_with_all_experts(ranks, kind, options, experts):
     assert ranks(4).run(compare, Case(kind=kind, **options)) == [experts] * 4
 
 
 class Example(nn.Module):
-    """The model of Tutel's example program, which saves a file for each rank."""
+    """This model of Tutel's example program saves one file per rank."""
 
     def __init__(self, kind: str, per_device: float, group=None):
         super().__init__()
@@ -167,7 +167,7 @@ class Example(nn.Module):
 
 
 def resumed(kind: str, per_device: float, pattern: str) -> str:
-    """Resume from this rank's file, and return the error with which another rank's file is refused."""
+    """Resume from this rank's file, and return the error that another rank's file raises."""
     rank = dist.get_rank()
     first = Example(kind, per_device)
     first.train_steps(range(2))
@@ -184,7 +184,7 @@ def resumed(kind: str, per_device: float, pattern: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ("ffn", "custom"))
-def test_the_example_resumes_from_the_file_of_each_rank_only(ranks, tmp_path, kind):
+def test_each_rank_of_tutels_example_resumes_only_from_its_file(ranks, tmp_path, kind):
     for message in ranks(2).run(resumed, kind, 2, str(tmp_path / "{}")):
         assert "hold the experts of another rank" in message
 
@@ -202,6 +202,6 @@ def test_each_rank_loads_its_experts_from_a_file_with_all_experts(ranks, tmp_pat
     assert torch.equal(torch.cat(parts), one.moe.experts.fc1_weight)
 
 
-def test_a_rank_outside_the_given_numbers_raises_an_error(ranks):
+def test_num_experts_per_device_that_does_not_fit_the_number_of_ranks_raises_an_error(ranks):
     with pytest.raises(AssertionError, match="num_experts_per_device is -3 on 4 ranks"):
         ranks(4).run(build, Case(), None, -3)

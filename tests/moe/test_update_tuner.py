@@ -1,4 +1,4 @@
-"""UpdateTuner in a training run: all ranks make the same choice, and each bucket has one choice."""
+"""UpdateTuner chooses the same strategy on all ranks, and one strategy for each range of capacities."""
 
 import dataclasses
 import time
@@ -34,20 +34,20 @@ def update(tuner, layer, tokens, seconds=0.0):
 
 @contextmanager
 def clock():
-    """Replace the tuner's clock; yield a list whose element is the current time."""
+    """Replace the tuner's clock by a list whose only element is the current time."""
     now = [0.0]
     with patch.object(update_tuner, "time", SimpleNamespace(perf_counter=lambda: now[0])):
         yield now
 
 
 def loop():
-    """Train until the search for the bucket has ended; ranks have different tokens and simulated times."""
+    """Train until the tuner has found a strategy; ranks differ in tokens and simulated times."""
     layer, rank = layer_of(local=2), dist.get_rank()
     tuner = ft.UpdateTuner([layer])
     strategies = []
     with clock() as now:
         while not tuner.tuner.best:
-            # Rank 2 is the slowest rank, except with the strategy that the search must find.
+            # Rank 2 is the slowest rank, except with the strategy that the tuner must find.
             chosen = tuner.begin(8 + rank)
             good = chosen == ft.Strategy(adaptive_r=2, overlap=2, algorithm="2dh")
             layer(torch.randn(8 + rank, 8))[0].sum().backward()
@@ -58,7 +58,7 @@ def loop():
     return strategies, tuner.tuner.rs, dict(tuner.tuner.best)
 
 
-def test_all_ranks_choose_the_best_strategy_for_the_slowest_rank(ranks):
+def test_all_ranks_choose_the_strategy_that_is_best_for_the_slowest_rank(ranks):
     got = ranks(4).run(loop)
     assert all(rank == got[0] for rank in got)
     strategies, rs, best = got[0]
@@ -75,7 +75,7 @@ def all_costs(tuner):
 
 
 def of_several_micro_batches():
-    """Run updates of 8 micro-batches of which only the first is equal; each token takes 1 ms."""
+    """Run updates of 8 micro-batches with 1 ms per token; only the first has equal sizes on both ranks."""
     layer = layer_of(parallel=2)
     tuner, rank = ft.UpdateTuner([layer], overlaps=(1,)), dist.get_rank()
     with clock() as now:
@@ -90,13 +90,13 @@ def of_several_micro_batches():
     return all_costs(tuner)
 
 
-def test_the_time_of_an_update_is_divided_by_the_tokens_of_all_micro_batches(ranks):
+def test_the_tuner_divides_the_time_of_an_update_by_the_tokens_of_all_micro_batches(ranks):
     for costs in ranks(2).run(of_several_micro_batches):
         assert costs == pytest.approx([1000.0] * 2)
 
 
 def candidates_by(machine):
-    """Return the candidates for two experts with two shards each, on two nodes of two ranks."""
+    """Return the tuner's candidates for two experts with two shards each, on two nodes of two ranks."""
     tuner = ft.UpdateTuner([layer_of(local=2)], machine=machine if dist.get_rank() == 0 else None)
     tuner._warm = update_tuner.WARM_UPDATES
     tuner.begin(4096)
@@ -104,7 +104,7 @@ def candidates_by(machine):
     return candidates
 
 
-def test_the_hardware_profile_of_the_first_rank_chooses_the_candidates(ranks):
+def test_the_hardware_profile_of_rank_0_determines_the_candidates_of_all_ranks(ranks):
     slow = replace(CPU, inter=Link(1.0, 1e3), intra=Link(1.0, 1e3))
     by_links = ranks(4).run(candidates_by, slow)
     assert by_links == [by_links[0]] * 4
@@ -122,15 +122,15 @@ def keys(factor):
     return tuner._last[0]
 
 
-def test_the_bucket_depends_on_the_sign_of_the_capacity_factor(ranks):
-    # The capacity of 40 tokens and two experts is 1 * ceil(f * 40 / 2); f = 1 without a limit.
+def test_the_tuners_capacity_bucket_depends_on_the_sign_of_the_capacity_factor(ranks):
+    # For factor f, 40 tokens and two experts, the capacity is ceil(f * 40 / 2); factor 0 counts as 1.
     assert ranks(2).run(keys, 1.5)[0] == "25 to 30 slots"
     assert ranks(2).run(keys, 0.0)[0] == "20 to 24 slots"
     assert ranks(2).run(keys, -0.5)[0] == "8 to 11 slots"
 
 
 def degrees_in_training(state, activations):
-    """Train with an optimizer that creates its state in the first step; rank 1 has a small GPU."""
+    """Train with an optimizer that creates its state in the first step; rank 1 has little GPU memory."""
     layer = layer_of(dataclasses.replace(CONFIG, adaptive_r=2))
     own = sum(p.numel() * 4 for p in layer.experts.expert_parameters().values())
     tuner, taken = ft.UpdateTuner([layer], overlaps=(1,)), [0.0]
@@ -144,7 +144,7 @@ def degrees_in_training(state, activations):
         return tuner.tuner.rs
 
 
-def test_free_memory_is_measured_at_the_peak_of_a_complete_update(ranks):
+def test_the_tuner_measures_free_memory_at_the_peak_of_a_complete_update(ranks):
     assert ranks(4).run(degrees_in_training, 2, 2) == [(0, 1, 2)] * 4
     assert ranks(4).run(degrees_in_training, 4, 3) == [(1, 2)] * 4
     assert ranks(4).run(degrees_in_training, 3, 6) == [(2,)] * 4
@@ -154,5 +154,5 @@ def test_free_gpu_memory_includes_reserved_memory_beyond_the_peak(monkeypatch):
     numbers = {"mem_get_info": (30, 100), "memory_reserved": 50, "max_memory_allocated": 45}
     for name, number in numbers.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number)
-    # 30 bytes are free outside this process, which reserves 50 bytes and used at most 45.
+    # The GPU has 30 free bytes, and this process reserves 50 bytes and used at most 45 bytes.
     assert update_tuner._free_bytes(torch.device("cuda")) == 35

@@ -1,4 +1,4 @@
-"""If ranks have different options, all ranks raise the same error before they exchange tensors."""
+"""If ranks have different options, all ranks raise the same error before the first all-to-all."""
 
 import torch.distributed as dist
 
@@ -17,7 +17,7 @@ def _error(function, argument_of_rank):
 
 
 def _errors(function, cases):
-    """Return the error of each case, and whether ranks agree afterwards."""
+    """Return the error message of each case, or "agreed" if the ranks have equal options."""
     found = [_error(function, case) for case in cases]
     agree({"after": "that"})
     return found
@@ -36,7 +36,7 @@ FACTS = {
 }
 
 
-def test_all_ranks_raise_the_same_error(ranks):
+def test_if_options_differ_between_ranks_all_ranks_raise_the_same_error(ranks):
     expected = [sentence if sentence == "agreed" else sentence + FIX for sentence in FACTS]
     assert ranks(4).run(_errors, agree, list(FACTS.values())) == [expected] * 4
 
@@ -52,7 +52,7 @@ TOPOLOGIES = {
 }
 
 
-def test_different_topology_arguments_raise_an_error_before_groups_are_created(ranks):
+def test_topology_arguments_that_differ_between_ranks_raise_an_error_before_groups_are_created(ranks):
     usual = ([4], 2)
     cases = [[usual, odd, usual, usual] for odd in TOPOLOGIES.values()]
     expected = [*(sentence + FIX for sentence in TOPOLOGIES), "agreed"]

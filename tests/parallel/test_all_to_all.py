@@ -1,4 +1,4 @@
-"""The 2-D hierarchical all-to-all is bit-identical to linear, with fewer messages between nodes."""
+"""The 2-D hierarchical all-to-all is bit-identical to the linear one, with fewer messages between nodes."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from fairseq_tutel.parallel import all_to_all
 from fairseq_tutel.parallel.call_id import CallCounter, CallId
 from fairseq_tutel.parallel.groups import make_topology
 
-# The number of ranks, of ranks in an EP group, and of ranks per node.
+# Each entry is the number of ranks, the size of an EP group, and the number of ranks per node.
 LONG = [pytest.param(*s, marks=pytest.mark.long) for s in ((6, 6, 2), (6, 6, 3), (8, 4, 2))]
 SPLITS = [(4, 4, 2), *LONG]
 MODEL_DIM, EXPERTS_PER_RANK = 3, 2
@@ -19,12 +19,12 @@ def counts_of(rank, parallel, seed):
     generator = torch.Generator().manual_seed(100 * seed + rank)
     counts = torch.randint(0, 4, (parallel, EXPERTS_PER_RANK), generator=generator)
     if seed == 1 and rank == 1:
-        counts.zero_()  # this rank sends no rows
+        counts.zero_()  # This rank sends no rows.
     return torch.full_like(counts, 3) if seed == EVEN else counts
 
 
 def compare_exchanges(parallel, local, dtype, seed):
-    """Compare both all-to-alls for the same rows, and their gradients of a projection, on every rank."""
+    """Compare the results and gradients of both all-to-all algorithms for the same rows on every rank."""
     rank = dist.get_rank()
     topology = make_topology([parallel * EXPERTS_PER_RANK], parallel, local)
     counts = counts_of(rank, parallel, seed)
@@ -62,7 +62,7 @@ def compare_all(parallel, local):
 
 
 @pytest.mark.parametrize("world, parallel, local", SPLITS)
-def test_a_hierarchical_exchange_equals_the_linear_one(ranks, world, parallel, local):
+def test_the_hierarchical_all_to_all_equals_the_linear_all_to_all(ranks, world, parallel, local):
     for cases in ranks(world).run(compare_all, parallel, local):
         for linear, hierarchical in cases:
             for expected, got in zip(linear, hierarchical, strict=True):
@@ -70,7 +70,7 @@ def test_a_hierarchical_exchange_equals_the_linear_one(ranks, world, parallel, l
         assert len(cases[0][0][0]) > 0
 
 
-def test_blocks_of_equal_size_are_transposed_without_row_maps(monkeypatch):
+def test_the_hierarchical_all_to_all_transposes_blocks_of_equal_size_without_row_maps(monkeypatch):
     monkeypatch.setattr(all_to_all, "regroup_maps", None)
     counts_AB, rows = torch.full((2, 3), 2), torch.arange(12).unsqueeze(1)
     forth, back = all_to_all._regrouping(counts_AB, counts_AB)
@@ -82,6 +82,6 @@ def grids(locals_):
     return [make_topology([4], 0, local).grid is None for local in locals_]
 
 
-def test_there_is_no_grid_unless_experts_are_on_several_complete_nodes(ranks):
-    # One rank per node; three ranks, which do not divide 4; all ranks on one node; unknown nodes.
+def test_the_hierarchical_all_to_all_needs_experts_on_several_complete_nodes(ranks):
+    # The ranks per node are 1, 3 (which does not divide 4), 4 or 8 (one node), and 0 (unknown nodes).
     assert ranks(4).run(grids, (1, 3, 4, 8, 0)) == [[True] * 5] * 4

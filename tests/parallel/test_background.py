@@ -1,4 +1,4 @@
-"""Background communication: a thread on a CPU, a stream on a GPU."""
+"""Background communication runs in a thread on a CPU, and in a stream on a GPU."""
 
 import threading
 
@@ -8,8 +8,8 @@ import torch
 from fairseq_tutel.parallel import background
 
 
-def test_after_an_error_later_jobs_fail_without_sending():
-    """Otherwise, a peer that waits for rows of the first job would receive rows of the second job."""
+def test_after_an_error_queued_communication_jobs_fail_without_sending():
+    """A rank that waits for the rows of a failed job must not receive the rows of the next job."""
     all_begun, failed, sent = threading.Event(), threading.Event(), []
 
     def fail(rows):

@@ -1,4 +1,4 @@
-"""The cost model: parts of a step and of memory, computed by hand, and the order of candidates."""
+"""The tests compare the cost model's predicted times and memory with values computed by hand."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -19,8 +19,8 @@ WORK = Work(tokens=8, model_dim=4, hidden_dim=16, experts=2, top_k=2, bytes_per_
 FOUR = Cluster(nodes=2, local=2, expert_parallel_size=4)
 
 
-def test_the_parts_of_a_step_equal_hand_computed_values():
-    # s = 2, r = 2: no weights are gathered; each of 16 rows is sent to 2 ranks with half of the expert.
+def test_predicted_times_of_all_parts_of_a_step_equal_hand_computed_values():
+    # With 2 shards per expert and r = 2, ranks gather no weights and send each of 16 rows to 2 ranks.
     parts = cost.step_parts(WORK, ROUND, FOUR, Strategy(adaptive_r=2))
     rows, dim, hidden, parameters = 16, 4, 16, 2 * 4 * 16
     assert parts["gate"] == pytest.approx(3 * 2 * 8 * dim * 2 / 1e5)
@@ -36,7 +36,7 @@ def test_the_parts_of_a_step_equal_hand_computed_values():
     assert parts["dense layers"] == parts["dense gradients"] == 0
 
 
-def test_replicas_and_dense_parameters_are_all_reduced():
+def test_the_cost_model_includes_all_reduces_of_replicas_and_dense_parameters():
     work = replace(WORK, dense_parameters=1000, layers=3)
     pair = replace(FOUR, expert_parallel_size=2)
     parts = cost.step_parts(work, ROUND, pair, Strategy())
@@ -49,14 +49,14 @@ def test_replicas_and_dense_parameters_are_all_reduced():
     assert cost.step_seconds(work, ROUND, pair, Strategy()) == sum(parts.values())
 
 
-def test_memory_equals_hand_computed_values():
-    # 3 layers, P = 4, E = 2: a rank stores 64 of each layer's 256 weights.
+def test_predicted_memory_equals_hand_computed_values():
+    # With P = 4 and E = 2, a rank stores 64 of the 256 expert weights of each of the 3 layers.
     work = replace(WORK, layers=3, dense_parameters=1000)
     found = cost.memory_bytes(work, FOUR, Strategy(adaptive_r=1, algorithm="2dh"))
     parameters = 3 * 64 + 1000
     assert found == {
         "parameters": 2 * parameters,
-        "gradients": (2 + 4) * parameters,  # fairseq keeps a copy in fp32
+        "gradients": (2 + 4) * parameters,  # Fairseq keeps an fp32 copy of gradients.
         "optimizer state": (8 + 4) * parameters,
         cost.HOST: 0,
         "activations": 3 * 2 * (8 * 4 + 16 * (2 * 4 + 2 * 16)),
@@ -71,7 +71,7 @@ def test_memory_equals_hand_computed_values():
     assert everything["row buffers"] == 0
 
 
-def test_candidates_have_every_combination_once_and_are_sorted():
+def test_the_candidates_of_the_cost_model_are_distinct_and_sorted_by_time():
     work = Work(tokens=1024, model_dim=512, hidden_dim=2048, experts=4)
     found = list(cost.candidates(work, nodes=4, local=2))
     assert len(set(found)) == len(found)

@@ -1,4 +1,4 @@
-"""A layer with an exchange between ranks equals a layer on one rank with all experts."""
+"""A layer whose experts are on several ranks equals a layer on one rank with all experts."""
 
 import dataclasses
 import itertools
@@ -15,14 +15,14 @@ from fairseq_tutel.parallel.regroup import regroup_maps
 
 CONFIG = MoEConfig(model_dim=6, hidden_dim=5, num_experts=4, activation="gelu")
 
-# The number of tokens on each rank.
+# These are the numbers of tokens on each rank.
 UNEVEN = (9, 4, 7, 1)
 NOBODY_ON_RANK_1 = (6, 0, 5, 3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One comparison: the tokens of each rank, the division of experts, and the layer's options."""
+    """Describes one comparison by each rank's tokens, the number of EP ranks, and the layer's options."""
 
     tokens: tuple[int, ...] = UNEVEN
     parallel: int = 0
@@ -42,12 +42,12 @@ def inputs(case: Case, rank: int) -> tuple[Tensor, Tensor | None]:
 
 
 def layers(case: Case) -> tuple[MoELayer, MoELayer]:
-    """Return the layer that is split over ranks, and the same layer with all experts."""
+    """Return a layer whose experts are on several ranks, and an equal layer with all experts."""
     topology = make_topology([CONFIG.num_experts], case.parallel)
     config = dataclasses.replace(CONFIG, **dict(case.options))
     both = [MoELayer(config, where, seed=3).to(case.dtype) for where in (topology, None)]
     for layer in both:
-        if case.one_expert:  # all scores are equal, so expert 0 is chosen first, then expert 1
+        if case.one_expert:  # All scores are equal, so tokens choose expert 0 first, then expert 1.
             torch.nn.init.zeros_(layer.gate.weight)
     return both[0], both[1]
 
@@ -84,7 +84,7 @@ def compare_with_one_rank(case: Case) -> None:
     close(split.gate.weight.grad, whole.gate.weight.grad, "gradient of the gate")
     mine = slice(split.experts.first, split.experts.first + split.experts.num_local)
     for name, parameter in whole.experts.expert_parameters().items():
-        # All ranks of the group sent tokens to this rank's experts, whose gradients sum over the group.
+        # The gradient of an expert is the sum over the tokens of all ranks of the EP group.
         total = parameter.grad.double()
         if topology.expert_group is not None:
             dist.all_reduce(total, group=topology.expert_group)
@@ -117,15 +117,15 @@ def agree(needs) -> int:
     return agreed_capacity(need, ExchangeOptions(group=dist.group.WORLD), call_id)
 
 
-def test_the_agreed_capacity_is_the_largest_row_count_and_at_least_1(ranks):
+def test_the_agreed_capacity_is_the_largest_row_count_of_all_ranks_but_at_least_1(ranks):
     assert ranks(4).run(agree, [[1, 5], [3, 0], [0, 0], [0, 0]]) == [5] * 4
     assert ranks(4).run(agree, [[0, 0]] * 4) == [1] * 4
 
 
-def test_regroup_maps_of_all_small_counts_equal_brute_force():
+def test_the_regroup_maps_of_all_small_row_counts_equal_brute_force():
     for flat in (*itertools.product(range(3), repeat=4), (2, 0, 3, 1, 4, 0)):
         counts_PE = torch.tensor(flat).view(2, -1)
-        # A row is identified by its source, its destination, and its number among the rows with both.
+        # A row is (source rank, expert, number among the rows of this rank and expert).
         sizes = [(p, e, n) for p, row in enumerate(counts_PE.tolist()) for e, n in enumerate(row)]
         by_source = [(p, e, i) for p, e, n in sizes for i in range(n)]
         by_expert = sorted(by_source, key=lambda row: (row[1], row[0], row[2]))

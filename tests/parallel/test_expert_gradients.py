@@ -1,4 +1,4 @@
-"""Expert gradients: their reduction over EP replicas, their part of the global norm, and clipping."""
+"""The tests check how expert gradients are reduced over EP replicas, counted in the norm, and clipped."""
 
 import math
 
@@ -39,39 +39,39 @@ def reduce(parallel: int, missing: bool) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize(
     ("parallel", "missing", "expected"),
     [
-        # Ranks 0 and 2 hold one half of the experts, ranks 1 and 3 the other half: 1 + 4 and 2 + 8.
+        # Ranks 0 and 2 hold one half of the experts, and ranks 1 and 3 hold the other half.
         (2, False, [[total / 4, 2 / 4] for total in (5, 10, 5, 10)]),
         (
             2,
             True,
             [[1.25, 0.5], [0.5, 0.25], [1.25, 0.5], [0.5, 0.25]],
-        ),  # a missing gradient counts as zero
+        ),  # A missing gradient counts as zero.
         (4, False, [[2**r / 4, 1 / 4] for r in range(4)]),
     ],
 )
-def test_an_expert_gradient_is_the_sum_over_its_replicas_divided_by_w(ranks, parallel, missing, expected):
+def test_an_expert_gradient_is_the_sum_over_ep_replicas_divided_by_w(ranks, parallel, missing, expected):
     assert ranks(4).run(reduce, parallel, missing) == [([5.0], grad) for grad in expected]
 
 
 def norm(parallel: int) -> float:
     topology = make_topology([4], parallel)
     dense = with_gradient([3.0, 1.0], expert=False)
-    # Expert e has gradient e + 1; each rank holds 4 / P experts.
+    # Expert e has the gradient e + 1, and each rank holds 4 / P experts.
     held = [float(e + 1) for e in topology.local_experts(4)]
     expert = with_gradient(held, expert=topology.expert_parallel_size > 1)
     return float(global_grad_norm([dense, expert], topology))
 
 
 @pytest.mark.parametrize("parallel", (1, 2, 4))
-def test_the_norm_counts_every_expert_once_for_every_division(ranks, parallel):
+def test_the_gradient_norm_counts_every_expert_once_for_every_ep_size(ranks, parallel):
     expected = math.sqrt(9 + 1 + 1 + 4 + 9 + 16)
     got = ranks(4).run(norm, parallel)
     assert got == pytest.approx([expected] * 4, rel=1e-12)
-    assert len(set(got)) == 1  # equal bits, so all ranks make the same decision
+    assert len(set(got)) == 1  # Norms are bit-identical, so all ranks make the same decision.
 
 
 def gradients_by_division(parallel: int, division: str) -> dict[str, Tensor]:
-    """Return all gradients for the tokens of all ranks, reduced as an optimizer reduces them."""
+    """Return the gradients of a layer after the reduction over ranks that an optimizer runs."""
     place = make_topology([4], parallel)
     config = MoEConfig(
         model_dim=4, hidden_dim=3, num_experts=4, shared_experts=1, expert_grad_norm=division
@@ -81,7 +81,7 @@ def gradients_by_division(parallel: int, division: str) -> dict[str, Tensor]:
     y, output = layer(torch.randn(9, 4, generator=generator, dtype=torch.float64))
     (y.square().sum() + output.balance_loss).backward()
     for parameter in layer.parameters():
-        if not is_expert(parameter):  # as data parallelism does
+        if not is_expert(parameter):  # Data parallelism averages other gradients.
             dist.all_reduce(parameter.grad)
             parameter.grad /= place.world_size
     rescale_expert_gradients(layer.parameters(), place.world_size)
@@ -90,7 +90,7 @@ def gradients_by_division(parallel: int, division: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world_size, parallel", [(2, 2), (2, 1), (4, 2)])
-def test_division_by_the_root_of_w_gives_gradients_larger_by_this_root(ranks, world_size, parallel):
+def test_sqrt_world_size_makes_expert_gradients_larger_by_the_root_of_w(ranks, world_size, parallel):
     plain, by_root = (
         ranks(world_size).run(gradients_by_division, parallel, division)
         for division in ("world_size", "sqrt_world_size")
@@ -103,7 +103,7 @@ def test_division_by_the_root_of_w_gives_gradients_larger_by_this_root(ranks, wo
 
 
 @pytest.mark.parametrize("max_norm, factor", [(1.0, 0.2), (0.0, 1.0), (100.0, 1.0)])
-def test_only_a_norm_above_the_limit_is_clipped(max_norm, factor):
+def test_gradients_are_clipped_only_if_the_norm_is_above_max_norm(max_norm, factor):
     parameters = [with_gradient([3.0], expert=False), with_gradient([4.0], expert=True)]
     clip_gradients(parameters, max_norm, global_grad_norm(parameters, Topology()))
     assert [float(each.grad) for each in parameters] == pytest.approx([3 * factor, 4 * factor], rel=1e-6)

@@ -9,11 +9,11 @@ from fairseq_tutel.parallel import guard
 from fairseq_tutel.parallel.guard import CommunicationError, guarded
 
 OPERATION = "the all-reduce of a test"
-TIMEOUT = 1  # seconds, for collectives and for the health check
+TIMEOUT = 1  # Collectives and the health check have this time-out in seconds.
 
 
 def _group():
-    """Return a default group whose collectives have the time-out."""
+    """Return a process group whose collectives have the time-out of this file."""
     guard.set_timeout(TIMEOUT)
     guard.limit(None)
     group = dist.new_group(timeout=guard.timeout_of_groups())
@@ -23,7 +23,7 @@ def _group():
 
 
 def _reduce(rank, fate, victim):
-    """Run an all-reduce in a group with a time-out; the victim first dies or stops, depending on `fate`."""
+    """Run an all-reduce in a group with a time-out after rank `victim` has died or stopped."""
     group = _group()
     dist.all_reduce(torch.ones(3), group=group)
     if rank == victim:
@@ -42,7 +42,7 @@ def test_errors_on_all_other_ranks_name_a_dead_or_stopped_rank(fate, at_least):
     assert seconds < at_least + TIMEOUT + 2 * guard.GRACE_SECONDS + 4
 
 
-def test_errors_name_a_stopped_rank_that_runs_the_store():
+def test_errors_name_a_stopped_rank_that_runs_the_rendezvous_store():
     (sentence,), seconds = mortal.run(_reduce, 2, [1], mortal.stop, 0)
     assert f"rank 1 could not finish {OPERATION}" in sentence
     assert ": rank 0, which runs the rendezvous store, has ended or is stopped" in sentence
@@ -65,7 +65,7 @@ def test_ranks_in_different_operations_all_answer_the_health_check():
         assert "ranks 0-1 answered a health check or ended during it, so a connection broke" in sentence
 
 
-def test_other_errors_and_explained_errors_are_not_changed():
+def test_the_guard_keeps_errors_that_are_not_from_communication_or_are_already_explained():
     for error in (
         ValueError("Connection closed by peer"),
         RuntimeError("Split sizes doesn't match total dim 0 size"),
@@ -76,7 +76,7 @@ def test_other_errors_and_explained_errors_are_not_changed():
         assert caught.value is error
 
 
-def test_errors_of_torch_s_back_ends_are_recognized():
+def test_communication_errors_of_torchs_back_ends_are_recognized():
     for error in (
         dist.DistBackendError("NCCL error in: …, remote process exited or there was a network error"),
         dist.DistStoreError("wait timeout after 2000ms, keys: /default_pg/0//2//cpu//0/1"),

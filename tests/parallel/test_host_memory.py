@@ -1,4 +1,4 @@
-"""Available memory: MemAvailable, and the limits of cgroups (version 2)."""
+"""Available memory: Available host memory is limited by MemAvailable and by cgroups (version 2)."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def version_2(limit, inactive=0):
     return {"memory.max": str(limit), "memory.current": str(100 * MIB), "memory.stat": stat}
 
 
-# The process's cgroups, the files in their folders, and the result in MiB; MemAvailable is 1000 MiB.
+# Each entry has the cgroups, the files in their folders, and the available MiB; MemAvailable is 1000 MiB.
 SYSTEMS = {
     "no limit": ("0::/\n", {TWO: version_2("max")}, 1000),
     "inactive page cache": ("0::/\n", {TWO: version_2(300 * MIB, inactive=50 * MIB)}, 250),
@@ -28,7 +28,7 @@ SYSTEMS = {
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_the_smallest_of_available_memory_and_limits_is_available(tmp_path, name):
+def test_the_smallest_of_available_memory_and_cgroup_limits_is_available(tmp_path, name):
     cgroups, folders, expected = SYSTEMS[name]
     files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 1024000 kB\n", "proc/self/cgroup": cgroups}
     files |= {f"{folder}/{name}": text for folder, own in folders.items() for name, text in own.items()}

@@ -1,4 +1,4 @@
-"""Hardware profiles: for the name of a GPU, from files, and from malformed files."""
+"""Hardware profiles come from GPU names and from files, and malformed files raise an error."""
 
 import json
 from dataclasses import asdict, replace
@@ -20,11 +20,11 @@ A100 = PRESETS["a100"]
         (None, CPU),
     ],
 )
-def test_a_gpu_is_identified_by_its_complete_model_number(gpu, expected):
+def test_the_hardware_profile_of_a_gpu_is_chosen_by_its_complete_model_number(gpu, expected):
     assert typical(gpu) == expected
 
 
-def test_a_hardware_profile_is_read_back_from_its_file(tmp_path):
+def test_a_hardware_profile_is_read_as_it_was_written(tmp_path):
     for content in (asdict(A100), {"machine": asdict(A100), "plans": []}):
         (tmp_path / "machine.json").write_text(json.dumps(content))
         assert Machine.from_json(tmp_path / "machine.json") == A100

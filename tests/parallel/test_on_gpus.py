@@ -1,4 +1,4 @@
-"""Layers, training runs and saves on four ranks' GPUs: results, waits, and the order of collectives."""
+"""The tests run layers, training and saves on four simulated GPUs, and check waits and collectives."""
 
 import itertools
 from unittest import mock
@@ -31,7 +31,7 @@ pytestmark = WITHOUT_GPU
 def on_rank(function, *args):
     """Call function(device, *args) on the CPU and on a GPU, and compare the results in fp64.
 
-    Returns the function's second result, and the log of collectives.
+    Return the second result of the function and the log of collectives.
     """
     expected, _ = function(Device("cpu"), *args)
     call_id._pending.clear()
@@ -39,14 +39,14 @@ def on_rank(function, *args):
         found, facts = function(device, *args)
         for one, other in zip(tree_leaves(expected), tree_leaves(found), strict=True):
             torch.testing.assert_close(other.cpu(), one, rtol=1e-12, atol=1e-12)
-        assert device.contexts == {device.index}  # no thread uses another rank's GPU
+        assert device.contexts == {device.index}  # No thread uses the GPU of another rank.
         return facts, device.log
 
 
 def run(ranks, function, *args):
-    """Run a function on the GPUs of all ranks; return all ranks' results, and rank 0's log.
+    """Run a function on the GPUs of all ranks, and return the results of all ranks and rank 0's log.
 
-    Each pair of ranks must start their common collectives, of all groups, in the same order.
+    Each pair of ranks must start the collectives of their common groups in the same order.
     """
     results, logs = zip(*ranks(RANKS, on_gpus=True).run(on_rank, function, *args), strict=True)
     for pair in itertools.combinations(range(RANKS), 2):
@@ -59,7 +59,7 @@ def run(ranks, function, *args):
     return results, logs[0]
 
 
-# The options of a layer, the number of ranks per node, and P.
+# Each entry has a layer's options, the number of ranks per node, and the EP size P.
 FORMS = {
     "linear": ({}, 0, 0),
     "bf16": ({"a2a_dtype": "bf16"}, 0, 2),
@@ -76,7 +76,7 @@ FORMS = {
 
 
 def layer_step(device, options, local, size):
-    """Return the results of a layer, and the host's waits in forward and in backward."""
+    """Return the results of a layer and the times that the host waits in forward and in backward."""
     config = MoEConfig(**{"model_dim": 8, "hidden_dim": 8, "num_experts": 4, **options})
     topology = make_topology([config.num_experts], size, local)
     layer = MoELayer(config, topology, seed=1).double().to(device.name)
@@ -92,15 +92,15 @@ def layer_step(device, options, local, size):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_layer_waits_for_one_small_copy_in_forward_and_for_nothing_in_backward(ranks, form):
+def test_the_host_waits_for_one_small_copy_in_the_forward_pass_and_never_in_the_backward_pass(ranks, form):
     for forward, backward in run(ranks, layer_step, *FORMS[form])[0]:
-        # With r = 0, the wait is for a copy that only the plain torch kernels need.
+        # With r = 0, only plain torch kernels need the copy.
         ((what, numel),) = forward
         assert what == "to the host" and numel <= 24
         assert backward == []
 
 
-# The options of a training run, and the ZeRO stage and offload of the optimizer.
+# Each entry has the options of a training run, the ZeRO stage and the optimizer's offload.
 TRAININGS = {
     "linear": (Training("sgd", 2, 0.0),),
     "gathered, bias": (Training("sgd", 1, 0.5, layout="four, gathered", bias=True),),
@@ -127,14 +127,14 @@ def trained(device, training, *zero):
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_training_equals_one_rank_on_a_cpu_and_ranks_start_collectives_in_one_order(ranks, name):
+def test_training_on_gpus_equals_one_cpu_rank_and_ranks_start_collectives_in_one_order(ranks, name):
     found = run(ranks, trained, *TRAININGS[name])[0][0]
     for key, expected in train(TRAININGS[name][0], updates=1).items():
         torch.testing.assert_close(found[key], expected, rtol=1e-10, atol=1e-10, msg=key)
 
 
 def gradients_of_experts(device):
-    """Return expert gradients, of which one is missing, after the reduction of an optimizer."""
+    """Return reduced expert gradients, where one gradient is missing on one rank."""
     parameters = [nn.Parameter(torch.ones(3, n, device=device.name)) for n in (2, 5, 4)]
     for number, parameter in enumerate(parameters):
         mark_expert(parameter)
@@ -145,14 +145,14 @@ def gradients_of_experts(device):
     return [parameter.grad for parameter in parameters], None
 
 
-def test_nccl_sums_expert_gradients_in_buckets(ranks):
+def test_expert_gradients_are_all_reduced_in_buckets(ranks):
     _, log = run(ranks, gradients_of_experts)
     sums = [(len(c.ranks), c.numel) for c in log if c.name == "all_reduce"]
     assert sums == [(2, 33)]
 
 
 def backward_of_stage_2(device, completes):
-    """Return the additional peak memory of a backward pass over forward, as a number of weights."""
+    """Return how many weights a backward pass adds to the peak memory of the forward pass."""
     layers = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))).to(device.name)
     with torch.no_grad():
         for layer in layers:
@@ -168,13 +168,14 @@ def backward_of_stage_2(device, completes):
 
 
 @pytest.mark.parametrize("completes", [True, False])
-def test_stage_2_frees_gradients_even_if_the_host_runs_ahead_of_collectives(ranks, completes):
+def test_zero_stage_2_frees_gradients_even_if_the_host_runs_ahead_of_collectives(ranks, completes):
     for more in run(ranks, backward_of_stage_2, completes)[0]:
-        assert more < 2 + 8 / RANKS  # one is sent, one is computed, and this rank has its part of 8
+        # At most two complete gradients and this rank's part of 8 gradients exist.
+        assert more < 2 + 8 / RANKS
 
 
 def gathered_and_saved(device, folder):
-    """Return an offloaded moment, gathered on rank 0, and the peak of its bytes on the GPU."""
+    """Return an offloaded optimizer moment that was gathered on rank 0, and the peak of GPU bytes."""
     topology = make_topology([4])
     config = MoEConfig(model_dim=4, hidden_dim=64, num_experts=4)
     layer = MoELayer(config, topology, seed=1).double().to(device.name)
@@ -196,14 +197,14 @@ def gathered_and_saved(device, folder):
     return [[] if whole is None else [whole], tripled, masters, y], most
 
 
-def test_saves_copy_an_offloaded_state_through_the_gpu_part_by_part(ranks, tmp_path):
+def test_a_save_copies_an_offloaded_optimizer_state_through_the_gpu_in_blocks(ranks, tmp_path):
     most, log = run(ranks, gathered_and_saved, tmp_path)
-    assert max(most) <= 2 * 8 * 8 * (1 + RANKS)  # twice 8 fp64 elements; on rank 0, of each rank
+    assert max(most) <= 2 * 8 * 8 * (1 + RANKS)  # Rank 0 holds at most two blocks per rank.
     assert sum(c.name == "gather" for c in log) == 256 // 8
 
 
 def compared_later(device):
-    """Compare call IDs that differ between ranks; return the number of the call that raises an error."""
+    """Compare call IDs that differ between ranks, and return the waits of the host."""
     ids = torch.arange(RANKS, device=device.name) if device.name != "cpu" else torch.zeros(RANKS)
     call_id.compare_later(ids, "one", dist.group.WORLD)
     assert device.waits == []
@@ -213,5 +214,5 @@ def compared_later(device):
     return [], list(device.waits)
 
 
-def test_call_ids_on_a_gpu_are_compared_at_the_next_call(ranks):
+def test_the_next_layer_call_compares_the_call_ids_of_a_gpu(ranks):
     assert run(ranks, compared_later)[0] == ([("event", 0)],) * RANKS

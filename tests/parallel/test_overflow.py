@@ -12,7 +12,7 @@ from fairseq_tutel.parallel.gradients import mark_expert
 
 
 def _parameters(poison: float) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return a dense parameter and an expert parameter, whose gradient is invalid only on rank 1."""
+    """Return a dense parameter and an expert parameter, whose gradient is not finite on rank 1 only."""
     dense, expert = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(1, 2, 2))
     mark_expert(expert)
     dense.grad, expert.grad = torch.ones(3), torch.ones(1, 2, 2)
@@ -37,7 +37,7 @@ def _config():
 
 
 def _on_shared_experts(step, *arguments):
-    """Run a step on two ranks with expert parallelism."""
+    """Run an optimizer step on two ranks with expert parallelism."""
     from fairseq_tutel.plugin.run_state import RUN
 
     with RUN.having(topology=make_topology([2], 2)):
@@ -65,9 +65,9 @@ def fp16(poison: float) -> tuple[bool, float]:
 
 
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
-def test_all_ranks_skip_a_step_with_an_overflow_on_one_rank(ranks, poison):
+def test_all_ranks_skip_a_step_if_gradients_overflow_on_one_rank(ranks, poison):
     assert ranks(2).run(_on_shared_experts, fp16, poison) == [(True, 64.0)] * 2
 
 
-def test_a_step_with_finite_gradients_is_not_skipped(ranks):
+def test_ranks_do_not_skip_a_step_with_finite_gradients(ranks):
     assert ranks(2).run(fp16, 2.0) == [(False, 128.0)] * 2

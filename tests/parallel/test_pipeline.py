@@ -1,4 +1,4 @@
-"""Row chunks: results do not depend on the number of chunks; exchanges overlap with the experts."""
+"""Results do not depend on the number of row chunks, and the all-to-all overlaps with the experts."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ TOKENS = (9, 0, 7, 2)
 
 
 def outputs(options, strategy):
-    """Return the output and gradients of a layer on all ranks."""
+    """Return the layer's output and gradients on this rank."""
     config = dataclasses.replace(CONFIG, **options)
     layer = MoELayer(config, make_topology([config.num_experts], 4, 2), seed=2).double()
     layer.follow(strategy)
@@ -30,7 +30,7 @@ def outputs(options, strategy):
 
 @pytest.fixture(scope="module")
 def kept(ranks):
-    """Return a function that returns all ranks' outputs and computes them only once."""
+    """Return a function that computes the outputs of all ranks once per strategy."""
     made = {}
 
     def of(options, strategy):
@@ -43,7 +43,7 @@ def kept(ranks):
 
 
 @pytest.mark.parametrize("overlap, exchange", [(3, "padded"), (32, "ragged")])
-def test_chunks_change_only_sums_over_rows(ranks, kept, overlap, exchange):
+def test_row_chunks_change_only_the_order_of_sums_over_rows(ranks, kept, overlap, exchange):
     options = {"exchange": exchange, "capacity_factor": 1.25}
     whole = kept(options, Strategy())
     for got, expected in zip(ranks(4).run(outputs, options, Strategy(overlap=overlap)), whole, strict=True):
@@ -51,7 +51,7 @@ def test_chunks_change_only_sums_over_rows(ranks, kept, overlap, exchange):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-# The first four cases convert the same rows to the transfer dtype.
+# The first four strategies convert equal rows to the transfer dtype.
 WAYS = {
     "plain": ({}, Strategy()),
     "chunks": ({}, Strategy(overlap=2)),
@@ -68,11 +68,11 @@ def largest(tensor):
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-# The error of a transfer dtype is half a unit in the last place of the largest element. Gradients are
-# transferred twice as often.
+# A transfer dtype has an error of half a unit in the last place of the largest element. Ranks transfer
+# gradients twice as often as outputs.
 @pytest.mark.parametrize("wire, digit", [("bf16", 2**-8), ("fp8", 2**-4)])
 @pytest.mark.parametrize("way", ("plain", "slices, all of it"))
-def test_errors_of_transfer_dtypes_are_limited_by_their_precision(kept, wire, digit, way):
+def test_the_precision_of_a_transfer_dtype_limits_the_error_of_a_layer(kept, wire, digit, way):
     options, strategy = WAYS[way]
     exact = kept(options, strategy)
     lossy = kept({**options, "a2a_dtype": wire}, strategy)
@@ -82,7 +82,7 @@ def test_errors_of_transfer_dtypes_are_limited_by_their_precision(kept, wire, di
     assert not torch.equal(lossy[0][0], exact[0][0])
 
 
-def test_all_chunks_are_sent_before_experts_run_and_backward_has_the_reverse_order(monkeypatch):
+def test_ranks_send_all_row_chunks_before_experts_run_and_backward_has_the_reverse_order(monkeypatch):
     lines = []
     monkeypatch.setattr(background, "start", lambda f, rows: lines.append("start") or (lambda: f(rows)))
     x = torch.randn(4, 2, requires_grad=True)
@@ -122,7 +122,7 @@ def test_all_chunks_are_sent_before_experts_run_and_backward_has_the_reverse_ord
 
 
 def fails_in_the_second_chunk(rank):
-    """Run a layer whose experts raise an error on rank 1, while the other ranks wait for rank 1's rows."""
+    """Run a layer whose experts raise an error on rank 1 while other ranks wait for rows of rank 1."""
     guard.set_timeout(1)
     layer = MoELayer(dataclasses.replace(CONFIG, num_experts=3), make_topology([3]), seed=2)
     layer.follow(Strategy(overlap=3))
@@ -142,7 +142,7 @@ def fails_in_the_second_chunk(rank):
     layer(torch.randn(12, CONFIG.model_dim, requires_grad=True))[0].sum().backward()
 
 
-def test_an_expert_error_on_one_rank_ends_the_other_ranks():
+def test_an_error_in_the_experts_of_one_rank_ends_the_other_ranks():
     message, _ = mortal.run(fails_in_the_second_chunk, 3, range(3))
     assert message.pop(1) == "ValueError: a broken expert"
     for rank, sentence in zip((0, 2), message, strict=True):
@@ -151,11 +151,11 @@ def test_an_expert_error_on_one_rank_ends_the_other_ranks():
 
 
 def traffic(strategy, tokens, experts):
-    """Count a rank's messages and bytes in a forward pass, from the arguments of its collectives."""
+    """Count the messages and bytes that a rank sends in a forward pass, from its collectives."""
     topology = make_topology([experts], 4, 2)
     layer = MoELayer(dataclasses.replace(CONFIG, num_experts=experts, top_k=experts), topology, seed=2)
     layer.follow(strategy)
-    width = 1 + max(other.num_local for other in layer.calls.layers)  # a call ID and row counts
+    width = 1 + max(other.num_local for other in layer.calls.layers)  # A call ID precedes the row counts.
     rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0, "counts": []}
     original = dist.all_to_all_single
 
@@ -180,9 +180,9 @@ def traffic(strategy, tokens, experts):
 
 @pytest.mark.parametrize("overlap", (1, 4))
 @pytest.mark.parametrize("experts, degree", [(4, 1), (2, 1), (2, 2)])
-def test_numbers_of_messages_and_bytes_equal_the_formulas(ranks, experts, degree, overlap):
+def test_the_numbers_of_messages_and_bytes_equal_formulas(ranks, experts, degree, overlap):
     tokens, world, local, row = 8, 4, 2, 6 * 4
-    # Every token is sent to r ranks of each expert, and back.
+    # Ranks send every token to r ranks of each expert and back.
     rows = tokens * experts * degree // world
     strategy = Strategy(adaptive_r=degree, overlap=overlap)
     for sent in ranks(4).run(traffic, strategy, tokens, experts):
@@ -200,6 +200,6 @@ def test_numbers_of_messages_and_bytes_equal_the_formulas(ranks, experts, degree
         assert sent["counts"] == [(local, world), (nodes, world)]
 
 
-def test_ranks_that_gather_experts_send_call_ids_and_no_rows(ranks):
+def test_ranks_that_gather_expert_weights_send_call_ids_but_no_rows(ranks):
     for sent in ranks(4).run(traffic, Strategy(adaptive_r=0), 8, 4):
         assert (sent["messages"], sent["counts"]) == (0, [(4, 4)])

@@ -1,4 +1,4 @@
-"""Progress bars: only rank 0 draws them, on a terminal, for long work."""
+"""Only rank 0 draws progress bars, and only on a terminal and for long work."""
 
 import threading
 
@@ -8,7 +8,7 @@ from tqdm import std
 from fairseq_tutel.parallel.progress import progress
 
 
-def test_a_bar_is_drawn_on_a_terminal_and_disappears():
+def test_a_progress_bar_is_drawn_on_a_terminal_and_disappears_at_the_end():
     with terminal() as drawn:
         with progress("copying", 4, "file") as advance:
             text = drawn()
@@ -19,8 +19,8 @@ def test_a_bar_is_drawn_on_a_terminal_and_disappears():
             assert "/3.00M [" in drawn()
 
 
-def test_a_bar_starts_no_thread_and_leaves_multiprocessing_alone(monkeypatch):
-    """tqdm's default lock is a multiprocessing lock; creating it fixes the start method."""
+def test_a_progress_bar_starts_no_thread_and_does_not_fix_the_multiprocessing_start_method(monkeypatch):
+    """The default lock of tqdm is a multiprocessing lock, whose creation fixes the start method."""
     before = threading.active_count()
     monkeypatch.delattr(std.tqdm, "_lock", raising=False)
     monkeypatch.delattr(std.TqdmDefaultWriteLock, "mp_lock", raising=False)

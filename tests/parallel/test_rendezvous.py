@@ -19,12 +19,12 @@ def _torch_s():
     return [getattr(distributed_c10d, name) for name in rendezvous.DEFAULTS]
 
 
-def test_the_wait_for_a_missing_rank_has_the_given_time_out():
+def test_the_wait_for_a_missing_rank_ends_after_the_given_time_out():
     rank, before, start = 0, _torch_s(), time.monotonic()
     with pytest.raises(CommunicationError) as caught, rendezvous.meeting(rank, 2, 1):
         address = f"tcp://127.0.0.1:{free_port()}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    assert time.monotonic() - start < 15  # torch's client retries for longer than its time-out
+    assert time.monotonic() - start < 15  # torch's TCP store client retries for longer than its time-out.
     sentence = str(caught.value)
     assert sentence.startswith(f"rank {rank} could not find the other ranks of 2 and gave up after ")
     assert "raise --moe-comm-timeout if they are only slow to start" in sentence
@@ -43,7 +43,7 @@ def _hangs(has_store, log):
     ("has_store", "reason"),
     [(False, "rank 0, which"), (True, "a rank, its GPU or the network hangs")],
 )
-def test_a_start_that_hangs_ends(has_store, reason, tmp_path):
+def test_a_rendezvous_that_hangs_ends_in_limited_time(has_store, reason, tmp_path):
     process = forkserver.context().Process(target=_hangs, args=(has_store, tmp_path / "log"))
     process.start()
     process.join(30)
@@ -56,7 +56,7 @@ SECONDS = timedelta(seconds=10)
 
 
 def _started(store, world_size, members=None, timeout=SECONDS):
-    """Run the rendezvous with a thread for each rank; return each rank's store or error."""
+    """Run the rendezvous in one thread per rank, and return the store or error of each rank."""
     got = {}
 
     def meet(rank):
@@ -75,19 +75,19 @@ def _started(store, world_size, members=None, timeout=SECONDS):
 
 
 def _is_common_and_empty(stores):
-    """Return whether all ranks share one store, and whether the store was empty."""
+    """Return whether all ranks use one store that was empty at first."""
     new = not any(store.check(["address"]) for store in stores.values())
     stores[0].set("address", "here")
     return new and all(store.check(["address"]) for store in stores.values())
 
 
-def test_every_start_uses_different_keys():
+def test_every_start_of_a_run_uses_different_store_keys():
     store = dist.HashStore()
     for world_size in (3, 3, 2, 1):
         assert _is_common_and_empty(_started(store, world_size)), world_size
 
 
-def test_a_start_deletes_keys_that_an_nccl_error_of_an_earlier_start_left():
+def test_a_start_deletes_store_keys_that_an_nccl_error_left_in_an_earlier_start():
     kept = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
     for key in ("exception_dump", "remote_error"):
         kept.set(key, "1")
@@ -96,7 +96,7 @@ def test_a_start_deletes_keys_that_an_nccl_error_of_an_earlier_start_left():
     assert kept.num_keys() and not kept.check(["exception_dump"]) and not kept.check(["remote_error"])
 
 
-def test_keys_of_an_incomplete_start_are_not_used():
+def test_a_start_does_not_use_store_keys_of_an_incomplete_start():
     store, short = dist.HashStore(), timedelta(seconds=0.2)
     for members in ([0, 2], [1, 2]):
         got = _started(store, 3, members, short)
@@ -104,7 +104,7 @@ def test_keys_of_an_incomplete_start_are_not_used():
         assert _is_common_and_empty(_started(store, 3)), members
 
 
-def test_a_start_with_missing_ranks_ends_in_time():
+def test_a_start_with_missing_ranks_ends_within_its_time_out():
     got = _started(dist.HashStore(), 3, [0, 2], timedelta(seconds=5 * rendezvous.PAUSE_SECONDS))
     assert str(got[0]) == "rank 1 did not arrive"
     got = _started(dist.HashStore(), 2, [1], timedelta(seconds=0.2))

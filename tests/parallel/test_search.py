@@ -1,4 +1,4 @@
-"""The search finds the fastest strategy in few updates."""
+"""The strategy search finds the fastest strategy in few updates."""
 
 import itertools
 
@@ -22,7 +22,7 @@ def tuner():
 
 
 def search(tuner, cost, key="0", predict=None):
-    """Run a complete search; return the strategies in the order of the updates."""
+    """Run a complete strategy search, and return the strategies in the order of the updates."""
     ran = []
     while not tuner.settled(key):
         ran.append(tuner.choose(key, predict))
@@ -32,7 +32,7 @@ def search(tuner, cost, key="0", predict=None):
 
 
 def model(gather, send, overlap_gain, far):
-    """Return a cost that falls, then rises with r: s / r ranks gather weights, r ranks get rows."""
+    """Return a cost of weights gathered from s / r ranks and of rows sent to r ranks."""
 
     def cost(strategy):
         if strategy.adaptive_r == 0:
@@ -46,14 +46,14 @@ def model(gather, send, overlap_gain, far):
 
 @settings(max_examples=20, deadline=None)
 @given(st.floats(0.001, 1), st.floats(0.001, 1), st.floats(0, 0.9), st.floats(0.5, 2))
-def test_the_best_cost_is_found_exactly_without_noise(gather, send, gain, far):
+def test_the_strategy_search_finds_the_lowest_cost_if_costs_have_no_noise(gather, send, gain, far):
     cost = model(gather, send, gain, far)
     found = tuner()
     search(found, cost)
     assert cost(found.choose("0")) == min(map(cost, EVERY))
 
 
-def test_predictions_choose_and_order_the_candidates():
+def test_predicted_costs_choose_and_order_the_candidates_of_the_search():
     cost = model(0.05, 0.3, 0.8, 1.5)
     ran = search(tuner(), cost, predict=cost)
     ranked = sorted(set(EVERY) & set(ran), key=cost)
@@ -62,7 +62,7 @@ def test_predictions_choose_and_order_the_candidates():
     assert len(ran) < len(search(tuner(), cost)) / 2
 
 
-def test_slow_candidates_drop_out_after_their_round():
+def test_slow_candidates_drop_out_of_the_search_after_their_round():
     found = StrategySearch((1,), (1, 2, 4, 8), ("linear",))
     factors = {1: 1.0, 2: 1.05, 4: 1.5, 8: 2.0}
     ran = search(found, lambda strategy: factors[strategy.overlap])
@@ -70,7 +70,7 @@ def test_slow_candidates_drop_out_after_their_round():
     assert counts == {1: ROUNDS, 2: ROUNDS, 4: 3, 8: 2}
 
 
-def test_the_first_update_of_a_candidate_in_each_bucket_is_not_counted():
+def test_the_search_does_not_count_the_first_update_of_a_candidate_in_each_bucket():
     found = StrategySearch((1,), (1, 2, 4, 8), ("linear",))
     for key in ("early", "late"):
         ran = set()
@@ -85,7 +85,7 @@ def test_the_first_update_of_a_candidate_in_each_bucket_is_not_counted():
         assert max(map(max, found.costs[key].values())) == 1.6
 
 
-def test_updates_without_a_measurement_are_repeated():
+def test_the_search_repeats_updates_without_a_measurement():
     found = StrategySearch((1,), (1, 2), ("linear",))
     chosen = found.choose("0")
     for _ in range(3 * ROUNDS):

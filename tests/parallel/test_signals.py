@@ -1,4 +1,4 @@
-"""Signals: the first is recorded; a second one or a time limit ends the process; children ignore them."""
+"""A process records the first signal, and ends after a second signal or a time limit."""
 
 import multiprocessing
 import os
@@ -26,7 +26,7 @@ def _wait_for(condition):
 
 
 def _run(function, *args):
-    """Run a function in a new process and return the exit code, which is 1 after an error."""
+    """Run a function in a new process, and return the exit code, which is 1 after an error."""
     process = forkserver.context().Process(target=function, args=args)
     process.start()
     process.join(SECONDS)
@@ -39,14 +39,14 @@ def _records_and_merges():
     with SignalWatch(["SIGTERM", "SIGUSR1"], SECONDS) as watch:
         assert watch.received is None and watch.elapsed == 0
         _send(signal.SIGUSR1)
-        _send(signal.SIGTERM)  # as a launcher does
+        _send(signal.SIGTERM)  # A launcher may send SIGTERM too.
         _wait_for(lambda: watch.received)
         assert watch.received in ("SIGUSR1", "SIGTERM") and 0 <= watch.elapsed < SECONDS
-    _send(signal.SIGTERM)  # ignored: the process is about to end
+    _send(signal.SIGTERM)  # The process ignores this signal, because it is about to end.
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN != before
 
 
-def test_the_first_signal_is_recorded_and_one_soon_after_is_merged():
+def test_two_signals_within_a_short_time_count_as_one_signal():
     assert _run(_records_and_merges) == 0
 
 
@@ -62,7 +62,7 @@ def _restores():
     assert signal.getsignal(signal.SIGTERM) == before and signal.set_wakeup_fd(-1) == -1
 
 
-def test_handlers_of_other_code_are_kept_and_all_are_restored():
+def test_signal_handlers_of_other_code_are_kept_and_all_handlers_are_restored():
     assert _run(_restores) == 0
 
 
@@ -78,7 +78,7 @@ def _is_sent_twice(has_work):
 
 
 @pytest.mark.parametrize("has_work", [True, False])
-def test_a_second_signal_ends_the_process_at_once(has_work):
+def test_a_second_signal_ends_the_process_immediately(has_work):
     assert _run(_is_sent_twice, has_work) == (128 + signal.SIGTERM if has_work else EXIT_CODE)
 
 
@@ -87,10 +87,10 @@ def _takes_too_long():
     watch.begin_work()
     _send(signal.SIGUSR1)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    signal.sigwait({signal.SIGTERM})  # Python runs no signal handler here
+    signal.sigwait({signal.SIGTERM})  # Python runs no signal handler during sigwait.
 
 
-def test_the_time_limit_holds_while_the_main_thread_waits():
+def test_the_time_limit_ends_the_process_while_the_main_thread_waits():
     assert _run(_takes_too_long) == 128 + signal.SIGUSR1
 
 
@@ -104,17 +104,17 @@ def _has_a_child():
             os._exit(3)
         os.read(ready, 1)
         os.kill(child, signal.SIGUSR1)
-        if os.fork() == 0:  # this sender is not the parent of the child
+        if os.fork() == 0:  # This sender is not the parent of the child.
             os.kill(child, signal.SIGTERM)
             os._exit(0)
         time.sleep(0.3)
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
         os.kill(child, signal.SIGTERM)
         assert os.waitpid(child, 0) == (child, 0)
-        assert watch.received is None  # the child does not write to the socket
+        assert watch.received is None  # The child does not write to the socket.
 
 
-def test_a_child_obeys_its_parent_only():
+def test_a_child_process_obeys_only_signals_of_its_parent():
     assert _run(_has_a_child) == 0
 
 
@@ -128,5 +128,5 @@ def _forwards():
         assert child.exitcode == 0 and watch.received
 
 
-def test_the_process_that_spawned_ranks_forwards_signals():
+def test_the_process_that_spawned_ranks_forwards_signals_to_the_ranks():
     assert _run(_forwards) == 0

@@ -1,4 +1,4 @@
-"""Transfer dtypes: `same` keeps all bits, bf16 rounds, and fp8 has the error of three mantissa bits."""
+"""Transfer dtypes: The transfer dtype `same` keeps all bits; bf16 and fp8 round values."""
 
 import pytest
 import torch
@@ -30,13 +30,13 @@ def test_the_transfer_dtype_same_keeps_all_bits(dtype):
 def test_the_error_is_limited_by_the_precision_of_the_transfer_dtype(wire, error, scale):
     rows = rows_of(scale=scale)
     largest = rows.abs().amax(1, keepdim=True)
-    # The limit is half a unit in the last place of the largest element; for fp8, plus its smallest step.
+    # The limit is half a unit in the last place of the largest element, plus fp8's smallest step for fp8.
     bound = error * rows.abs() + (largest * 2**-10 / 448 if wire == "fp8" else 0)
     assert ((through(rows, wire) - rows).abs() <= bound).all()
 
 
 @given(st.floats(width=32), st.sampled_from(LAYER["a2a_dtype"].choices))
-def test_finite_values_stay_finite_and_nonfinite_values_nonfinite(value, wire):
+def test_a_transfer_dtype_keeps_finite_values_finite_and_nonfinite_values_nonfinite(value, wire):
     rows = torch.tensor([[value, 0.5]])
     got = through(rows, wire)
     if rows.isfinite().all():

@@ -1,4 +1,4 @@
-"""The choice of a plan for a collective, by dtype and number of bytes."""
+"""The backend chooses a collective plan by the dtype and the number of bytes of a call."""
 
 from types import SimpleNamespace
 
@@ -25,14 +25,14 @@ def plans(monkeypatch):
     ("elements", "name"),
     [(7, None), (8, "small"), (16, "small"), (17, None), (31, None), (32, "large"), (99, "large")],
 )
-def test_a_plan_runs_only_for_sizes_in_its_range(plans, elements, name):
+def test_a_collective_plan_runs_only_for_byte_counts_in_its_range(plans, elements, name):
     own = torch.zeros(elements, dtype=torch.uint8)
     assert plans.chosen("all_gather", own, "a test", None) == name
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.complex64, torch.float32])
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather"])
-def test_a_plan_is_not_used_for_sums_of_unsupported_dtypes(plans, collective, dtype):
+def test_a_collective_plan_is_not_used_for_sums_of_unsupported_dtypes(plans, collective, dtype):
     own = torch.zeros(16 // dtype.itemsize, dtype=dtype)
     sums = collective == "all_reduce" and dtype != torch.float32
     assert plans.chosen(collective, own, "a test", None) == (None if sums else "small")

@@ -1,4 +1,4 @@
-"""The checker accepts correct plans, reports their cost, and rejects each kind of wrong plan."""
+"""The plan checker accepts correct plans, reports their cost, and rejects each kind of wrong plan."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -13,17 +13,17 @@ from fairseq_tutel.plans.generators import make
 ONE = make("one_phase", "all_reduce", 2)
 
 
-def test_what_a_plan_does():
+def test_the_checker_reports_the_steps_and_depth_and_loads_of_a_plan():
     report = check(make("ring", "all_gather", 4))
     links = {(r, (r + 1) % 4) for r in range(4)}
-    assert report.steps == 4 * 13 and report.depth == 4  # one hop is the signal that a rank has begun
+    assert report.steps == 4 * 13 and report.depth == 4  # One hop is a signal that a rank has begun.
     assert report.bytes_of_link == dict.fromkeys(links, 3)
     assert report.loads == (dict.fromkeys(links, Fraction(1)),) * 3
     assert report.predicted(100, 1.0, lambda link: 2.0 if link == (0, 1) else 0.5) == 4 + 3 * 100 * 2
     assert check(two_lanes()).depth == 2
 
 
-def test_sums_in_another_order_raise_an_error_unless_only_the_first_two_terms_swap():
+def test_a_plan_that_sums_in_another_order_raises_an_error_unless_only_the_first_two_terms_swap():
     plan = make("one_phase", "all_reduce", 3)
     *_, step, _, _ = plan.programs[1][0]
     assert step.op == "reduce"
@@ -35,7 +35,7 @@ def test_sums_in_another_order_raise_an_error_unless_only_the_first_two_terms_sw
 
 
 def writing(*calls, ranks=2, collective="all_gather", chunks=1, temporary=2, **others):
-    """Return a plan whose steps are the given calls of Writer methods."""
+    """Return a plan whose steps are made by the given calls of Writer methods."""
     w = Writer(ranks)
     for name, *arguments in calls:
         lane = arguments.pop() if isinstance(arguments[-1], dict) else {}
@@ -51,7 +51,7 @@ OWN = ("copy", 0, IN, OUT)
 @pytest.mark.parametrize(
     "plan, sentence",
     [
-        # 1. shape
+        # These plans are malformed.
         (replace(ONE, ranks=3), "it has 2 programs for 3 ranks"),
         (replace(ONE, temporary=10**9), "the buffers of all ranks have 2000000004 chunks"),
         (replace(ONE, channels=(Channel(0, 0),)), "channel 0 leads from rank 0 to rank 0"),
@@ -71,13 +71,13 @@ OWN = ("copy", 0, IN, OUT)
         (writing(("put", 0, 1, IN, TMP)), "rank 0, lane 0, step 0 (put) has no signal after it"),
         (writing(("signal", 0, 1)), "rank 0, lane 0, step 0: channel 0 has 1 signals and 0 waits"),
         (writing(("pend", 1, 4, {"lane": 0})), "step 0: semaphore 4 has 0 posts and 1 pends"),
-        # 2. deadlock
+        # This plan has a deadlock.
         (
             writing(("wait", 0, 1), ("signal", 0, 1), ("wait", 1, 0), ("signal", 1, 0)),
             "deadlock: rank 0, lane 0, step 0 (wait) waits for rank 1, lane 0, step 1 (signal), which "
             "runs after rank 1, lane 0, step 0 (wait); rank 1, lane 0, step 0 (wait) waits for rank 0",
         ),
-        # 3. races: within a call, with the caller, with the next call, and with the call after the next
+        # These plans have races within a call, with the caller, with the next call, or with the call after.
         (
             with_steps(ONE, 0, 0, 2, 4, *ONE.programs[0][0][3:1:-1]),
             "rank 0, lane 0, step 2 (reduce) and rank 1, lane 0, step 0 (put) access tmp[1] of rank 0",
@@ -96,7 +96,7 @@ OWN = ("copy", 0, IN, OUT)
             "rank 0, lane 0, step 0 (put) and rank 0, lane 0, step 0 (put) access tmp[0] of rank 1 "
             "without a fixed order, and one writes; the second step is two calls later",
         ),
-        # 4. data
+        # These plans read wrong data.
         (
             writing(("copy", 0, TMP, OUT)),
             "rank 0, lane 0, step 0 (copy) reads tmp[0], which is still empty",
@@ -109,7 +109,7 @@ OWN = ("copy", 0, IN, OUT)
             writing(("reduce", 0, [IN, Place("in", 1)], TMP), chunks=2),
             "rank 0, lane 0, step 0 (reduce) adds in[1] to in[0]",
         ),
-        # 5. a wrong result
+        # These plans have a wrong result.
         (
             writing(OWN),
             "rank 0, lane 0, at the end: out[1] of rank 0 is empty; it must hold in[0] of rank 1",

@@ -1,4 +1,4 @@
-"""Plan files: a plan is read as it was written, and malformed content raises a one-sentence error."""
+"""A plan file is read as it was written, and malformed content raises a one-sentence error."""
 
 import json
 
@@ -12,7 +12,7 @@ ONE = make("one_phase", "all_reduce", 2)
 
 
 @pytest.mark.parametrize("plan", [make("ring", "all_reduce", 3), two_lanes()], ids=lambda plan: plan.name)
-def test_a_plan_is_read_as_it_was_written(plan):
+def test_a_plan_file_is_read_as_it_was_written(plan):
     read = from_json(json.loads(json.dumps(to_json(plan))))
     assert read == plan and read.digest == plan.digest != ONE.digest
 
@@ -39,7 +39,7 @@ STEP = ("programs", 0, 0, 0)
         ((*STEP, "dst", 1), -1),
     ],
 )
-def test_malformed_content_raises_a_one_sentence_error(path, value):
+def test_malformed_content_of_a_plan_file_raises_a_one_sentence_error(path, value):
     data = json.loads(json.dumps(to_json(ONE)))
     at = data
     for key in path[:-1]:

@@ -1,4 +1,4 @@
-"""Named plans: all are correct, and send the documented numbers of messages."""
+"""All named plans are correct and send the documented numbers of messages."""
 
 from collections import Counter
 from fractions import Fraction
@@ -21,13 +21,13 @@ def plans(name: str, counts=(2, 3, 4, 5, 6, 7, 8, 16)):
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_every_plan_is_correct(name):
+def test_every_generated_plan_is_correct(name):
     for plan in plans(name):
         check(plan)
 
 
 def sent(plan: Plan, rank: int, to=lambda peer: True) -> tuple[int, Fraction]:
-    """Return the number of messages that a rank sends, and their size in units of its `in`."""
+    """Return the number of messages that a rank sends, and the sum of their sizes relative to `in`."""
     of_rank = [s for r, _, _, s in plan.steps() if r == rank and s.channel is not None]
     ours = [s for s in of_rank if to(plan.channels[s.channel].target)]
     puts = Counter()
@@ -51,7 +51,7 @@ def sent(plan: Plan, rank: int, to=lambda peer: True) -> tuple[int, Fraction]:
     ("two_phase", "all_reduce", lambda N: 2 * N - 2, lambda N: Fraction(2 * N - 2, N), lambda N: 2),
     ("linear", "all_to_all", lambda N: N - 1, lambda N: Fraction(N - 1, N), lambda N: 1),
 ])  # fmt: skip
-def test_every_rank_sends_the_messages_in_the_table(name, collective, messages, size, depth):
+def test_every_rank_sends_the_documented_number_of_messages(name, collective, messages, size, depth):
     for ranks in (2, 3, 5, 8):
         plan = make(name, collective, ranks)
         assert {sent(plan, r) for r in range(ranks)} == {(messages(ranks), size(ranks))}
@@ -59,7 +59,7 @@ def test_every_rank_sends_the_messages_in_the_table(name, collective, messages, 
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 4), (3, 2)])
-def test_plans_for_nodes_send_few_messages_between_nodes(nodes, local):
+def test_hierarchical_plans_send_few_messages_between_nodes(nodes, local):
     L, n = local, nodes
     for name, within, across in (
         ("hierarchical", (2 * (L - 1), Fraction(2 * (L - 1), L)), (n - 1, Fraction(n - 1, L))),
@@ -78,13 +78,13 @@ def test_plans_for_nodes_send_few_messages_between_nodes(nodes, local):
     (("ring", "all_gather", 1), "A plan needs at least 2 ranks, but 1 was given"),
     (("hierarchical", "all_reduce", 4, 3), "4 ranks cannot be divided equally among 3 nodes"),
 ])  # fmt: skip
-def test_arguments_without_a_plan_raise_an_error(arguments, sentence):
+def test_generator_arguments_without_a_plan_raise_an_error(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(*arguments[:3], nodes=arguments[3] if len(arguments) > 3 else 1)
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
-def test_the_usual_plans_cover_all_sizes(collective):
+def test_the_usual_plans_of_a_collective_cover_all_byte_counts(collective):
     for ranks in (2, 3, 4, 8):
         least = 0
         for plan in usual(collective, ranks):

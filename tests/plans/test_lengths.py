@@ -1,4 +1,4 @@
-"""Plans that write a chunk to a place of `out` with another length raise an error."""
+"""A plan that writes a chunk to a place of `out` with another length raises an error."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from fairseq_tutel.plans.format import PlanError, Writer
 
 
 def gather_parked():
-    """Return an all_gather plan in which each rank writes its short chunk to the place of a long chunk."""
+    """Return an all_gather plan in which each rank writes a short chunk to the place of a long chunk."""
     w = Writer(2)
     for rank in range(2):
         other = 1 - rank
@@ -23,7 +23,7 @@ def gather_parked():
 
 
 def sum_of_blocks():
-    """Return an all_to_all plan that also adds blocks of two sources in `tmp`, without reading the sum."""
+    """Return an all_to_all plan that also adds blocks of two sources in `tmp` and never reads the sum."""
     w = Writer(2)
     for rank in range(2):
         other = 1 - rank

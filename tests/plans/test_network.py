@@ -1,4 +1,4 @@
-"""Networks from names and files, and invalid names and files."""
+"""The tests read networks by name and from files, and check the errors of invalid names and files."""
 
 import json
 
@@ -18,7 +18,7 @@ def test_every_named_network_can_be_written_and_read(tmp_path):
     assert len({find(name).digest for name in EXAMPLES}) == len(EXAMPLES)
 
 
-def test_networks_have_the_shape_of_their_name():
+def test_named_networks_have_the_documented_links():
     def widths(name):
         return sorted(link.bandwidth for link in find(name).links)
 
@@ -28,7 +28,7 @@ def test_networks_have_the_shape_of_their_name():
     assert widths("cluster:2x2:40:1") == [1] * 4 + [40] * 8
     boxes = find("mi250:2")
     assert boxes.places == tuple(divmod(rank, 16) for rank in range(32))
-    # A die has seven links of 50 GB/s, of which four lead to its neighbour, and InfiniBand.
+    # A die has InfiniBand and seven links of 50 GB/s, of which four lead to the neighbour die.
     assert all(sum(row) == 366 and max(row) == 200 for row in boxes.matrix[:32])
 
 
@@ -38,7 +38,7 @@ def test_messages_between_gpus_of_a_box_use_the_fastest_route():
     assert len(loads) > 2 and all(vertex < 16 for link in loads for vertex in link)
 
 
-def test_ranks_are_ordered_by_host_and_local_rank():
+def test_the_ranks_of_a_network_are_ordered_by_host_and_local_rank():
     data = to_json(find("boxes:2x2:3:1"))
     shuffled = from_json(data | {"gpus": data["gpus"][::-1], "links": data["links"][::-1]})
     assert shuffled.digest == find("boxes:2x2:3:1").digest != find("boxes:2x2:3:2").digest
@@ -86,7 +86,7 @@ def test_an_invalid_network_raises_a_one_sentence_error(data):
         ("none.json", "none.json cannot be read as a network ("),
     ],
 )
-def test_unknown_names_raise_an_error(name, sentence):
+def test_unknown_network_names_raise_an_error(name, sentence):
     with pytest.raises(ValueError) as refused:
         find(name)
     assert str(refused.value).startswith(sentence)

@@ -1,4 +1,4 @@
-"""Plans in shared memory: results are bit-identical to messages, and ranks copy only the plan's bytes."""
+"""Plans through shared memory return the same bits as plans by messages, and copy only the plan's bytes."""
 
 import errno
 import itertools
@@ -27,7 +27,7 @@ DTYPES = (torch.float64, torch.float16, torch.uint8)
 
 
 def in_lanes(ranks):
-    """Return an all_reduce plan with two chunks, each in a separate lane; lane 0 sums after lane 1."""
+    """Return an all_reduce plan with one lane per chunk, in which lane 0 sums after lane 1."""
     w = Writer(ranks)
     for rank, lane in itertools.product(range(ranks), (1, 0)):
         others = [each for each in range(ranks) if each != rank]
@@ -46,7 +46,7 @@ def in_lanes(ranks):
 
 
 def bytes_put(program, m, dtype):
-    """Return the bytes that a call of a program copies to each other rank."""
+    """Return the number of bytes that one call of a plan copies to each other rank."""
     total = Counter()
     for _, steps in program._compiled(m, 1, dtype):
         views = dict(steps.regions)
@@ -84,18 +84,18 @@ def same(sizes, dtypes):
 @pytest.mark.parametrize(
     ("number", "sizes", "dtype"), [(2, (0, 1, 20011), torch.float32), (4, (1007,), torch.bfloat16)]
 )
-def test_results_and_copied_bytes_are_those_of_the_plan(ranks, number, sizes, dtype):
+def test_shared_memory_plans_return_the_results_and_copy_the_bytes_of_the_plan(ranks, number, sizes, dtype):
     assert ranks(number).run(same, sizes, [dtype]) == [[]] * number
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "m"), [(3, 499_999), (4, 499_999), (8, 99_999)])
-def test_results_and_copied_bytes_for_any_size_and_dtype(ranks, number, m):
+def test_shared_memory_plans_work_for_any_number_of_elements_and_any_dtype(ranks, number, m):
     assert ranks(number).run(same, (3, m), DTYPES) == [[]] * number
 
 
 def grown(what):
-    """Return the bytes of a region before and after a large call, and whether the result is correct."""
+    """Return the bytes of shared memory before and after a large call, and whether the sum is right."""
     program = OneSided(make("one_phase", "all_reduce", 2), None)
     before, patch = program.memory.size, pytest.MonkeyPatch()
     if what == "full":
@@ -117,14 +117,14 @@ def no_space(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_memory_grows_if_possible_and_calls_also_work_without_growth(ranks):
+def test_shared_memory_grows_if_possible_and_calls_also_work_without_growth(ranks):
     least, most = 4 * (1 << 14), 4 * (1 << 20)
     for what, after in (("free", most), ("full", least), ("others'", least)):
         assert ranks(2).run(grown, what) == [(least, after, True)] * 2
 
 
 def many(calls, longest):
-    """Call plans in turn, with random sizes and pauses; return the calls with wrong results."""
+    """Call plans in turn with random sizes and pauses, and return the calls with wrong results."""
     number, rank = dist.get_world_size(), dist.get_rank()
     names = ("two_phase", "one_phase", "ring")
     programs = [OneSided(make(name, "all_reduce", number), None) for name in names]
@@ -144,12 +144,12 @@ def many(calls, longest):
 @pytest.mark.parametrize(
     ("number", "calls"), [(2, 100), *(pytest.param(n, 1000, marks=pytest.mark.long) for n in (2, 3, 4, 8))]
 )
-def test_calls_in_a_row_with_pauses(ranks, number, calls):
+def test_consecutive_plan_calls_with_random_pauses_return_correct_results(ranks, number, calls):
     assert ranks(number).run(many, calls, 0.01) == [[]] * number
 
 
 def until_the_end(rank, folder, fate):
-    """Call a plan repeatedly; rank 1 dies or stops in the middle."""
+    """Call a plan repeatedly until rank 1 dies or stops."""
     shared_memory.FOLDER = folder
     guard.set_timeout(1)
     group = dist.new_group(timeout=guard.timeout_of_groups())
@@ -167,5 +167,5 @@ def test_errors_name_a_dead_or_stopped_rank(tmp_path, fate):
     for rank, sentence in zip((0, 2), said, strict=True):
         assert f"CommunicationError: rank {rank} could not finish the all-reduce of" in sentence
         assert "rank 1 did not answer a health check of 1 s; look at the log of rank 1" in sentence
-    assert seconds < 12  # the limit covers a timeout and two health checks on a busy machine
+    assert seconds < 12  # A time-out and two health checks take less than 12 s.
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""ForestColl's optimum: known values, all cuts of small networks, and the number of trees."""
+"""The tests compare ForestColl's optimum with known values and with all cuts of small networks."""
 
 from fractions import Fraction
 from random import Random
@@ -22,7 +22,7 @@ TREE_OF_SWITCHES = network_of(
     4,
     [link for a, b in ((0, 4), (1, 4), (2, 5), (3, 5), (4, 6), (5, 6)) for link in ((a, b, 1), (b, a, 1))],
 )
-# The expected 1/x and k of each network.
+# The values are the expected optimum 1/x and the number of trees k.
 KNOWN = {
     UNEVEN_LINE: (2, 1),
     TREE_OF_SWITCHES: (3, 1),
@@ -41,7 +41,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("network", KNOWN, ids=lambda n: n if isinstance(n, str) else None)
-def test_known_optima(network):
+def test_the_optimum_of_each_known_network_is_the_expected_value(network):
     seconds, trees = KNOWN[network]
     network = network if isinstance(network, Network) else find(network)
     best = optimum(network)
@@ -56,7 +56,7 @@ def check_every_cut(seed):
     best = optimum(network)
     assert best.seconds == widest_cut(network), seed
     assert is_enough(network, optimal_share(network, best))
-    # The cut is sufficient to prove the bound.
+    # The cut alone proves the lower bound.
     inside = {vertex for vertex in range(len(network.vertices)) if best.cut >> vertex & 1}
     assert not inside.issuperset(range(network.ranks))
     leaving = sum(x.bandwidth for x in network.links if x.source in inside and x.target not in inside)
@@ -64,13 +64,13 @@ def check_every_cut(seed):
 
 
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 2000), marks=pytest.mark.long)])
-def test_small_networks_have_no_cut_with_a_larger_bound(seeds):
+def test_small_networks_have_no_cut_with_a_larger_lower_bound(seeds):
     for seed in seeds:
         check_every_cut(seed)
 
 
-def test_a_fixed_number_of_trees_has_the_smallest_stretch():
-    """Compare with all values of U in small steps, for which U b is rounded down."""
+def test_a_fixed_number_of_trees_takes_the_shortest_possible_time():
+    """The trees must not fit if link capacities are computed with a slightly smaller scale."""
     for seed in range(12):
         network = random_network(Random(seed), most=7)
         best = optimum(network)
@@ -86,13 +86,13 @@ def test_a_fixed_number_of_trees_has_the_smallest_stretch():
 @pytest.mark.parametrize(
     ("name", "trees", "seconds"),
     [
-        # The bandwidth is 1.1 %, 22 % and 9.6 % below the optimum.
+        # These bandwidths are 1.1 %, 22 % and 9.6 % below the optimum.
         ("dgx_a100:2", 1, "16/342.857143"),
         ("mi250:1", 1, "16/266.666667"),
         ("mi250:2", 1, "32/320"),
     ],
 )
-def test_fixed_numbers_of_trees_have_the_known_times(name, trees, seconds):
+def test_a_fixed_number_of_trees_takes_the_known_time(name, trees, seconds):
     network = find(name)
     share = fixed_share(network, optimum(network), trees)
     ranks, bandwidth = seconds.split("/")
@@ -102,7 +102,7 @@ def test_fixed_numbers_of_trees_have_the_known_times(name, trees, seconds):
 @pytest.mark.parametrize(
     ("name", "trees"), [("dgx_a100:2", 1), ("mi250:1", 3), ("mi250:2", 2), ("torus:1x8", 2)]
 )
-def test_the_default_is_the_fewest_trees_within_a_twentieth_of_the_optimum(name, trees):
+def test_the_default_is_the_fewest_trees_within_5_percent_of_the_optimum(name, trees):
     network = find(name)
     best = optimum(network)
     share = default_share(network, best)

@@ -1,6 +1,6 @@
-"""Random plans and sizes: results of both executors equal the plan's steps, computed chunk by chunk.
+"""For random plans and sizes, both executors return the result of the plan's steps.
 
-The oracle stores each chunk in a separate tensor, so it needs no ranges of elements.
+The oracle stores each chunk in a separate tensor.
 """
 
 from random import Random
@@ -19,7 +19,7 @@ from fairseq_tutel.plans.format import PlanError
 
 
 def random_plan(dice, ranks):
-    """Return a generated plan after up to three edits that keep it correct."""
+    """Return a generated plan after up to three edits that keep the plan correct."""
     plan = dice.choice(plans.of(ranks))
     for _ in range(30):
         edited = drawn(dice, plan, 1)
@@ -39,7 +39,7 @@ def cut(shard, chunks):
 
 
 def evaluated(plan, shards):
-    """Return the `out` of all ranks for the given input shards."""
+    """Return the `out` buffers of all ranks for the given input shards."""
     held = {}
     for rank, own in enumerate(shards):
         pieces = [piece for shard in own for piece in cut(shard, plan.chunks)]
@@ -59,7 +59,7 @@ def evaluated(plan, shards):
 
 
 def run(seeds):
-    """Return the seeds for which this rank's result is wrong."""
+    """Return the random seeds for which this rank's result is wrong."""
     wrong, rank, n = [], dist.get_rank(), dist.get_world_size()
     for seed in seeds:
         dice = Random(seed)

@@ -1,4 +1,4 @@
-"""Errors of shared memory: it is not available, or a rank ends."""
+"""All ranks raise an error if shared memory is not available or a rank ends."""
 
 import errno
 import os
@@ -55,7 +55,7 @@ def test_all_ranks_raise_the_same_error_if_they_cannot_share_memory(ranks, what,
 
 
 def wait_for(rank, folder):
-    """Wait for rank 1, which dies before memory is shared."""
+    """Wait for rank 1, which dies before the ranks share memory."""
     shared_memory.FOLDER = folder
     guard.set_timeout(1)
     group = dist.new_group(timeout=guard.timeout_of_groups())
@@ -64,9 +64,9 @@ def wait_for(rank, folder):
     SharedMemory(group, 9, SIZE)
 
 
-def test_errors_name_a_rank_that_dies_early_and_no_file_is_left(tmp_path):
+def test_errors_name_a_rank_that_dies_before_sharing_memory_and_no_file_is_left(tmp_path):
     said, seconds = mortal.run(wait_for, 3, [0, 2], str(tmp_path))
     for rank, sentence in zip((0, 2), said, strict=True):
         assert f"CommunicationError: rank {rank} could not finish " in sentence
-    assert seconds < 12  # the limit covers a timeout and two health checks on a busy machine
+    assert seconds < 12  # A time-out and two health checks take less than 12 s.
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Plans run by messages: results equal torch's, and sums have the plan's order."""
+"""Plans that run by messages return the results of torch's collectives, and sum in the plan's order."""
 
 import mortal
 import plans
@@ -27,7 +27,7 @@ def run(program, own, out_len, sizes):
 
 
 def every_collective(cases):
-    """Run all plans on this rank; return the plans with wrong results."""
+    """Run all plans on this rank, and return the plans with wrong results."""
     wrong, rank = [], dist.get_rank()
     for plan in plans.of(dist.get_world_size()):
         program = TwoSided(plan, None)
@@ -39,7 +39,7 @@ def every_collective(cases):
             if not (torch.equal(got, wanted) and torch.equal(kept, ins[rank])):
                 wrong.append((plan.name, m, dtype))
             by_rank = plans.wanted(plan, ins)[rank]
-            # all_pairs sums in the order of ranks; other plans round differently.
+            # The all_pairs plan sums in rank order, and other plans round differently.
             same = plan.name.startswith(("one_phase", "two_phase")) or plan.collective not in REDUCING
             rounded = 0.5 * plan.ranks if dtype == torch.float16 else 1e-3
             off = 0.0 if same or dtype == torch.int64 else rounded
@@ -47,12 +47,12 @@ def every_collective(cases):
     return wrong
 
 
-def test_sums_have_a_fixed_order(ranks):
+def test_the_sums_of_a_collective_plan_have_a_fixed_order(ranks):
     assert ranks(4).run(every_collective, CASES) == [[]] * 4
 
 
 def many_at_once():
-    """Start three calls of several rounds before waiting for the first."""
+    """Start three calls of several rounds before waiting for the first call."""
     n, rank = dist.get_world_size(), dist.get_rank()
     program, outs = TwoSided(make("ring", "all_gather", n), None), torch.empty(3, 5 * n)
     calls = [program.start(data(rank, 5) + i, out, 5) for i, out in enumerate(outs)]
@@ -63,7 +63,7 @@ def many_at_once():
     return begun, [call.is_completed() for call in calls], torch.equal(outs, wanted)
 
 
-def test_calls_can_start_before_earlier_calls_end(ranks):
+def test_a_plan_call_can_start_before_earlier_calls_end(ranks):
     assert ranks(4).run(many_at_once) == [([False] * 3, [True] * 3, True)] * 4
 
 

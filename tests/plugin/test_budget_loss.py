@@ -1,4 +1,4 @@
-"""The budget loss of conditional MoE routing: value, gradient and log, against plain torch."""
+"""The budget loss of conditional MoE routing and its gradient equal a computation in plain torch."""
 
 import argparse
 
@@ -39,7 +39,7 @@ class Criterion(GateLossMixin, Squares):
 
 
 class Model(nn.Module):
-    """Two MoE layers; sentence 1 has one token of padding."""
+    """A model with two MoE layers, in which the last token of the second sentence is padding."""
 
     def __init__(self, recompute=False, **options):
         super().__init__()
@@ -60,7 +60,7 @@ class Model(nn.Module):
 
 
 def run(model, x, **options):
-    """Return loss, gradients and log of one micro-batch with padding."""
+    """Return the loss, gradients and log of one micro-batch."""
     torch.manual_seed(4)
     loss, _, log = Criterion(**options).forward(model, x)
     grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
@@ -68,7 +68,7 @@ def run(model, x, **options):
 
 
 def mean_gate(model, x):
-    """Return the mean of both layers' CMR gates over all tokens except padding."""
+    """Return the mean conditional-MoE-routing gate over both layers and all tokens except padding."""
     real, gates = torch.ones(4, 2, dtype=torch.bool), []
     real[3, 1] = False
     for layer in model.layers:
@@ -81,7 +81,7 @@ def mean_gate(model, x):
 
 @pytest.mark.parametrize("recompute", (False, True))
 @pytest.mark.parametrize("target", (0.1, 0.9))
-def test_the_loss_is_the_distance_between_the_mean_gate_and_the_target(target, recompute):
+def test_the_budget_loss_is_the_distance_between_the_mean_gate_and_its_target(target, recompute):
     model, x = Model(recompute), normal(4, 2, D, seed=1)
     weights = {"cmr_gate_loss_wt": 0.7, "cmr_gate_loss_p": target}
     plain, plain_grads, _ = run(model, x, moe_gate_loss_wt=0.3)
@@ -102,7 +102,7 @@ def test_the_loss_is_the_distance_between_the_mean_gate_and_the_target(target, r
     assert not any(torch.is_tensor(value) and value.requires_grad for value in log.values())
 
 
-def test_the_budget_option_without_a_loss_weight_has_no_effect():
+def test_the_target_of_the_budget_loss_has_no_effect_without_a_loss_weight():
     x = normal(4, 2, D, seed=1)
     zero, grads, log = run(Model(), x)
     again, same, _ = run(Model(), x, cmr_gate_loss_p=0.2)
@@ -114,7 +114,7 @@ def test_the_budget_option_without_a_loss_weight_has_no_effect():
     assert log["moe_micro_batches"] == 1
 
 
-def test_a_micro_batch_without_tokens_has_no_gradient():
+def test_the_budget_loss_of_a_micro_batch_without_tokens_has_no_gradient():
     model = Model()
     model.layers[0].context.begin_step(is_dummy=True)
     _, grads, _ = run(model, normal(4, 2, D, seed=1), cmr_gate_loss_wt=1.0)

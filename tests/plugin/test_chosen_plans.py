@@ -1,4 +1,4 @@
-"""The collective plans of a run: all ranks check them together, and a tuner tries the all-to-all plans."""
+"""All ranks check the collective plans of a run together, and adaptive training tries all-to-all plans."""
 
 from types import SimpleNamespace
 
@@ -15,14 +15,14 @@ TOPOLOGY = Topology(world_size=4, expert_parallel_size=4, expert_group="four")
 
 @pytest.fixture(autouse=True)
 def given(monkeypatch):
-    """Give a run three plans for four ranks, one of them slow."""
+    """Give the run three plans for four ranks: two all-to-all plans and one all-gather plan."""
     quick = written.placed(make("linear", "all_to_all", 4), make("ring", "all_gather", 4))
     slow = quick[0]._replace(name="slow", report=None)
     monkeypatch.setattr(plans, "plans_of", lambda _: (*quick, slow))
     monkeypatch.setattr(plans.dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3])
 
 
-def test_a_tuner_tries_only_the_plans_of_all_to_alls():
+def test_adaptive_training_tries_only_all_to_all_plans():
     found = tuned_algorithms(SimpleNamespace(topology=TOPOLOGY), None)
     assert found == ("linear", "plan:linear_all_to_all", "plan:slow")
 

@@ -1,4 +1,4 @@
-"""The confident loss equals a brute-force minimum; its gradients equal finite differences."""
+"""The confident multiple choice loss equals a minimum found by brute force."""
 
 import itertools
 import math
@@ -24,7 +24,8 @@ def case(M: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_loop(logits_MNC, target_N, beta) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each member's cross entropy, and beta times its divergence, by torch's functions."""
+    """Return each member's cross entropy, and beta times the KL divergence from the uniform
+    distribution."""
     ce, kl = [], []
     for logits_NC in logits_MNC:
         logs_NC = logits_NC.log_softmax(dim=1)
@@ -36,7 +37,7 @@ def by_loop(logits_MNC, target_N, beta) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("beta", (0.0, 0.75, 3.0))
 @pytest.mark.parametrize("M, K", SIZES)
-def test_no_assignment_has_a_smaller_loss(M, K, beta):
+def test_the_confident_loss_is_the_minimum_over_all_choices_of_members(M, K, beta):
     logits, target = case(M)
     ce_MN, kl_MN = by_loop(logits, target, beta)
     expected = sum(
@@ -53,7 +54,7 @@ def test_no_assignment_has_a_smaller_loss(M, K, beta):
     torch.testing.assert_close(own, torch.autograd.grad(expected, logits)[0])
 
 
-def test_the_mean_loss_over_all_labels_is_the_divergence_plus_a_constant():
+def test_the_mean_stochastic_loss_over_all_labels_is_the_exact_loss_plus_a_constant():
     logits, target = case(3)
     K, beta = 1, 0.75
     of_labels = [
@@ -69,7 +70,7 @@ def test_the_mean_loss_over_all_labels_is_the_divergence_plus_a_constant():
 
 @pytest.mark.parametrize("labels", (None, "drawn"))
 @pytest.mark.parametrize("left_out", (False, True))
-def test_gradients_equal_finite_differences(labels, left_out):
+def test_gradients_of_the_confident_loss_equal_finite_differences(labels, left_out):
     logits, target = case(3, seed=1)
     labels = None if labels is None else random_labels(logits)
     counts = torch.arange(N) % 3 > 0 if left_out else None
@@ -77,7 +78,7 @@ def test_gradients_equal_finite_differences(labels, left_out):
     torch.autograd.gradcheck(mean_log_probs, (logits,))
 
 
-def test_ignored_samples_do_not_affect_the_loss():
+def test_ignored_samples_do_not_affect_the_confident_loss():
     logits, target = case(3)
     counts = torch.arange(N) < 4
     target = target.masked_fill(~counts, -100)
@@ -87,7 +88,7 @@ def test_ignored_samples_do_not_affect_the_loss():
     assert not logits.grad[:, 4:].any() and logits.grad[:, :4].all()
 
 
-def test_half_precision_is_computed_in_fp32():
+def test_the_confident_loss_of_half_precision_logits_is_computed_in_fp32():
     logits, target = case(3)
     half = logits.detach().bfloat16().requires_grad_()
     loss, _ = confident_loss(half, target, 2, 0.75)
@@ -98,7 +99,7 @@ def test_half_precision_is_computed_in_fp32():
     assert half.grad.dtype == torch.bfloat16
 
 
-def test_mean_log_probs_averages_probabilities_also_if_a_class_has_probability_0():
+def test_mean_log_probs_averages_probabilities_even_if_a_class_has_probability_0():
     logits, _ = case(3)
     expected = logits.softmax(dim=-1).mean(dim=0).log()
     torch.testing.assert_close(mean_log_probs(logits), expected)

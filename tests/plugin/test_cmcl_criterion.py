@@ -1,4 +1,4 @@
-"""The criterion cmcl: its loss, its log and its errors."""
+"""Tests the loss, the log and the errors of the criterion cmcl (confident multiple choice learning)."""
 
 import math
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ TASK = SimpleNamespace(target_dictionary=SimpleNamespace(pad=lambda: PAD))
 
 
 class Given(torch.nn.Module):
-    """A model that returns its input logits in the form of an ensemble's output."""
+    """A model that returns the input logits as the output of an ensemble."""
 
     def forward(self, logits):
         return mean_log_probs(logits), {"member_logits": logits}
@@ -26,7 +26,7 @@ class Given(torch.nn.Module):
 
 
 class NoEnsemble(Given):
-    """A model that is not an ensemble: it returns the logits of one member."""
+    """A model that is not an ensemble, and returns the logits of one member."""
 
     def forward(self, logits):
         return logits[0], None
@@ -41,7 +41,7 @@ def sample_of(logits, target):
     return {"net_input": {"logits": logits}, "target": target, "ntokens": ntokens}
 
 
-def test_the_log_equals_a_direct_computation_and_ignores_padding():
+def test_logged_losses_and_accuracies_equal_a_direct_computation_without_padding():
     torch.manual_seed(0)
     M, K, beta = 3, 2, 0.5
     logged, losses, rights, logs = [], [], [], []
@@ -82,7 +82,7 @@ def test_each_call_of_the_stochastic_loss_draws_new_labels():
     assert len({float(criterion(cmcl_overlap=1)(Given(), sample)[0]) for _ in range(4)}) == 1
 
 
-def test_another_model_and_a_bad_overlap_are_refused():
+def test_the_criterion_cmcl_refuses_a_model_that_is_not_an_ensemble_and_a_bad_overlap():
     sample = sample_of(torch.randn(3, 2, 4, 6), torch.randint(2, 6, (2, 4)))
     with pytest.raises(ValueError, match="the model is not an ensemble; choose --arch ensemble_of"):
         criterion()(NoEnsemble(), sample)

@@ -1,4 +1,5 @@
-"""MoE criterions compute fairseq's loss, with `token_loss` if the model has a plain softmax."""
+"""MoE criterions compute fairseq's loss; `token_loss` computes this loss if the model has a plain
+softmax."""
 
 from types import SimpleNamespace
 
@@ -46,7 +47,7 @@ def losses(criterion, model, **more) -> tuple[torch.Tensor, ...]:
 
 
 class Adaptive:
-    """A substitute for an adaptive softmax, with the method that a decoder calls."""
+    """A substitute for fairseq's adaptive softmax."""
 
     def get_log_prob(self, logits, target=None):
         return torch.log_softmax(logits * 3, dim=-1)
@@ -68,13 +69,13 @@ def same(ours, stock, options, net, **more) -> None:
 
 @pytest.mark.parametrize("model", (FairseqLanguageModel, Tempered))
 @pytest.mark.parametrize("ours, stock, options", PAIRS)
-def test_the_loss_equals_fairseq_s(calls, ours, stock, options, model):
+def test_the_loss_of_a_moe_criterion_equals_that_of_fairseq_s_criterion(calls, ours, stock, options, model):
     same(ours, stock, options, model(Decoder(None)))
     assert bool(calls) == (model is not Tempered)
 
 
 @pytest.mark.parametrize("kind", ("an adaptive softmax", "losses by token", "an ignored prefix"))
-def test_losses_that_need_a_table_use_the_code_of_fairseq(calls, kind):
+def test_losses_that_need_all_log_probabilities_use_fairseq_s_code(calls, kind):
     net, (ours, stock, options) = FairseqLanguageModel(Decoder(None)), PAIRS[1]
     if kind == "an adaptive softmax":
         net.decoder.adaptive_softmax = Adaptive()

@@ -1,4 +1,4 @@
-"""moe_distillation wraps the criterion of --distill-criterion, or refuses it in one sentence."""
+"""The criterion moe_distillation adds a distillation loss to the criterion of --distill-criterion."""
 
 import argparse
 import logging
@@ -21,7 +21,7 @@ register()
 
 
 class Task:
-    """The attributes of a task that a criterion reads; `_has_experts` is set if a MoE model was built."""
+    """A substitute for a task; `_has_experts` is true if the model has experts."""
 
     def __init__(self, has_experts):
         self.args = argparse.Namespace()
@@ -57,14 +57,14 @@ def test_moe_distillation_is_an_instance_of_the_named_criterion(name, tmp_path):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_a_bad_option_ends_with_one_sentence(options, sentence):
+def test_a_bad_distillation_option_is_refused_with_one_sentence(options, sentence):
     with pytest.raises(ValueError) as error:
         build(**options)
     assert sentence in str(error.value) and str(error.value).endswith(".")
 
 
 class Student(BaseFairseqModel):
-    """A model with the same scores for every batch of two sentences of three tokens."""
+    """A model that returns the same logits for every batch."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ class Student(BaseFairseqModel):
 
 
 def ready(monkeypatch, folder, prefix=0, **options):
-    """Return a criterion whose teacher's scores are all 0, and the arguments of its forward pass."""
+    """Return a criterion whose teacher has only logits of 0, and arguments for the criterion's forward."""
     torch.save({}, folder / "t.pt")
     criterion = build(criterion="label_smoothed_cross_entropy", teacher=str(folder / "t.pt"), **options)
     criterion.ignore_prefix_size = prefix
@@ -85,7 +85,7 @@ def ready(monkeypatch, folder, prefix=0, **options):
     return criterion, (Student(), sample)
 
 
-def test_an_ignored_prefix_is_not_distilled(monkeypatch, tmp_path):
+def test_tokens_of_an_ignored_prefix_are_not_distilled(monkeypatch, tmp_path):
     criterion, (model, sample) = ready(monkeypatch, tmp_path, prefix=1)
     (grad_BLV,) = torch.autograd.grad(criterion(model, sample)[0], model.parameters())
     is_trained = grad_BLV.abs().sum(-1) > 0
@@ -107,14 +107,14 @@ def test_distillation_ends_after_the_update_of_distill_until(until, taught, monk
 
 
 @pytest.mark.parametrize("in_validation", (False, True))
-def test_validation_uses_the_teacher_only_if_the_option_is_set(in_validation, monkeypatch, tmp_path):
+def test_validation_uses_the_teacher_only_with_distill_in_validation(in_validation, monkeypatch, tmp_path):
     criterion, arguments = ready(monkeypatch, tmp_path, in_validation=in_validation)
     log = criterion.eval()(*arguments)[2]
     assert ("distill_loss" in log) == in_validation
 
 
-def test_a_teacher_is_opened_in_evaluation_without_its_task_s_state(monkeypatch, tmp_path):
-    """Opening a teacher does not change the random number generator of training."""
+def test_a_teacher_opens_in_evaluation_mode_without_the_state_of_its_task(monkeypatch, tmp_path):
+    """Opening a teacher must not change the state of torch's random number generator."""
     torch.save({}, tmp_path / "t.pt")
     of_file, given = {"task_state": {"a": 1}, "model": {}}, []
     monkeypatch.setattr(checkpoint_utils, "load_checkpoint_to_cpu", lambda *_: of_file)
@@ -135,7 +135,7 @@ def test_a_teacher_is_opened_in_evaluation_without_its_task_s_state(monkeypatch,
 
 
 @pytest.mark.parametrize("size, calls", [(1, 0), (2, 1)])
-def test_a_dummy_batch_runs_only_a_teacher_with_an_ep_group(size, calls, monkeypatch, tmp_path):
+def test_a_dummy_batch_runs_the_teacher_only_if_ranks_share_its_experts(size, calls, monkeypatch, tmp_path):
     criterion, arguments = ready(monkeypatch, tmp_path, teacher_parallel_size=size)
     found = []
     monkeypatch.setattr(Teacher, "scores", lambda *_: found.append(1) or torch.zeros(6, 4))

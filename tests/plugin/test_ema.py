@@ -1,4 +1,4 @@
-"""The moving average of a model with experts equals fairseq's."""
+"""The moving average of a MoE model's weights equals the average that fairseq computes."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ class _Model(nn.Module):
             self.out.weight = self.embedding.weight
 
     def draw(self, seed):
-        """Give all weights new values, and change the table."""
+        """Set all weights to random values, and change the buffer `table`."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -45,7 +45,7 @@ def _config(wide, freq=1):
     )  # fmt: skip
 
 
-def test_a_model_without_experts_uses_the_average_class_of_fairseq():
+def test_only_a_model_with_experts_uses_the_plugin_s_moving_average():
     made = []
     for model in (nn.Linear(2, 2), _Model()):
         trainer = object.__new__(MoETrainer)
@@ -57,7 +57,7 @@ def test_a_model_without_experts_uses_the_average_class_of_fairseq():
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("wide", [False, True])
-def test_averages_have_the_same_bits_as_fairseq_s(wide, half):
+def test_moving_averages_have_the_same_bits_as_fairseq_s_averages(wide, half):
     model = _Model()
     model.draw(1)
     if half:
@@ -76,13 +76,14 @@ def test_averages_have_the_same_bits_as_fairseq_s(wide, half):
     assert not torch.equal(ours.get_model().out.weight, model.out.weight)
 
 
-def test_a_resumed_run_averages_after_the_same_updates():
-    """--ema-update-freq 3 averages after updates 3 and 6, as fairseq does without a resume."""
+def test_a_resumed_run_averages_weights_after_the_same_updates():
+    """With --ema-update-freq 3, averages change after updates 3 and 6, also in a run that resumes after
+    update 4."""
     model = _Model()
     model.draw(1)
     ours, stock = ExpertEMA(model, _config(False, 3)), EMA(model, _config(False, 3), skip_keys={"table"})
     for update in range(1, 9):
-        if update == 5:  # a new process restores the average of the checkpoint
+        if update == 5:  # a resumed run restores the saved average
             state = dict(ours.get_model().state_dict())
             ours = ExpertEMA(model, _config(False, 3))
             ours.restore(state)
@@ -94,8 +95,8 @@ def test_a_resumed_run_averages_after_the_same_updates():
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_tied_weights_are_averaged_once(wide):
-    """fairseq's EMA decays a tied weight once for each of its names."""
+def test_a_tied_weight_is_averaged_once_per_update(wide):
+    """fairseq's moving average updates a tied weight once for each name of the weight."""
     model = _Model(tied=True)
     model.draw(1)
     ema, first = ExpertEMA(model, _config(wide)), model.out.weight.detach().clone()
@@ -107,7 +108,7 @@ def test_tied_weights_are_averaged_once(wide):
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_restoring_averages_frees_the_averages_of_the_checkpoint(wide):
+def test_restoring_moving_averages_empties_the_loaded_dictionary(wide):
     saved, model = _Model(), _Model()
     saved.draw(5)
     ema, state = ExpertEMA(model, _config(wide)), dict(saved.state_dict())

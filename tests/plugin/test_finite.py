@@ -39,7 +39,7 @@ def trainer_in(folder, updates=7, masters=False):
 
 
 def saves(trainer):
-    """Save a checkpoint; return a list with one entry per call of fairseq's `save_checkpoint`."""
+    """Save a checkpoint; return a list with one entry for each call of fairseq's `save_checkpoint`."""
     called = []
     function = save.save_checkpoint(lambda *_: called.append(1))
     no_save = SimpleNamespace(no_save=False)
@@ -51,7 +51,7 @@ def saves(trainer):
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf, 1e30])
-def test_a_weight_that_is_not_finite_is_not_saved(tmp_path, value):
+def test_a_checkpoint_with_a_nan_or_infinite_weight_is_not_saved(tmp_path, value):
     trainer = trainer_in(tmp_path)
     assert saves(trainer) == [1]
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_a_weight_that_is_not_finite_is_not_saved(tmp_path, value):
 
 
 @pytest.mark.parametrize("masters", [False, True])
-def test_an_optimizer_state_that_is_not_finite_is_not_saved(tmp_path, masters):
+def test_a_checkpoint_with_an_infinite_optimizer_state_is_not_saved(tmp_path, masters):
     trainer = trainer_in(tmp_path, masters=masters)
     inner = getattr(trainer.optimizer, "fp32_optimizer", trainer.optimizer).optimizer
     inner.state[trainer.own[1]]["exp_avg_sq"][0] = torch.inf
@@ -69,7 +69,7 @@ def test_an_optimizer_state_that_is_not_finite_is_not_saved(tmp_path, masters):
         saves(trainer)
 
 
-def test_a_large_moment_is_saved(tmp_path):
+def test_a_large_but_finite_adam_moment_is_saved(tmp_path):
     trainer = trainer_in(tmp_path)
     trainer.optimizer.optimizer.state[trainer.own[0]]["exp_avg_sq"].fill_(1e30)
     assert saves(trainer) == [1]
@@ -82,7 +82,7 @@ def check(trainer, tmp_path):
     finite.refuse_loaded(SimpleNamespace(checkpoint=checkpoint), trainer)
 
 
-def test_a_checkpoint_that_is_not_finite_is_refused(tmp_path):
+def test_a_loaded_checkpoint_with_an_infinite_optimizer_state_is_refused(tmp_path):
     trainer = trainer_in(tmp_path)
     torch.save({}, tmp_path / "checkpoint_last.pt")
     check(trainer, tmp_path)
@@ -99,7 +99,7 @@ def test_a_checkpoint_that_is_not_finite_is_refused(tmp_path):
         ("exp_avg", torch.zeros(3, 2, dtype=torch.int64)),
     ],
 )
-def test_a_moment_of_another_shape_is_refused(tmp_path, key, value):
+def test_a_loaded_adam_moment_with_another_shape_or_type_is_refused(tmp_path, key, value):
     trainer = trainer_in(tmp_path)
     assert mismatch(trainer) is None
     (tmp_path / "checkpoint_last.pt").touch()

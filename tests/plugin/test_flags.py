@@ -1,4 +1,4 @@
-"""Flags are made from MoEConfig and parsed to the same MoEConfig; help has unit and default."""
+"""Every field of MoEConfig is a command-line flag, whose value reaches the MoE layer."""
 
 import argparse
 
@@ -59,20 +59,20 @@ def test_every_option_of_moe_config_is_a_flag_and_reaches_the_layer(name):
     )
 
 
-def test_a_configuration_saved_before_an_option_existed_still_builds_a_layer():
+def test_a_saved_configuration_without_newer_options_builds_a_layer():
     values = defaults(ModelOptions)
     for option in LAYER.values():
         values.pop(option.key, None)
     assert layer_config(argparse.Namespace(**values), None, 8, **OF_LAYER) == MoEConfig(8, 16, 8)
 
 
-def test_expert_counts():
+def test_expert_counts_gives_one_number_of_experts_per_layer():
     assert expert_counts("8", 3) == [8, 8, 8]
     assert expert_counts("8,8,16", 3) == [8, 8, 16]
     assert expert_counts(4, 1) == [4]
 
 
-def test_flags_are_found_by_a_part_of_their_name_or_help():
+def test_the_tool_flags_finds_flags_by_a_part_of_their_name_or_help():
     text = tool("flags", "Top-K")
     assert "Routing:\n  --moe-top-k (model)\n      experts per token, from 1 to" in text
     assert "Memory:" not in text and "--moe-freq" not in text
@@ -87,10 +87,10 @@ def test_flags_are_found_by_a_part_of_their_name_or_help():
         tool("flags", "pigeon")
 
 
-def test_a_misspelt_override_is_refused():
+def test_a_misspelt_option_in_model_overrides_is_refused():
     with pytest.raises(ValueError, match=r"moe_topk is not an option .* did you mean moe_top_k"):
         checkpoint_utils.load_checkpoint_to_cpu("nowhere.pt", {"moe_freq": 1, "moe_topk": 1})
 
 
-def test_overrides_of_options_of_fairseq_and_of_users_are_accepted():
+def test_model_overrides_may_name_options_of_fairseq_and_of_users():
     refuse_misspelt({"moe_top_k": 1, "world_size": 1, "dropout": 0, "moe_of_my_own": 2})

@@ -1,4 +1,4 @@
-"""image_classification: the loss equals torch's cross entropy, and accuracies equal a loop's."""
+"""The criterion image_classification computes torch's cross entropy, and accuracies over all images."""
 
 import math
 
@@ -30,7 +30,7 @@ def batch_of(classes, mixed, seed=1, images=6):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_the_loss_is_the_cross_entropy_with_smoothed_and_mixed_targets(smoothing, mixed):
+def test_the_image_loss_is_the_cross_entropy_with_smoothed_and_mixed_targets(smoothing, mixed):
     sample = batch_of(7, mixed)
     logits, share = sample["net_input"]["images"], torch.ones(6)
     aims = F.one_hot(sample["target"], 7).float()
@@ -40,7 +40,7 @@ def test_the_loss_is_the_cross_entropy_with_smoothed_and_mixed_targets(smoothing
     criterion = ImageClassificationCriterion(FairseqTask(None), smoothing)
     loss, sample_size, log = criterion(Logits(), sample)
     nll = F.cross_entropy(logits.float(), aims, reduction="sum")
-    # fairseq's smoothing adds probability only to the other classes.
+    # Label smoothing in fairseq raises only the probabilities of wrong classes.
     smoothed = aims * (1 - smoothing) + (1 - aims) * smoothing / 6
     expected = F.cross_entropy(logits.float(), smoothed, reduction="sum")
     assert sample_size == log["nsentences"] == log["ntokens"] == 6

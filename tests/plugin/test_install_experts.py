@@ -1,4 +1,4 @@
-"""Building the MoE variant of a fairseq model, in one process."""
+"""Builds MoE variants of fairseq's models in one process."""
 
 import argparse
 import re
@@ -30,7 +30,7 @@ SMALL = {
 
 
 def configuration(side, *words, **overrides):
-    """Return the FairseqConfig of a command line, with overrides."""
+    """Return the FairseqConfig of a small model's command line, with overrides."""
     words = ["data", *SMALL[side], "--moe-freq", "2", "--moe-expert-count", "3", *words]
     arguments = options.parse_args_and_arch(options.get_training_parser(), words)
     vars(arguments).update(overrides)
@@ -38,24 +38,22 @@ def configuration(side, *words, **overrides):
 
 
 def task_of_words():
-    """Return a task with the attributes that a model reads."""
+    """Return a task with the dictionaries that a model reads."""
     task = argparse.Namespace(cfg=argparse.Namespace())
     task.source_dictionary = task.target_dictionary = Dictionary()
     return task
 
 
 def build(side, **overrides):
-    """Return a model and its configuration; the second and fourth of `side`'s four layers have experts.
+    """Return a model with experts in every second layer, and the model's configuration.
 
-    Args:
-        side: encoder or decoder.
-        overrides: options that replace those of the command line, as with --model-overrides.
+    The side encoder gives a translation model, and the side decoder gives a language model.
     """
     cfg = configuration(side, **overrides).model
     return models.build_model(cfg, task_of_words()), cfg
 
 
-def test_an_opened_model_initializes_no_experts_and_uses_the_file_s_tensors(monkeypatch):
+def test_a_model_for_inference_uses_the_checkpoint_s_tensors_as_experts(monkeypatch):
     saved, cfg = build("decoder")
     state, tokens = saved.state_dict(), torch.tensor([[0, 1, 2, 3]])
     halved = next(key for key in state if key.endswith("experts.fc2_weight"))
@@ -77,7 +75,7 @@ def test_an_opened_model_initializes_no_experts_and_uses_the_file_s_tensors(monk
 @pytest.mark.parametrize(("kept", "with_experts"), [("1,3", [0, 1]), ("0,2,3", [2])])
 def test_a_pruned_model_loads_the_weights_of_the_kept_layers(side, kept, with_experts):
     whole, _ = build(side)
-    # fairseq drops all layers of a side without the option, and this decoder has two layers.
+    # Without --decoder-layers-to-keep, fairseq would drop all decoder layers.
     keep = {"decoder_layers_to_keep": "0,1", f"{side}_layers_to_keep": kept}
     pruned, cfg = build(side, **keep)
     labels = [layer.label for layer in moe_layers(pruned) if layer.label.startswith(side)]
@@ -89,8 +87,8 @@ def test_a_pruned_model_loads_the_weights_of_the_kept_layers(side, kept, with_ex
         assert torch.equal(own[name], tensor), name
 
 
-def test_a_pre_gated_model_has_equal_outputs_in_one_call_and_step_by_step():
-    """The hypotheses of the beam are reordered, dropped and duplicated after every step."""
+def test_a_pre_gated_decoder_gives_equal_outputs_in_one_pass_and_step_by_step():
+    """Beam search reorders, drops and duplicates the hypotheses after every step."""
     model, state = build("decoder", moe_pregate=1)[0].eval(), {}
     prefix, generator = torch.empty(3, 0, dtype=torch.int64), torch.Generator().manual_seed(1)
     for order in ([0, 1, 2], [2, 0, 0], [1, 1, 0], [2, 1, 0]):
@@ -103,12 +101,12 @@ def test_a_pre_gated_model_has_equal_outputs_in_one_call_and_step_by_step():
         build("decoder", moe_pregate=2)
 
 
-def test_encoder_and_decoder_have_their_own_sentence_length_for_the_capacity():
+def test_encoder_and_decoder_compute_capacity_from_separate_sentence_lengths():
     fraction = {"moe_eval_capacity_token_fraction": 0.25, "moe_eval_capacity_max_seqlen": True}
     model, _ = build("encoder", max_source_positions=40, max_target_positions=28, **fraction)
     lengths = {layer.label: layer.config.eval_sentence_length for layer in moe_layers(model)}
     assert lengths == {"encoder_1": 40, "encoder_3": 40, "decoder_1": 28}
-    fraction["moe_eval_capacity_token_fraction"] = -1.0  # use the training capacity
+    fraction["moe_eval_capacity_token_fraction"] = -1.0  # a fraction of -1 means the training capacity
     model, _ = build("encoder", max_source_positions=40, **fraction)
     assert {layer.config.eval_sentence_length for layer in moe_layers(model)} == {0}
     fraction["moe_eval_capacity_token_fraction"] = 0.1
@@ -117,7 +115,7 @@ def test_encoder_and_decoder_have_their_own_sentence_length_for_the_capacity():
 
 
 @pytest.mark.parametrize("sides", ("both", "encoder", "decoder"))
-def test_pre_gating_changes_only_the_chosen_stacks(sides):
+def test_pre_gating_changes_only_the_sides_of_moe_pregate_sides(sides):
     model, _ = build("encoder", moe_pregate=1, moe_freq=1, moe_pregate_sides=sides)
     routed = {layer.label.partition("_")[0] for layer in moe_layers(model) if layer.router is not None}
     assert routed == ({"encoder", "decoder"} if sides == "both" else {sides})
@@ -126,7 +124,7 @@ def test_pre_gating_changes_only_the_chosen_stacks(sides):
 
 
 def run_of(side, criterion, *words, **overrides):
-    """Return (configuration, task) of a training run."""
+    """Return the configuration and the task of a training run."""
     words = ["--criterion", criterion, "--optimizer", "moe_adam", "--save-dir", "x", "--cpu", *words]
     cfg = configuration(side, *words, **overrides)
     task = tasks.TASK_REGISTRY[cfg.task._name](cfg.task, *[Dictionary()] * (1 + (side == "encoder")))
@@ -157,15 +155,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_a_bad_option_is_refused_by_name(words):
+def test_the_error_for_a_bad_option_names_the_option(words):
     cfg, task = run_of("decoder", "moe_cross_entropy", *words.split())
     with pytest.raises(ValueError, match=re.escape(REFUSED[words])):
         task.build_model(cfg.model)
-    guard.set_timeout(0)  # reset, because the time-out applies to the whole process
+    guard.set_timeout(0)  # reset the time-out, which applies to the whole process
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
-def test_an_error_names_the_option_of_the_side_with_a_bad_frequency(side):
+def test_the_error_for_a_bad_moe_freq_names_the_encoder_or_decoder_flag(side):
     cfg, task = run_of("encoder", "moe_label_smoothed_cross_entropy", f"--{side}-moe-freq=-3")
     with pytest.raises(ValueError, match=f"^--{side}-moe-freq is -3; give a whole number of layers"):
         task.build_model(cfg.model)
@@ -187,7 +185,7 @@ def test_options_that_cannot_work_on_several_ranks_are_refused(words):
         refuse_run(cfg, model, two, in_step=False, sliced=False, ahead=0)
 
 
-def test_local_drop_needs_complete_experts():
+def test_moe_local_drop_is_refused_if_experts_are_split_over_ranks():
     cfg, task = run_of("decoder", "moe_cross_entropy", "--moe-local-drop", "0.1")
     model = TransformerLanguageModel.build_model(cfg.model, task)
     with pytest.raises(ValueError, match=r"^--moe-local-drop is 0.1, which needs complete experts"):

@@ -1,4 +1,4 @@
-"""A checkpoint is refused if an option that fairseq passes to eval() is not a literal."""
+"""fairseq passes some options to eval(), so the plugin refuses checkpoints with code in these options."""
 
 import argparse
 import re
@@ -19,7 +19,7 @@ CODE = "[500+0*__import__('os').system('touch pwned'),1000]"
         "[(512, 10, 5)] + [(512, 3, 2)] * 4 + [(512,2,2)] + [(512,2,2)]", "[(256, 3)] * 15", "1 - 0.02",
     ],
 )  # fmt: skip
-def test_literals_are_accepted(text):
+def test_python_literals_in_options_are_accepted(text):
     assert is_literal(text)
 
 
@@ -32,12 +32,12 @@ def test_literals_are_accepted(text):
         "1 or print()", "await x", "[1][print()]",
     ],
 )  # fmt: skip
-def test_code_is_refused(text):
+def test_python_code_in_options_is_refused(text):
     assert not is_literal(text)
 
 
 @pytest.mark.parametrize("key", sorted(EVALUATED))
-def test_code_in_any_field_at_any_depth_is_refused(key):
+def test_code_in_any_option_at_any_depth_is_refused(key):
     for state in (
         {"cfg": OmegaConf.create({"model": {key: CODE}})},
         {"cfg": OmegaConf.create({"model": {"w2v_args": {"task": [{key: CODE}]}}})},
@@ -50,7 +50,7 @@ def test_code_in_any_field_at_any_depth_is_refused(key):
             refuse_code(state, "x.pt", {})
 
 
-def test_an_interpolation_may_only_name_an_option_that_is_also_checked():
+def test_an_omegaconf_interpolation_may_only_name_a_checked_option():
     model = {"adam_betas": "${optimizer.adam_betas}", "feature_encoder_spec": "${a.feature_encoder_spec}"}
     refuse_code({"cfg": OmegaConf.create({"model": model})}, "x.pt", {})
     for text in ("${name}", "${env:HOME}", "${${adam_betas}}", "${adam_betas}${adam_betas}"):
@@ -58,7 +58,7 @@ def test_an_interpolation_may_only_name_an_option_that_is_also_checked():
             refuse_code({"cfg": OmegaConf.create({"model": {"adam_betas": text}})}, "x.pt", {})
 
 
-def test_code_is_accepted_from_the_user_but_not_from_a_file():
+def test_code_in_an_option_is_accepted_from_the_user_but_not_from_a_checkpoint():
     state = {"cfg": OmegaConf.create({"model": {"adam_betas": CODE}})}
     refuse_code(state, "x.pt", {"adam_betas": CODE})
     with pytest.raises(ValueError, match="adam_betas"):
@@ -76,8 +76,8 @@ def test_code_is_accepted_from_the_user_but_not_from_a_file():
         ({"model": {1: {"a": Dictionary()}}}, "an object of the class Dictionary as the option a"),
     ],
 )  # fmt: skip
-def test_objects_and_resolvers_in_options_are_refused(cfg, sentence):
-    """A checkpoint may contain fairseq's Dictionary, but not as an option: the file sets its attributes."""
+def test_objects_and_omegaconf_resolvers_in_options_are_refused(cfg, sentence):
+    """A Dictionary as an option is refused, because the checkpoint could set attributes of the object."""
     for state in ({"cfg": cfg}, {"args": argparse.Namespace(**cfg)}):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             refuse_code(state, "x.pt", {})

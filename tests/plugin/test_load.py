@@ -1,4 +1,4 @@
-"""Loading a checkpoint file, for inference or to resume training."""
+"""Tests which checkpoint files fairseq loads for inference or to resume training."""
 
 import argparse
 import logging
@@ -29,7 +29,7 @@ STATE = {
 
 
 class Hostile:
-    """An object whose unpickling would run code that makes a folder."""
+    """An object that would create a folder if a program unpickled the object."""
 
     def __init__(self, path):
         self.path = path
@@ -43,7 +43,7 @@ def written(folder, **parts):
     return folder / "a.pt"
 
 
-def test_a_file_with_a_flipped_bit_opens_only_with_the_environment_variable(tmp_path, monkeypatch):
+def test_a_checkpoint_with_a_flipped_bit_opens_only_with_the_environment_variable(tmp_path, monkeypatch):
     path = written(tmp_path)
     content = bytearray(path.read_bytes())
     content[content.index(STATE["model"]["weight"].numpy().tobytes()) + 4] ^= 1
@@ -60,14 +60,14 @@ def test_a_file_with_a_flipped_bit_opens_only_with_the_environment_variable(tmp_
     ("saved", "read"),
     [({"moe_backend": "grouped_mm"}, {"moe_backend": "auto"}), ({"data": "x"}, {"data": "x"})],
 )
-def test_a_removed_backend_is_read_as_auto(kind, saved, read, tmp_path):
+def test_a_removed_backend_in_a_checkpoint_is_read_as_auto(kind, saved, read, tmp_path):
     path = written(tmp_path, cfg={**STATE["cfg"], "task": kind(**saved)})
     assert checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["cfg"]["task"] == kind(**read)
 
 
 @pytest.mark.parametrize("words", [({},), (None, False)], ids=["to use", "to train on"])
 @pytest.mark.parametrize("form", ["cfg", "args", "Namespace in cfg"])
-def test_a_removed_option_in_a_checkpoint_is_ignored_with_one_log_line(form, words, tmp_path, caplog):
+def test_a_removed_option_in_a_checkpoint_is_ignored_and_logged(form, words, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     key, kept = "moe_kernel_tuning_seconds", {"moe_freq": 1, "moe_backend": "auto"}
     old = {**kept, key: 3.0}
@@ -83,13 +83,13 @@ def test_a_removed_option_in_a_checkpoint_is_ignored_with_one_log_line(form, wor
 
 @pytest.mark.parametrize("name", ["gate.wg.weight", "experts.3.fc1.weight"])
 @pytest.mark.parametrize("resumes", [None, False], ids=["used", "trained"])
-def test_the_error_for_a_file_of_meta_s_branch_names_the_converter(name, resumes, tmp_path):
+def test_the_error_for_a_checkpoint_of_meta_s_branch_names_the_converter(name, resumes, tmp_path):
     path = written(tmp_path, model={f"decoder.layers.0.moe_layer.{name}": torch.ones(2)})
     with pytest.raises(ValueError, match=r"convert meta"):
         checkpoint_utils.load_checkpoint_to_cpu(str(path), {}, load_on_all_ranks=resumes)
 
 
-def test_an_option_that_an_older_file_lacks_can_be_overridden(tmp_path):
+def test_an_option_that_is_missing_in_an_older_checkpoint_can_be_overridden(tmp_path):
     path = written(tmp_path, cfg={**STATE["cfg"], "task": {"data": "x"}})
     overrides = {"moe_expert_store": "on-demand", "seed": 3}
     task = checkpoint_utils.load_checkpoint_to_cpu(str(path), overrides)["cfg"]["task"]
@@ -115,7 +115,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("words", [({},), (None, False)], ids=["to use", "to train on"])
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_the_error_for_a_foreign_file_names_the_file(kind, words, tmp_path, monkeypatch):
+def test_the_error_for_a_file_that_is_no_checkpoint_names_the_file(kind, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path, content = tmp_path / "a.pt", FOREIGN[kind]
     if isinstance(content, bytes):
@@ -130,7 +130,7 @@ def test_the_error_for_a_foreign_file_names_the_file(kind, words, tmp_path, monk
 
 
 @pytest.mark.parametrize("words", [({},), (None, False)], ids=["to use", "to train on"])
-def test_code_in_an_option_and_paths_of_folders_and_pipes_are_refused(words, tmp_path):
+def test_checkpoints_with_code_in_an_option_and_paths_of_folders_are_refused(words, tmp_path):
     path = written(tmp_path, cfg={"model": {"adaptive_softmax_cutoff": "[500+0*print(),1000]"}})
     with pytest.raises(ValueError, match="as the option adaptive_softmax_cutoff, which"):
         checkpoint_utils.load_checkpoint_to_cpu(str(path), *words)
@@ -142,7 +142,7 @@ def test_code_in_an_option_and_paths_of_folders_and_pipes_are_refused(words, tmp
 
 @pytest.fixture
 def modules(tmp_path, monkeypatch):
-    """Make a user-dir with a module, and a module outside of it; neither is imported yet."""
+    """Write two modules, one inside and one outside of a --user-dir."""
     source = "import torch\nopen('made', 'w').close()\nclass Gate(torch.nn.Linear): pass\n"
     (tmp_path / "my_user_dir").mkdir()
     (tmp_path / "my_user_dir" / "__init__.py").write_text("")
@@ -159,7 +159,7 @@ def modules(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("form", ["cfg", "args", "Namespace in cfg"])
 @pytest.mark.parametrize("key", ["moe_gate_type", "moe_expert_type"])
-def test_a_file_cannot_import_a_module_that_the_user_did_not_name(key, form, modules, tmp_path):
+def test_a_checkpoint_cannot_import_a_module_that_the_user_did_not_name(key, form, modules, tmp_path):
     options = {"moe_freq": 1, key: "linear, aside.Gate"}
     flat = argparse.Namespace(**options, arch="moe_transformer", task="translation")
     parts = {
@@ -172,14 +172,14 @@ def test_a_file_cannot_import_a_module_that_the_user_did_not_name(key, form, mod
         checkpoint_utils.load_checkpoint_to_cpu(path, {})
     assert f"--model-overrides \"{{'{key}': 'linear, aside.Gate'}}\"" in str(e.value)
     checkpoint_utils.load_checkpoint_to_cpu(path, {key: options[key]})
-    # In training, the command line defines the model, so the file's options are not used.
+    # Training ignores model options in the checkpoint, because the command line defines the model.
     checkpoint_utils.load_checkpoint_to_cpu(path, load_on_all_ranks=False)
     assert not os.path.exists("made")
     __import__("aside")
     checkpoint_utils.load_checkpoint_to_cpu(path, {})
 
 
-def test_a_file_may_name_a_class_of_the_user_dir(modules, tmp_path):
+def test_a_checkpoint_may_name_a_class_in_the_user_dir(modules, tmp_path):
     options = {"moe_gate_type": "my_user_dir.gates.Gate", "moe_expert_type": "torch.nn.Linear"}
     path = written(tmp_path, cfg={"model": options})
     checkpoint_utils.load_checkpoint_to_cpu(str(path))
@@ -188,7 +188,7 @@ def test_a_file_may_name_a_class_of_the_user_dir(modules, tmp_path):
 @pytest.mark.parametrize(
     "error", [RuntimeError("can't allocate memory"), CommunicationError("rank 1 is gone")]
 )
-def test_errors_of_memory_and_of_lost_ranks_are_not_blamed_on_the_file(error, tmp_path, monkeypatch):
+def test_an_out_of_memory_error_during_loading_does_not_name_the_checkpoint(error, tmp_path, monkeypatch):
     def load(*args, **kwargs):
         raise error
 
@@ -198,16 +198,16 @@ def test_errors_of_memory_and_of_lost_ranks_are_not_blamed_on_the_file(error, tm
         checkpoint_utils.load_checkpoint_to_cpu(str(path), load_on_all_ranks=False)
 
 
-def test_the_weights_of_an_opened_file_are_mapped(tmp_path):
+def test_weights_are_memory_mapped_for_inference_but_not_for_training(tmp_path):
     path = written(tmp_path, model={"weight": torch.zeros(2**16)})
-    for resumes in (True, None):  # a training run may keep tensors longer than the file
+    for resumes in (True, None):  # a run that resumes copies the weights into memory
         state = checkpoint_utils.load_checkpoint_to_cpu(str(path), {}, load_on_all_ranks=resumes)
         with open("/proc/self/maps") as maps:
             assert (str(path) in maps.read()) == (resumes is None)
         assert not state["model"]["weight"].any()
 
 
-def test_large_matrices_of_an_opened_model_are_not_initialized():
+def test_large_matrices_of_a_model_for_inference_are_not_initialized():
     cfg = argparse.Namespace(opened_for_use=True)
     before = torch.get_rng_state()
     with for_loading(cfg, None):

@@ -1,4 +1,4 @@
-"""Functions of fairseq's training loop are wrapped in the globals of its main function."""
+"""The plugin wraps functions of fairseq's training loop in every copy of the module fairseq_cli.train."""
 
 import runpy
 import sys
@@ -11,10 +11,10 @@ from fairseq_tutel.plugin.training import loop
 plugin.register()
 
 
-def test_the_training_loop_is_wrapped_in_a_process_spawned_by_python_m(monkeypatch):
-    """multiprocessing runs the main module again, and copies its names to another module."""
+def test_the_training_loop_is_wrapped_in_a_spawned_process(monkeypatch):
+    """In a spawned process, multiprocessing runs the main module under the name __mp_main__."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the module is imported already
+        warnings.simplefilter("ignore")  # runpy warns about a second import
         names = runpy.run_module("fairseq_cli.train", run_name="__mp_main__", alter_sys=True)
     module = types.ModuleType("__mp_main__")
     vars(module).update(names)

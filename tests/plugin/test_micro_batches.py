@@ -1,4 +1,4 @@
-"""--moe-micro-batches: an update has the same batches on any number of ranks, also after a resume."""
+"""With --moe-micro-batches, an update has the same batches on any number of ranks."""
 
 import itertools
 import logging
@@ -29,10 +29,7 @@ class _Numbers(torch.utils.data.Dataset):
 
 
 class _Ranks:
-    """The iterators of all ranks, and the updates that fairseq's trainer makes of their batches.
-
-    `micro_batches` may be 0, for --update-freq 1 without the option.
-    """
+    """ """
 
     def __init__(self, ranks, micro_batches, state=None, fix=False, **options):
         self.fix, self.iterators = fix, []
@@ -53,7 +50,7 @@ class _Ranks:
         self.updates = zip(*(GroupedIterator(e, rounds, skips) for e in epochs), strict=True)
 
     def take(self, count=None):
-        """Return the next updates: each rank's batches, with None for an empty batch."""
+        """Return the batches of the next `count` updates for every rank; None is an empty batch."""
         return list(itertools.islice(self.updates, count))
 
     def state(self):
@@ -67,7 +64,7 @@ def _only(samples):
 
 
 def _real(update):
-    """Return the batches of an update in global order: round by round, without the empty ones."""
+    """Return all batches of an update that are not empty, in global order."""
     by_rank = [[batch for batch in part if batch is not None] for part in update]
     in_order = itertools.chain.from_iterable(itertools.zip_longest(*by_rank))
     return [batch for batch in in_order if batch is not None]
@@ -82,7 +79,7 @@ def test_an_update_has_the_same_batches_on_any_number_of_ranks(size, order):
     options = ORDERS[order]
     expected = [_real(update) for update in _Ranks(1, size, **options).take()]
     seen = list(itertools.chain(*expected))
-    # Grouped shuffling leaves out the last, incomplete group, as in fairseq.
+    # As in fairseq, grouped shuffling drops the last group of batches if the group is incomplete.
     assert (
         len(seen) == len(set(seen)) == (NUM_BATCHES // size * size if order == "grouped" else NUM_BATCHES)
     )
@@ -100,9 +97,9 @@ def test_an_update_has_the_same_batches_on_any_number_of_ranks(size, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_run_may_resume_on_other_ranks_after_every_update(seed, order):
+def test_a_run_may_resume_on_another_number_of_ranks_after_every_update(seed, order):
     draw, options = random.Random(seed), ORDERS[order]
-    if order == "fixed":  # a resume in fairseq forgets --fix-batches-to-gpus until the next epoch
+    if order == "fixed":  # after a resume, fairseq ignores --fix-batches-to-gpus
         options = {}
     size = draw.choice([4, 6, 8])
     one = _Ranks(1, size, **options)
@@ -123,8 +120,8 @@ def test_a_run_may_resume_on_other_ranks_after_every_update(seed, order):
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 0), (3, 4)), ((4, 6), (3, 8)), ((3, 6), (4, 0))])
-def test_another_number_of_micro_batches_continues_with_the_next_batch(before, after):
-    """`before` and `after` are numbers of ranks and of micro-batches; 0: --update-freq 1."""
+def test_a_run_resumed_with_other_micro_batches_starts_with_the_next_batch(before, after):
+    """`before` and `after` are (ranks, micro-batches), and 0 micro-batches means --update-freq 1."""
     in_order = list(itertools.chain(*map(_real, _Ranks(*before).take())))
     job = _Ranks(*before)
     seen = list(itertools.chain(*map(_real, job.take(2))))
@@ -138,11 +135,11 @@ def test_another_number_of_micro_batches_continues_with_the_next_batch(before, a
 
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize(("before", "after"), [((1, 4), (2, 8)), ((3, 4), (3, 9)), ((2, 0), (8, 0))])
-def test_a_resume_skips_the_rest_of_an_epoch_that_is_less_than_an_update(before, after, is_dynamic, caplog):
-    """`before` and `after` are numbers of ranks and of micro-batches; the rest has seven batches."""
+def test_a_resumed_run_skips_batches_that_do_not_fill_an_update(before, after, is_dynamic, caplog):
+    """`before` and `after` are (ranks, micro-batches), and the resumed epoch has seven batches left."""
     caplog.set_level(logging.INFO)
     options = {"skip_remainder_batch": True}
-    if is_dynamic:  # each epoch has different batches
+    if is_dynamic:  # each epoch has different batches of numbers
         numbers = range(NUM_BATCHES)
         options["batch_sampler"] = lambda _, epoch: [[(i + epoch) % NUM_BATCHES] for i in numbers]
     job = _Ranks(*before, **options)
@@ -163,9 +160,9 @@ def _root(count=8, freq=(1,), ranks=3):
     )
 
 
-def test_the_rounds_of_an_update_replace_update_freq():
+def test_update_freq_is_computed_from_micro_batches_and_ranks():
     root = _root()
-    for _ in range(2):  # the function runs once for each model of an ensemble
+    for _ in range(2):  # calling set_update_freq twice changes nothing
         set_update_freq(root, 3)
         assert list(root.optimization.update_freq) == [3]
     root = _root(count=0, freq=(2, 4))
@@ -173,7 +170,7 @@ def test_the_rounds_of_an_update_replace_update_freq():
     assert list(root.optimization.update_freq) == [2, 4]
 
 
-def test_options_that_contradict_the_number_of_micro_batches_are_refused():
+def test_fewer_micro_batches_than_ranks_are_refused():
     with pytest.raises(
         ValueError, match=r"is 2, but this run has 3 ranks.* at least 3, or start at most 2"
     ):

@@ -1,4 +1,4 @@
-"""moe_adam equals fairseq's Adam, each loads the other's state, and fp16 moments follow fp32 ones."""
+"""moe_adam computes the updates of fairseq's Adam, with fp32 moments and with fp16 moments."""
 
 import copy
 
@@ -24,13 +24,13 @@ def _parameters(dtype=torch.float32):
 def _step(optimizer, parameters, number):
     generator = torch.Generator().manual_seed(number)
     for i, p in enumerate(parameters):
-        # The last parameter has no gradient in odd steps, so its step count is lower.
+        # In odd steps, the last parameter has no gradient, so the optimizer skips this parameter.
         skipped = i == 2 and number % 2
         p.grad = None if skipped else torch.randn(p.shape, generator=generator).to(p.dtype)
     optimizer.step()
 
 
-def test_twenty_updates_equal_fairseq_s():
+def test_twenty_updates_of_moe_adam_equal_those_of_fairseq_s_adam():
     ours, stock = _parameters(), _parameters()
     fused, reference = FusedAdam(ours, **SETTINGS), Adam(stock, **SETTINGS)
     for number in range(20):
@@ -61,7 +61,7 @@ def _resumed(first, second):
 
 
 def _uninterrupted(make):
-    """Return the parameters after the same eight steps with one optimizer."""
+    """Return the parameters after eight steps with one optimizer."""
     parameters = _parameters()
     optimizer = make(parameters)
     for number in range(8):
@@ -70,7 +70,7 @@ def _uninterrupted(make):
 
 
 @pytest.mark.parametrize("first", [Adam, FusedAdam])
-def test_moe_adam_and_fairseq_s_adam_resume_each_other_s_state(first):
+def test_moe_adam_loads_the_state_of_fairseq_s_adam_and_vice_versa(first):
     second = FusedAdam if first is Adam else Adam
     through, _ = _resumed(_plain(first), _plain(second))
     for x, y in zip(through, _uninterrupted(_plain(first)), strict=True):
@@ -84,7 +84,7 @@ def _with_fp16_stats(parameters):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp16_moments_follow_fp32_ones(dtype):
+def test_updates_with_fp16_moments_are_close_to_updates_with_fp32_moments(dtype):
     ours, stock = _parameters(dtype), _parameters(dtype)
     half, reference = _with_fp16_stats(ours), Adam(stock, **SETTINGS)
     for number in range(20):
@@ -93,7 +93,7 @@ def test_fp16_moments_follow_fp32_ones(dtype):
     for a, b in zip(ours, stock, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
         assert half.state[a]["exp_avg"].dtype == torch.float16
-        # The scale maps the largest moment to the largest fp16 number, for gradients of any size.
+        # A scale factor maps the largest moment to almost the largest fp16 number.
         assert half.state[a]["exp_avg_sq"].max() > 6e4
 
 
@@ -107,14 +107,14 @@ def test_the_fp16_moments_of_an_expert_do_not_depend_on_other_experts():
         part[0].grad = whole[0].grad[1:].clone()
         a.step()
         b.step()
-    # Up to rounding: the kernel takes a vector's last elements by another instruction.
+    # The last bits may differ, because the CPU kernel computes the last elements of a tensor differently.
     torch.testing.assert_close(whole[0][1:], part[0])
     for key in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
         torch.testing.assert_close(a.state[whole[0]][key][1:], b.state[part[0]][key])
 
 
 @pytest.mark.parametrize("fp16_first", [True, False])
-def test_a_run_resumes_with_moments_of_another_precision(fp16_first):
+def test_moe_adam_loads_moments_of_another_precision(fp16_first):
     make = [_with_fp16_stats, _plain(FusedAdam)]
     through, b = _resumed(*(make if fp16_first else make[::-1]))
     for x, y in zip(through, _uninterrupted(_plain(FusedAdam)), strict=True):
@@ -123,14 +123,14 @@ def test_a_run_resumes_with_moments_of_another_precision(fp16_first):
 
 
 def _mixed_into(*stock):
-    """Return an instance of a class with the mixin as first base class; __init__ is not called."""
+    """Return an optimizer with MoEOptimizerMixin as first base class, without calling __init__."""
     twin = type("Twin", (MoEOptimizerMixin, *stock), {})
     return twin.__new__(twin)
 
 
-def test_the_state_of_a_composite_optimizer_is_returned_unchanged():
+def test_the_state_of_a_composite_optimizer_is_saved_and_loaded_unchanged():
     class Composite:
-        """An optimizer with one state per group, like fairseq's composite optimizer."""
+        """An optimizer with one state per group of parameters, like fairseq's composite optimizer."""
 
         params = ()
 
@@ -146,9 +146,9 @@ def test_the_state_of_a_composite_optimizer_is_returned_unchanged():
     assert twin.loaded == Composite().state_dict()
 
 
-def test_all_shards_of_an_expert_have_the_same_scale():
+def test_every_shard_of_an_expert_gets_the_scale_of_the_whole_expert():
     place = Topology(world_size=4, rank=3, expert_parallel_size=4)
-    parameter = torch.nn.Parameter(torch.zeros(1, 3, 5))  # the second half of expert 1 of 2
+    parameter = torch.nn.Parameter(torch.zeros(1, 3, 5))  # holds the second half of the second expert
     mark_slice(parameter, Slice(2, 1))
     whole = {"exp_avg": torch.randn(2, 6, 5), "exp_avg_scale": torch.randn(2, 1, 1), "step": 7}
     own = own_part(whole, parameter, place)
@@ -157,10 +157,10 @@ def test_all_shards_of_an_expert_have_the_same_scale():
     assert own["step"] == 7
 
 
-def test_fp16_gradients_do_not_overflow_while_they_are_reduced(monkeypatch):
+def test_all_reduce_scales_large_fp16_gradients_without_overflow(monkeypatch):
     class Stock:
         def all_reduce_grads(self, module):
-            """Do nothing, because the model has no dense parameters."""
+            """Do nothing, because the model has only experts."""
 
     place = Topology(world_size=64, expert_parallel_size=64)
     monkeypatch.setattr(RUN, "topology", place)
@@ -169,10 +169,10 @@ def test_fp16_gradients_do_not_overflow_while_they_are_reduced(monkeypatch):
     mark_root_scaled(parameter)
     parameter.grad = torch.tensor([60000.0], dtype=torch.float16)
     _mixed_into(Stock).all_reduce_grads(torch.nn.ParameterList([parameter]))
-    assert parameter.grad.item() == 7500  # eight times this gradient would overflow in fp16
+    assert parameter.grad.item() == 7500  # 60000 / 8, because gradients are divided by sqrt(64 ranks)
 
 
-def test_a_step_drops_the_state_gathered_for_a_checkpoint():
+def test_an_optimizer_step_frees_the_state_gathered_for_a_checkpoint():
     class Stock:
         params = ()
 

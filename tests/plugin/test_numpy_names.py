@@ -1,4 +1,4 @@
-"""Every name of numpy that fairseq's sources use exists once the plugin is imported."""
+"""After the plugin is imported, numpy has every name that fairseq's source files use."""
 
 import ast
 import functools
@@ -13,7 +13,7 @@ from fairseq_tutel.plugin import register
 
 
 def used_names(path):
-    """Yield the dotted names after `np.` or `numpy.`, such as compat.long, of a source file."""
+    """Yield the names of numpy that a source file uses, such as `zeros` and `compat.long`."""
     tree = ast.parse(path.read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
     aliases = {a.asname or a.name for node in imports for a in node.names if a.name == "numpy"}
@@ -25,7 +25,7 @@ def used_names(path):
 
 
 def exists(dotted):
-    """Return whether numpy has a name; attributes of its values, such as those of a class, do not count."""
+    """Return whether numpy has a dotted name; only the first two parts of the name are checked."""
     try:
         functools.reduce(getattr, dotted.split(".")[:2], numpy)
     except AttributeError:

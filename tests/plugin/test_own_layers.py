@@ -1,4 +1,4 @@
-"""Layers of a user's own model that a checkpoint could not hold are refused before training."""
+"""If a checkpoint could not store a MoE layer in a user's custom model, training does not start."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,14 +31,14 @@ def layer(topology):
         (replace(SPREAD, world_size=2), "b has its experts in a group of 2 of the 4 ranks"),
     ],
 )
-def test_layers_on_different_ranks_are_refused(other, sentence, monkeypatch):
+def test_moe_layers_with_different_ep_groups_are_refused(other, sentence, monkeypatch):
     monkeypatch.setattr(world, "size", lambda: 4)
     with pytest.raises(ValueError, match=sentence):
         _topology_of({"a": layer(SPREAD), "b": layer(other)})
     assert _topology_of({"a": layer(SPREAD), "b": layer(SPREAD)}) is SPREAD
 
 
-def test_a_buffer_of_the_experts_is_refused_unless_it_is_not_saved(monkeypatch):
+def test_a_persistent_buffer_of_experts_is_refused(monkeypatch):
     monkeypatch.setattr(world, "size", lambda: 4)
     built = layer(SPREAD)
     built.experts.register_buffer("seen", torch.zeros(2), persistent=False)
@@ -57,16 +57,16 @@ def test_generation_in_validation_is_refused_if_experts_are_on_several_ranks(mon
 
 
 def beside(topology):
-    """Return a prepared model with a layer that the plugin placed and a layer of the user."""
+    """Return a model with one MoE layer of the plugin and one MoE layer of a user."""
     config = MoEConfig(model_dim=2, hidden_dim=2, num_experts=4)
     model = nn.ModuleDict({"placed": MoEFeedForward(config, topology, 1, "placed"), "own": layer(topology)})
     for parameter in model["own"].experts.parameters():
-        parameter.expert = True  # a user's `scan_expert_func` sets this mark
+        parameter.expert = True  # a user's `scan_expert_func` marks experts
     prepare(None, None, model)
     return model
 
 
-def test_data_parallelism_skips_the_experts_of_placed_layers_and_of_a_user_s_layers(monkeypatch):
+def test_data_parallelism_ignores_experts_that_are_spread_over_ranks(monkeypatch):
     monkeypatch.setattr(world, "size", lambda: 4)
     model = beside(SPREAD)
     experts = {name for name, _ in model.named_parameters() if ".experts." in name}
@@ -74,7 +74,7 @@ def test_data_parallelism_skips_the_experts_of_placed_layers_and_of_a_user_s_lay
     assert {name.partition(".")[0] for name in experts} == {"placed", "own"}
 
 
-def test_data_parallelism_reduces_marked_experts_that_all_ranks_have():
+def test_data_parallelism_reduces_gradients_of_experts_that_all_ranks_have():
     model = beside(Topology())
     assert not any(map(is_expert, model.parameters()))
     assert model._ddp_params_and_buffers_to_ignore == []

@@ -1,4 +1,4 @@
-"""`register` checks fairseq's version, and changes only the command line of fairseq's commands."""
+"""`register` refuses an unsupported version of fairseq, and keeps command lines of other programs."""
 
 import sys
 
@@ -11,7 +11,7 @@ plugin.register()
 
 @pytest.fixture
 def again(monkeypatch):
-    """Return a function that registers the plugin again, as in a new process with these arguments."""
+    """Return a function that registers the plugin again with the given command-line arguments."""
 
     def register(*words):
         plugin.register.cache_clear()
@@ -28,7 +28,7 @@ def test_the_command_line_of_another_program_is_not_changed(again):
     assert sys.argv[-1] == "--user-dir=here"
 
 
-def test_another_fairseq_version_is_refused_at_every_call(again, monkeypatch):
+def test_every_call_of_register_refuses_an_unsupported_fairseq_version(again, monkeypatch):
     import fairseq
 
     monkeypatch.setattr(fairseq, "__version__", "1.0.0a0")

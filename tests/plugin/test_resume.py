@@ -1,4 +1,4 @@
-"""The checkpoint from which a training run resumes; without checkpoint_last.pt, the newest complete one."""
+"""If checkpoint_last.pt is missing, training resumes from the newest complete checkpoint."""
 
 import os
 import re
@@ -35,18 +35,18 @@ def config(folder, **options):
 
 
 def checked(cfg):
-    """Return the path from which a checked run resumes, or None if there is no file."""
+    """Return the path of the checkpoint from which training resumes, or None if there is no checkpoint."""
     check_checkpoint(cfg)
     path = flag_and_path(cfg)[1]
     return path if os.path.exists(path) else None
 
 
 @pytest.mark.parametrize("given", ["by default", "by its name"])
-def test_the_newest_complete_checkpoint_replaces_a_missing_last_one(tmp_path, caplog, given):
+def test_the_newest_complete_checkpoint_replaces_a_missing_checkpoint_last(tmp_path, caplog, given):
     whole = save(tmp_path, "checkpoint_1_4.pt", 4)
     for number, name in enumerate(["checkpoint_best.pt", "checkpoint1.pt", "checkpoint_1_3.pt"], 1):
         save(tmp_path, name, number)
-    save(tmp_path, "checkpoint_2_9.pt", 9, a=RECORD)  # its shard files are missing
+    save(tmp_path, "checkpoint_2_9.pt", 9, a=RECORD)  # the checkpoint's expert files are missing
     truncated = save(tmp_path, "checkpoint_1_8.pt", 8)
     os.truncate(truncated, os.path.getsize(truncated) - 1)
     damaged = Path(save(tmp_path, "checkpoint_1_7.pt", 7, a=torch.ones(9)))
@@ -63,14 +63,14 @@ def test_the_newest_complete_checkpoint_replaces_a_missing_last_one(tmp_path, ca
     assert re.search(expected, caplog.text)
 
 
-def test_a_folder_with_only_corrupt_checkpoints_is_refused(tmp_path):
+def test_a_save_dir_with_only_corrupt_checkpoints_is_refused(tmp_path):
     truncated = save(tmp_path, "checkpoint_1_8.pt", 8)
     os.truncate(truncated, 100)
     with pytest.raises(ValueError, match="its 1 other checkpoints are corrupt; give another --save"):
         checked(config(tmp_path))
 
 
-def test_a_damaged_last_checkpoint_is_refused(tmp_path):
+def test_a_damaged_checkpoint_last_is_refused(tmp_path):
     last, older = (
         save(tmp_path, "checkpoint_last.pt", 9, a=torch.ones(9)),
         save(tmp_path, "checkpoint1.pt", 8),
@@ -82,7 +82,7 @@ def test_a_damaged_last_checkpoint_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["finetune_from_model", "continue_once"])
-def test_a_pretrained_model_is_used_only_at_the_first_start(tmp_path, flag):
+def test_training_loads_a_pretrained_model_only_at_the_first_start(tmp_path, flag):
     folder = tmp_path / "save"
     folder.mkdir()
     begin = save(tmp_path, "pretrained.pt", 100)
@@ -91,14 +91,14 @@ def test_a_pretrained_model_is_used_only_at_the_first_start(tmp_path, flag):
     saved = save(folder, "checkpoint_1_4.pt", 4)
     assert checked(cfg) == saved
     assert (cfg.restore_file, getattr(cfg, flag)) == (saved, None)
-    # The user named a file of the save folder, so it is used although there are newer ones.
+    # Training resumes from a checkpoint that the user names, even if --save-dir has newer checkpoints.
     shutil.copy(begin, folder / "checkpoint_best.pt")
     cfg = config(folder, **{flag: str(folder / "checkpoint_best.pt")})
     assert checked(cfg) == str(folder / "checkpoint_best.pt")
     assert cfg.restore_file == "checkpoint_last.pt"
 
 
-def test_a_checkpoint_that_the_user_names_is_used(tmp_path):
+def test_training_resumes_from_the_checkpoint_that_the_user_names(tmp_path):
     save(tmp_path, "checkpoint_1_4.pt", 4)
     older = save(tmp_path, "checkpoint_1_2.pt", 2)
     assert checked(config(tmp_path, restore_file=older)) == older
@@ -107,7 +107,7 @@ def test_a_checkpoint_that_the_user_names_is_used(tmp_path):
 
 
 @pytest.mark.parametrize("others", [[], ["checkpoint_averaged.pt"]])
-def test_an_empty_folder_starts_from_scratch(tmp_path, others):
+def test_training_with_an_empty_save_dir_starts_from_scratch(tmp_path, others):
     for name in others:
         save(tmp_path, name, 3)
     assert checked(config(tmp_path)) is None
@@ -136,7 +136,7 @@ def run_config(folder, sharded=False, **options):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_training_run_chooses_its_file_before_main(tmp_path, sharded):
+def test_the_checkpoint_is_chosen_before_fairseq_s_main_function_runs(tmp_path, sharded):
     saved = save(tmp_path, "checkpoint_1_4.pt", 4)
     cfg = run_config(tmp_path, sharded)
     begun = run_training(lambda cfg: cfg.checkpoint.restore_file, cfg)

@@ -1,4 +1,4 @@
-"""The state of a run, and the table of changes to objects of fairseq and torch."""
+"""Tests the plugin's run state, and the list of attributes that the plugin sets on other objects."""
 
 import ast
 from pathlib import Path
@@ -17,7 +17,7 @@ INTEGRATION = [
 ]
 
 
-def test_fields_are_restored_after_an_error():
+def test_run_state_fields_are_restored_after_an_error():
     run = Run(cfg=1)
     with pytest.raises(KeyError), run.having(cfg=2):
         assert run.cfg == 2
@@ -29,7 +29,7 @@ CONFIGURATIONS = {"cfg", "root", "distributed", "section", "node", "member"}
 
 
 def set_from_outside(path):
-    """Yield the attributes that a file sets on other objects, except on those that a classmethod builds."""
+    """Yield the names of attributes that a source file sets on objects other than `self`."""
     module = ast.parse(path.read_text())
     builders = [
         node
@@ -45,7 +45,7 @@ def set_from_outside(path):
                 yield node.attr
 
 
-def test_attributes_that_are_set_on_other_objects_are_listed_in_changed():
+def test_every_attribute_that_the_plugin_sets_on_other_objects_is_listed():
     files = [*INTEGRATION, *(PACKAGE / "parallel").glob("*.py")]
     found = {(p.relative_to(PACKAGE).as_posix(), name) for p in files for name in set_from_outside(p)}
     assert found == {(file, name) for file, names in CHANGED.items() for name in names.split()}

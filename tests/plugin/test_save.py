@@ -1,4 +1,4 @@
-"""A training run locks its --save-dir. tests/e2e/test_checkpoints.py tests several ranks."""
+"""A training run locks the folder --save-dir."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ plugin.register()
 
 @pytest.fixture(autouse=True)
 def _sound(monkeypatch):
-    """Disable the check of weights, because these trainers have none; test_finite.py tests it."""
+    """Disable the search for NaN in weights, because the tests of locks have no model."""
     monkeypatch.setattr(save.finite, "refuse_to_save", lambda trainer: None)
 
 
@@ -31,7 +31,7 @@ def config(folder, no_save=False):
 
 
 @pytest.mark.parametrize("no_save", [False, True])
-def test_main_runs_while_the_folder_is_locked(tmp_path, no_save):
+def test_fairseq_s_main_function_runs_while_save_dir_is_locked(tmp_path, no_save):
     seen = []
 
     def main(cfg, **kwargs):
@@ -42,14 +42,14 @@ def test_main_runs_while_the_folder_is_locked(tmp_path, no_save):
     assert seen == [({"a": 1}, [] if no_save else [NAME])]
 
 
-def test_a_lock_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
+def test_the_error_for_a_lock_that_cannot_be_written_names_save_dir(tmp_path):
     (tmp_path / "save").write_text("a file")
     with pytest.raises(ValueError, match=r"--save-dir is .*save, in which .* \(File exists\)"):
         save.run_training(pytest.fail, config(tmp_path / "save"))
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_incomplete_files_are_removed_and_recent_ones_kept_without_locks(tmp_path, monkeypatch, has_locks):
+def test_incomplete_files_are_removed_only_if_the_file_system_has_locks(tmp_path, monkeypatch, has_locks):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -65,7 +65,7 @@ def test_incomplete_files_are_removed_and_recent_ones_kept_without_locks(tmp_pat
         assert len(os.listdir(tmp_path / "experts")) == (0 if has_locks else 1)
 
 
-def test_after_an_error_no_expert_folder_without_a_checkpoint_remains(tmp_path):
+def test_expert_folders_without_a_checkpoint_are_removed_after_an_error(tmp_path):
     with pytest.raises(OSError, match="a full disk"), save.writing(str(tmp_path)):
         folders.commit(folders.begin(tmp_path), [])
         raise OSError("a full disk")

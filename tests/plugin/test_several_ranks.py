@@ -1,4 +1,4 @@
-"""Commands on several ranks: which commands are wrapped, and the pickled function that runs them."""
+"""Tests which of fairseq's commands the plugin runs on several ranks."""
 
 import pickle
 
@@ -21,12 +21,12 @@ def test_only_commands_that_use_models_run_on_several_ranks(path):
     cfg.model = None
     called = []
     wrapped.call_main(lambda cfg, main: called.append(main))(cfg, validate.main)
-    run = pickle.loads(pickle.dumps(called[0])).args[0]  # as for spawned ranks
+    run = pickle.loads(pickle.dumps(called[0])).args[0]  # fairseq pickles the main function to spawn ranks
     assert (run.func is several_ranks.run_on_several_ranks) == (path is not None)
     assert run.args == (validate.main,)
 
 
-def test_on_one_rank_only_main_is_called():
+def test_a_command_on_one_rank_runs_fairseq_s_main_function():
     said = []
     several_ranks.run_on_several_ranks(
         lambda cfg, **kwargs: said.append((cfg, kwargs, several_ranks.running_command())), 1, a=2

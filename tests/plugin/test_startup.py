@@ -1,4 +1,4 @@
-"""The start of a command before fairseq's main function, and its end after an error."""
+"""Tests code of the plugin that runs before fairseq's main function, and after an error."""
 
 import argparse
 import contextlib
@@ -33,7 +33,7 @@ def test_a_rank_uses_the_visible_gpu_of_its_local_rank(monkeypatch, visible, loc
     cfg = OmegaConf.create(
         {
             "common": {"cpu": False},
-            # fairseq's values at this point: no init method, and the number of this node's GPUs.
+            # Under torchrun, fairseq first sets the world size to the number of GPUs of one node.
             "distributed_training": {
                 "distributed_init_method": None, "distributed_world_size": visible,
                 "ddp_backend": "pytorch_ddp",
@@ -48,9 +48,9 @@ def test_a_rank_uses_the_visible_gpu_of_its_local_rank(monkeypatch, visible, loc
 
 
 @pytest.mark.parametrize(("num_procs", "ranks", "expected"), [(8, 16, 8), (8, 2, 2)])
-def test_ranks_per_node_is_the_number_that_fairseq_spawned(monkeypatch, num_procs, ranks, expected):
+def test_ranks_per_node_is_the_number_of_spawned_ranks(monkeypatch, num_procs, ranks, expected):
     monkeypatch.setattr(rendezvous, "_spawned_ranks", 0)
-    slurm = {"SLURM_NTASKS_PER_NODE": "1"}  # fairseq requires 1 task, and spawns a rank per GPU
+    slurm = {"SLURM_NTASKS_PER_NODE": "1"}  # Slurm starts one task, which spawns ranks
     cfg = OmegaConf.create(
         {
             "distributed_training": {
@@ -67,14 +67,14 @@ def test_ranks_per_node_is_the_number_that_fairseq_spawned(monkeypatch, num_proc
 
 
 @pytest.mark.parametrize("seconds", [-1, 10**9])
-def test_a_time_out_out_of_bounds_is_refused_and_changes_nothing(seconds):
+def test_a_moe_comm_timeout_that_is_negative_or_too_large_is_refused(seconds):
     before = guard.timeout_of_groups()
     with pytest.raises(ValueError, match=f"^--moe-comm-timeout is {seconds}; give "):
         set_timeout(argparse.Namespace(moe_comm_timeout=seconds))
     assert guard.timeout_of_groups() == before
 
 
-def test_the_criterion_gets_the_run_s_ddp_backend(monkeypatch):
+def test_the_criterion_gets_the_ddp_backend_of_the_run(monkeypatch):
     for name, value in (
         ("MASTER_ADDR", "127.0.0.1"),
         ("MASTER_PORT", "1"),
@@ -85,13 +85,13 @@ def test_the_criterion_gets_the_run_s_ddp_backend(monkeypatch):
     cfg = _training()
     cfg.distributed_training.distributed_init_method = None
     cfg.distributed_training.ddp_backend = "pytorch_ddp"
-    cfg.criterion = {"ddp_backend": "pytorch_ddp"}  # adaptive_loss has a copy
+    cfg.criterion = {"ddp_backend": "pytorch_ddp"}  # adaptive_loss copies --ddp-backend
     join_torchrun(cfg)
     assert cfg.criterion.ddp_backend == cfg.distributed_training.ddp_backend == "legacy_ddp"
 
 
 def _training(**model):
-    """Return the sections of a FairseqConfig that are read before training on two ranks."""
+    """Return the sections of a FairseqConfig that the plugin reads before training on two ranks."""
     return OmegaConf.create(
         {
             "common": {"cpu": True, "tpu": False, "bf16": False, "model_parallel_size": 1},
@@ -111,7 +111,7 @@ def _called(cfg, original):
     return wrapped.call_main(original)(cfg, print)
 
 
-def test_errors_of_the_package_are_sentences_and_others_have_a_traceback():
+def test_only_errors_of_this_package_end_a_command_without_a_traceback():
     with pytest.raises(SystemExit) as end:
         _called(_training(), lambda *_: MoEConfig(8, 16, 4, top_k=5))
     assert str(end.value).startswith("error: top_k (--moe-top-k) is 5, but a token can choose from 4")
@@ -122,8 +122,8 @@ def test_errors_of_the_package_are_sentences_and_others_have_a_traceback():
 @pytest.mark.parametrize(
     ("words", "command"), [((), "train"), (("--config-name", "tiny_lm"), "hydra_train")]
 )
-def test_the_log_has_the_format_of_the_command_that_runs(words, command, monkeypatch):
-    """The module of a fairseq command that is imported first sets the format of the log."""
+def test_the_log_has_the_format_of_the_fairseq_command_that_runs(words, command, monkeypatch):
+    """The first command of fairseq that a process imports sets the format of the log."""
     imported = []
 
     def import_module(name):
@@ -137,7 +137,7 @@ def test_the_log_has_the_format_of_the_command_that_runs(words, command, monkeyp
 
 
 def _refuse():
-    """Raise a user's error as the package does; its message has control characters of a file."""
+    """Raise a ValueError from a module of this package, with control characters in the message."""
 
     def refuse():
         raise ValueError("\x1b[31mred.pt is not a checkpoint;\ngive another.")
@@ -147,8 +147,8 @@ def _refuse():
 
 @pytest.mark.parametrize("debug", [True, False])
 @pytest.mark.parametrize("wrapped_main", [True, False])
-def test_a_user_s_error_is_the_last_line(wrapped_main, debug, capsys, caplog, monkeypatch):
-    """The traceback is logged only with LOGLEVEL=DEBUG."""
+def test_the_last_line_of_a_failed_command_is_the_error(wrapped_main, debug, capsys, caplog, monkeypatch):
+    """The log has the traceback only with LOGLEVEL=DEBUG."""
     caplog.set_level(logging.DEBUG)  # fairseq's wav2vec2 sets the root logger to DEBUG
     monkeypatch.setenv("LOGLEVEL", "DEBUG" if debug else "INFO")
     hook = excepthook(sys.__excepthook__)
@@ -165,7 +165,7 @@ def test_a_user_s_error_is_the_last_line(wrapped_main, debug, capsys, caplog, mo
 
 
 class Endless:
-    """The batches of an epoch that a run does not finish; torch computes for a while in each batch."""
+    """An endless iterable, in which computing a batch takes a while."""
 
     def __len__(self):
         return 1000
@@ -176,7 +176,7 @@ class Endless:
             yield big @ big
 
 
-def test_a_reader_thread_ends_even_if_its_buffer_is_full():
+def test_a_data_reader_thread_ends_even_if_the_buffer_is_full():
     batches = BufferedIterator(2, Endless())
     next(batches)
     end_readers()

@@ -23,7 +23,7 @@ register()
 
 
 def sentence(call):
-    """Return the error line of a command that calls `call`."""
+    """Return the error line that a command prints if `call` raises an error."""
     with pytest.raises(SystemExit) as end, refusals_are_sentences():
         call()
     return end.value.code
@@ -50,7 +50,7 @@ def open_without_split(folder):
 
 
 def load_into_another_model(folder):
-    """Load a state dict that does not fit, and raise the error as fairseq's Trainer does."""
+    """Load a state dict with wrong shapes, and raise the error that fairseq's Trainer raises."""
     try:
         torch.nn.Linear(2, 2).load_state_dict({"weight": torch.zeros(3, 3)})
     except Exception:
@@ -72,22 +72,22 @@ EXPLAINED = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of an empty data set
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # empty data sets warn
 @pytest.mark.parametrize(("call", "words"), EXPLAINED, ids=[words for _, words in EXPLAINED])
-def test_an_error_of_fairseq_that_new_users_meet_is_one_sentence(call, words, tmp_path):
+def test_common_errors_of_fairseq_end_a_command_with_one_sentence(call, words, tmp_path):
     said = sentence(lambda: call(tmp_path))
     assert re.match(f"error: .*{words}", said) and "\n" not in said
 
 
-def test_other_errors_keep_their_traceback():
+def test_unknown_errors_keep_their_traceback():
     for error in (IndexError(3), ModuleNotFoundError("No module named 'mine'"), ValueError("x")):
         with pytest.raises(type(error)), refusals_are_sentences():
             raise error
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit("error: done."), KeyError("bug")], ids=repr)
-def test_a_spawned_rank_s_sentence_ends_the_command(error):
-    """As in torch, the process that spawned a rank raises an error with the rank's traceback as text."""
+def test_the_error_sentence_of_a_spawned_rank_ends_the_command(error):
+    """If a spawned rank fails, torch raises an error that has the traceback of the rank as text."""
 
     def main():
         if isinstance(error, ValueError):
@@ -109,7 +109,7 @@ def test_a_spawned_rank_s_sentence_ends_the_command(error):
     assert re.match("error: done.$|error: moe_topk .* moe_top_k", sentence(parent))
 
 
-def test_torchrun_s_summary_has_the_sentence(tmp_path, monkeypatch):
+def test_the_error_summary_of_torchrun_has_the_error_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     said = sentence(lambda: refuse_misspelt({"moe_topk": 1}))
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))

@@ -1,4 +1,4 @@
-"""Every task, with or without a dataclass, has the system options and the run's configuration."""
+"""Every fairseq task, with or without a dataclass, accepts the plugin's options for tasks."""
 
 import argparse
 
@@ -22,7 +22,7 @@ register()
 
 
 @pytest.mark.parametrize("name", TASK_REGISTRY)
-def test_every_task_has_the_system_options(name):
+def test_every_task_has_the_plugin_s_task_options(name):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     TASK_REGISTRY[name].add_args(parser)
     actions = {action.dest: action.default for action in parser._actions}
@@ -36,7 +36,7 @@ def test_every_task_has_the_system_options(name):
 
 
 def _ranking(folder, *extra):
-    """Return the configuration of a fairseq task without a dataclass."""
+    """Return a training configuration with a fairseq task that has no dataclass."""
     for part in ("input0", "label"):
         (folder / part).mkdir(exist_ok=True)
         Dictionary().save(str(folder / part / "dict.txt"))
@@ -52,7 +52,8 @@ def _ranking(folder, *extra):
 
 
 def _experts(cfg):
-    """Build a model as a training run does; return a layer's experts and the task's run configuration."""
+    """Build a model in a training run; return weights of experts, the run configuration and
+    `is_training`."""
     facts = []
 
     def main(cfg):
@@ -64,7 +65,7 @@ def _experts(cfg):
     return facts
 
 
-def test_a_task_without_a_dataclass_trains_with_the_run_s_configuration(tmp_path):
+def test_a_task_without_a_dataclass_gets_the_configuration_of_the_run(tmp_path):
     cfg = _ranking(tmp_path, "--moe-zero-stage", "0", "--moe-comm-timeout", "77")
     assert isinstance(cfg.task, argparse.Namespace)
     assert cfg.task.moe_comm_timeout == 77
@@ -78,7 +79,7 @@ def test_a_task_without_a_dataclass_trains_with_the_run_s_configuration(tmp_path
     assert not torch.isclose(weight, other).any()
 
 
-def test_the_configuration_is_kept_while_main_runs_also_in_spawned_processes(tmp_path):
+def test_a_task_finds_the_run_configuration_only_while_main_runs(tmp_path):
     task = argparse.Namespace(args=argparse.Namespace())
     assert root_of(task) is None
     cfg = _ranking(tmp_path)

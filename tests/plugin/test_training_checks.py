@@ -1,4 +1,4 @@
-"""Checks of a training run's configuration."""
+"""Training is refused if the configuration has options that do not work with experts."""
 
 import argparse
 import re
@@ -24,7 +24,7 @@ def config(**parts):
     return OmegaConf.merge(cfg, parts)
 
 
-def test_a_sharding_wrapper_is_refused_before_fairseq_imports_its_package():
+def test_the_fully_sharded_ddp_backend_is_refused_for_moe_models_only():
     cfg, ran = config(distributed_training={"ddp_backend": "fully_sharded"}), []
     wrapped.run_with_root(ran.append, cfg)
     assert ran == [cfg]
@@ -42,7 +42,7 @@ def test_a_sharding_wrapper_is_refused_before_fairseq_imports_its_package():
         ("optimization", "use_bmuf", True),
     ],
 )
-def test_options_that_break_experts_are_refused_for_a_user_s_own_layers(section, key, value, monkeypatch):
+def test_options_that_break_experts_are_refused_for_custom_models(section, key, value, monkeypatch):
     monkeypatch.setattr(own_layers, "start_together", lambda *_: None)
     cfg = config()
     cfg[section][key] = value

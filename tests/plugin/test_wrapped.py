@@ -1,4 +1,4 @@
-"""The wrappers are installed once; an interrupted copy leaves the old file unchanged."""
+"""Tests the functions of fairseq that the plugin wraps, such as the copying of checkpoints."""
 
 import os
 
@@ -11,14 +11,14 @@ from fairseq_tutel.plugin.registration import wrapped
 plugin.register()
 
 
-def test_all_five_wrappers_are_installed_once():
+def test_the_plugin_wraps_five_functions_of_fairseq_once():
     names = [f"{owner.__name__.split('.')[-1]}.{name}" for owner, name, _ in wrapped.WRAPPED]
     assert len(names) == 5 and all(f"{name}`: " in wrapped.__doc__ for name in names)
     for owner, name, _ in wrapped.WRAPPED:
         assert not hasattr(getattr(owner, name).__wrapped__, "__wrapped__")
 
 
-def test_a_copy_replaces_its_destination_at_once(tmp_path):
+def test_copying_a_checkpoint_replaces_the_old_file(tmp_path):
     a, b = tmp_path / "a.pt", tmp_path / "b.pt"
     a.write_bytes(b"new")
     b.write_bytes(b"old")
@@ -27,7 +27,7 @@ def test_a_copy_replaces_its_destination_at_once(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt"]
 
 
-def test_a_copy_replaces_the_target_of_a_symbolic_link(tmp_path):
+def test_copying_a_checkpoint_replaces_the_target_of_a_symbolic_link(tmp_path):
     (tmp_path / "disk").mkdir()
     a, b, there = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "disk" / "b.pt"
     a.write_bytes(b"new")
@@ -38,7 +38,7 @@ def test_a_copy_replaces_the_target_of_a_symbolic_link(tmp_path):
     assert os.listdir(tmp_path / "disk") == ["b.pt"]
 
 
-def test_a_failed_copy_leaves_the_destination_as_it_was(tmp_path):
+def test_a_failed_copy_of_a_checkpoint_leaves_the_old_file_unchanged(tmp_path):
     b = tmp_path / "b.pt"
     b.write_bytes(b"old")
     with pytest.raises(FileNotFoundError):

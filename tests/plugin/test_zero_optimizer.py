@@ -1,4 +1,4 @@
-"""ZeRO and offload in fairseq's optimizer wrappers, on one rank: updates, state and errors."""
+"""Optimizers with ZeRO or offload give the results of fairseq's optimizers, on one rank."""
 
 import argparse
 import copy
@@ -38,7 +38,7 @@ def _one_rank():
 
 
 def root_of(name="moe_adam", offload=False, **common):
-    """Return the configuration of a training run."""
+    """Return a training configuration with an optimizer."""
     root = OmegaConf.structured(FairseqConfig)
     OmegaConf.set_struct(root, False)
     root.common.update(common)
@@ -57,7 +57,7 @@ def parameters_of(dtype=torch.float32):
 
 
 def update(optimizer, parameters, number, clip=0.5, size=1.0):
-    """Run an update as the Trainer does; in odd updates, the last parameter has no gradient."""
+    """Run an update as fairseq's Trainer does. In odd updates, the last parameter has no gradient."""
     generator = torch.Generator().manual_seed(number)
     optimizer.set_lr(0.01 / (1 + number))
     optimizer.zero_grad()
@@ -72,7 +72,7 @@ def update(optimizer, parameters, number, clip=0.5, size=1.0):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_offloaded_optimizer_has_the_results_of_the_optimizer(name):
+def test_an_offloaded_optimizer_gives_equal_weights_norms_and_state(name):
     results = []
     for offload in (False, True):
         parameters = parameters_of()
@@ -97,7 +97,7 @@ def test_an_offloaded_optimizer_has_the_results_of_the_optimizer(name):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_sharded_fp32_masters_equal_those_of_fairseq(precision):
+def test_half_precision_updates_with_sharded_fp32_masters_equal_those_of_fairseq(precision):
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     results = []
     for offload in (False, True):
@@ -106,7 +106,7 @@ def test_sharded_fp32_masters_equal_those_of_fairseq(precision):
             offload=offload, fp16_no_flatten_grads=True, fp16_init_scale=2**12, **{precision: True}
         )
         optimizer = half_optimizer(root, parameters)
-        assert type(optimizer).__name__ == "FP16Optimizer"  # the Trainer compares this name
+        assert type(optimizer).__name__ == "FP16Optimizer"  # fairseq's Trainer compares the class name
         norms = [update(optimizer, parameters, number) for number in range(4)]
         other = half_optimizer(
             root_of(offload=not offload, fp16_no_flatten_grads=True, **{precision: True}), parameters
@@ -135,8 +135,8 @@ def test_sharded_fp32_masters_equal_those_of_fairseq(precision):
         *((name, True) for name in ("fp32", "fp16", "bf16")),
     ],
 )
-def test_clipping_does_not_use_a_gpu_if_gradients_are_in_host_memory(precision, offload, monkeypatch):
-    """This happens with --cpu on a machine with a GPU, to which fairseq moves the norm."""
+def test_clipping_gradients_in_host_memory_uses_no_gpu(precision, offload, monkeypatch):
+    """With --cpu on a machine with a GPU, fairseq would move the gradient norm to the GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("a GPU was used"))
     half = precision.removeprefix("memory_efficient_")
@@ -153,10 +153,10 @@ def test_clipping_does_not_use_a_gpu_if_gradients_are_in_host_memory(precision, 
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 100])
-def test_clipping_on_a_cpu_has_the_same_bits_as_fairseq(count):
+def test_clipping_on_a_cpu_gives_the_bits_of_fairseq_s_clipping(count):
     generator = torch.Generator().manual_seed(count)
     sets = [[torch.nn.Parameter(torch.zeros(7, 11 + i)) for i in range(count + 1)] for _ in range(2)]
-    for a, b in zip(*(parameters[:count] for parameters in sets), strict=True):  # the last has no gradient
+    for a, b in zip(*(parameters[:count] for parameters in sets), strict=True):
         a.grad = torch.randn(a.shape, generator=generator)
         b.grad = a.grad.clone()
     norm = optim.build_optimizer(root_of().optimizer, sets[0]).clip_grad_norm(0.5)
@@ -165,7 +165,7 @@ def test_clipping_on_a_cpu_has_the_same_bits_as_fairseq(count):
         assert torch.equal(a.grad, b.grad)
 
 
-def test_an_overflow_skips_the_step_and_lowers_the_scale():
+def test_an_fp16_overflow_skips_the_update_and_lowers_the_loss_scale():
     parameters = parameters_of(torch.float16)
     root = root_of(offload=True, fp16=True, fp16_no_flatten_grads=True, fp16_init_scale=2**10)
     optimizer = half_optimizer(root, parameters)
@@ -182,14 +182,14 @@ def task(stage=0, offload=False):
     return argparse.Namespace(moe_zero_stage=stage, moe_offload_optimizer=offload)
 
 
-def test_one_rank_and_a_model_without_experts_have_no_shards(monkeypatch):
+def test_zero_has_no_effect_on_one_rank_and_for_dense_models(monkeypatch):
     assert zero_options(task(2)) is None
     assert zero_options(task(2, offload=True)) == ZeroOptions(0, True)
     monkeypatch.setattr(RUN, "topology", Topology(world_size=2))
     assert zero_options(task(2, offload=True)) is None
 
 
-def test_a_backward_with_fp16_finishes_the_reduction_of_gradients(monkeypatch):
+def test_backward_in_fp16_waits_for_the_reduction_of_gradients(monkeypatch):
     parameters, ended = parameters_of(torch.float16), []
     root = root_of(offload=True, fp16=True, fp16_no_flatten_grads=True)
     optimizer = half_optimizer(root, parameters)

@@ -1,4 +1,4 @@
-"""Every public name has a docstring with an example that runs, and is on the site's API page."""
+"""Every public name has a docstring with an example, and a place on the API page of the docs."""
 
 import inspect
 import re
@@ -11,16 +11,16 @@ import fairseq_tutel as ft
 from fairseq_tutel.option import options_in
 
 API = (ROOT / "docs" / "site" / "api.md").read_text()
-# from_checkpoint is tested in tests/e2e/test_hub.py; UpdateTuner needs several ranks.
+# tests/e2e/test_hub.py runs the example of from_checkpoint; the example of UpdateTuner needs two ranks.
 ELSEWHERE = {"from_checkpoint", "UpdateTuner"}
 
 
 @pytest.mark.parametrize("name", sorted({*ft.__all__} - ELSEWHERE))
-def test_the_example_of_a_public_name_runs(name):
+def test_the_docstring_example_of_a_public_name_runs(name):
     run_example(name)
 
 
-def test_the_example_for_several_ranks_runs(ranks):
+def test_the_docstring_example_of_update_tuner_runs_on_two_ranks(ranks):
     ranks(2).run(run_example, "UpdateTuner")
 
 
@@ -29,7 +29,7 @@ def test_the_api_page_has_every_public_name():
         assert re.search(rf"^\.\. auto(class|function):: {name}$", API, re.M), name
 
 
-def test_the_api_page_has_every_name_that_other_pages_import():
+def test_the_api_page_has_every_name_that_docs_import():
     found = [
         f"{module}.{name.strip()}"
         for page in PAGES
@@ -42,7 +42,7 @@ def test_the_api_page_has_every_name_that_other_pages_import():
         assert re.search(rf"^\.\. auto(class|function):: {re.escape(name)}$", API, re.M), name
 
 
-def test_the_configuration_s_docstring_has_each_field_with_unit_and_default():
+def test_the_docstring_of_moe_config_lists_each_field_with_unit_and_default():
     text = inspect.getdoc(ft.MoEConfig)
     assert "\nExample:\n    >>>" in text
     for option in options_in(ft.MoEConfig):
@@ -50,5 +50,5 @@ def test_the_configuration_s_docstring_has_each_field_with_unit_and_default():
     assert "[1.25]" not in text and "in tokens [0]" in text
 
 
-def test_dir_lists_no_typing_helper():
+def test_dir_of_the_package_lists_only_public_names():
     assert set(ft.__all__) <= set(dir(ft)) and not {"Any", "TYPE_CHECKING", "import_module"} & set(dir(ft))

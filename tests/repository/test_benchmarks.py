@@ -1,4 +1,4 @@
-"""Every benchmark runs with --quick; the layer benchmark's formulas are correct. No test compares times."""
+"""Every benchmark runs with --quick, and the benchmark of the layer detects wrong results."""
 
 import importlib
 import json
@@ -34,7 +34,7 @@ def run(name, words):
     return importlib.import_module(f"benchmarks.{name}").main(words)
 
 
-def test_every_benchmark_with_a_command_is_run():
+def test_every_benchmark_with_a_command_has_a_test():
     modules = {module.name for module in pkgutil.iter_modules(benchmarks.__path__) if not module.ispkg}
     commands = {name for name in modules if "def main(" in (ROOT / "benchmarks" / f"{name}.py").read_text()}
     assert commands == LONG | QUICK
@@ -43,7 +43,7 @@ def test_every_benchmark_with_a_command_is_run():
 @pytest.mark.parametrize(
     "name", [*sorted(QUICK), *(pytest.param(name, marks=pytest.mark.long) for name in sorted(LONG))]
 )
-def test_a_quick_run_succeeds_and_writes_its_rows(name, tmp_path):
+def test_every_benchmark_succeeds_with_quick_and_writes_results(name, tmp_path):
     path = tmp_path / "out.json"
     words = ["--quick", *WORDS.get(name, [])]
     has_file = name not in ("gpu_speed", "host", "tiles")
@@ -63,7 +63,7 @@ def small(**sizes):
     return layer_cases.replace(case, **sizes)
 
 
-def test_a_variant_with_wrong_results_is_detected():
+def test_the_layer_benchmark_detects_wrong_results():
     built = dict(BUILDERS)
 
     def louder(case, inputs):
@@ -87,7 +87,7 @@ def test_a_variant_with_wrong_results_is_detected():
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
 @pytest.mark.parametrize("drops", [False, True])
-def test_the_reference_equals_the_layer(activation, drops):
+def test_the_reference_of_the_layer_benchmark_equals_the_moe_layer(activation, drops):
     case = small(tokens=24, top_k=2, activation=activation)
     inputs = layer_inputs.make_inputs(case, torch.device("cpu"), torch.float64)
     capacity = case.top_k * -(-case.tokens // case.num_experts)
@@ -104,14 +104,14 @@ def test_the_reference_equals_the_layer(activation, drops):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize("variant", ["ours/auto", "ours/recompute"])
-def test_the_formula_for_saved_activations_is_correct(activation, dtype, variant):
+def test_the_formula_for_bytes_of_saved_activations_is_correct(activation, dtype, variant):
     case = small(top_k=2, activation=activation, hidden_dim=256)
     inputs = layer_inputs.make_inputs(case, torch.device("cpu"), dtype)
     found = layer.memory_of(BUILDERS[variant](case, inputs), inputs)
     assert 0.85 <= found["kept_bytes"] / found["formula_bytes"] <= 1
 
 
-def test_ratios_compare_times_of_one_round():
+def test_benchmark_ratios_compare_times_of_one_round():
     order = []
     steps = {name: lambda name=name: order.append(name) for name in "abc"}
     timing.interleaved(steps, 4, torch.device("cpu"), warm=2)
@@ -123,10 +123,10 @@ def test_ratios_compare_times_of_one_round():
         "bca",
         "bac",
     ]
-    # If the machine is three times as slow in the last round, the ratio stays the same.
+    # In the last round, a and b both take three times as long, so the ratio of times does not change.
     summary = timing.against({"a": [1.0, 1.0, 3.0], "b": [2.0, 2.0, 6.0]}, "a")["b"]
     assert (summary["ratio_p20"], summary["ratio"], summary["ratio_p80"]) == (2, 2, 2)
 
 
-def test_every_op_has_inputs():
+def test_every_kernel_op_has_benchmark_inputs():
     assert set(ops.CALLS) == set(kernels.OPS)

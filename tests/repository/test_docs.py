@@ -1,4 +1,4 @@
-"""The lists of flags in docs/ match the code, and flags, links and files that docs name exist."""
+"""Tests that flags, links and files in the docs exist."""
 
 import argparse
 import importlib
@@ -19,7 +19,7 @@ from pages import PAGES, ROOT
 from fairseq_tutel.__main__ import TOOLS
 from fairseq_tutel.tools.parser import ToolParser
 
-# Flags of CTranslate2, hydra, pip, sacrebleu, srun, torchrun and Meta's branch.
+# Known flags of CTranslate2, hydra, pip, sacrebleu, Slurm, torchrun and Meta's branch of fairseq.
 OF_OTHER_PROGRAMS = """
     --add-data-source-prefix-tags --alternate-decoder-ffn-embed-dim --cmr-log-lang-gates --config-dir
     --config-name --dummy-a2a
@@ -29,7 +29,7 @@ OF_OTHER_PROGRAMS = """
     --use-moe-pad-mask --use-sharded-state --use-stable-embedding
     --nodes --open-mode --requeue --shutdown-timeout --signal --signals-to-handle
 """
-# Not names of several flags, such as --moe- and --reset-.
+# A regular expression that matches flags, but not prefixes of flags such as --moe-.
 FLAG = re.compile(r"(?<![\w-])--[a-z0-9](?:[\w-]*\w)?(?![\w-])")
 # Flags of docs/failures.md.
 OF_OTHER_PROGRAMS += " --array --no-kill --nodes --open-mode --rdzv-id --requeue --wrap"
@@ -46,13 +46,13 @@ def _make_tables():
     return module
 
 
-def test_the_lists_of_flags_are_up_to_date():
+def test_the_lists_of_flags_in_docs_are_up_to_date():
     text = (ROOT / "docs" / "flags.md").read_text()
     assert _make_tables().filled_in(text) == text
 
 
 def flags_of_the_package() -> set[str]:
-    """Return the flags of the plugin's options and of its tools."""
+    """Return all flags of the plugin and of the tools of `fairseq-tutel`."""
     parsers: list[argparse.ArgumentParser] = [ToolParser()]
     tools = parsers[0].add_subparsers()
     for module in {module for module, _ in TOOLS.values()}:
@@ -67,7 +67,7 @@ def flags_of_the_package() -> set[str]:
 
 
 def flags_of_fairseq() -> set[str]:
-    """Return the flags of fairseq's commands, and of every fairseq model, task, criterion and optimizer."""
+    """Return all flags of fairseq's commands, models, tasks, criterions and optimizers."""
     parsers = [
         options.get_training_parser(), options.get_generation_parser(interactive=True),
         options.get_eval_lm_parser(), options.get_validation_parser(), score.get_parser(),
@@ -85,7 +85,7 @@ def flags_of_fairseq() -> set[str]:
     return {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
 
 
-def test_every_flag_that_the_pages_name_exists():
+def test_every_flag_in_the_docs_exists():
     known = flags_of_the_package() | flags_of_fairseq() | {*OF_OTHER_PROGRAMS.split()}
     known |= {flag for path in SCRIPTS for flag in FLAG.findall(path.read_text())}
     unknown = {
@@ -101,7 +101,7 @@ LINKING = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[bce]
 
 
 def _anchors(page):
-    """Return the anchors that a page's headings get on GitHub."""
+    """Return the anchors that GitHub creates for the headings of a page."""
     found = []
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     for title in re.findall(r"^#+ (.*)$", text, re.M):
@@ -112,7 +112,7 @@ def _anchors(page):
 
 
 @pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_and_anchor_within_the_repository_resolves(page):
+def test_every_link_in_docs_to_a_file_or_heading_resolves(page):
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
     links = re.findall(r"\]\(([^)\s]+)[^)]*\)|(?:src|href)=\"([^\"]+)\"", text)
     for link in {a or b for a, b in links}:
@@ -124,7 +124,7 @@ def test_every_link_and_anchor_within_the_repository_resolves(page):
         assert not anchor or anchor in _anchors(target), f"{page.name} links to {link}"
 
 
-def test_every_yes_in_the_routing_table_names_an_existing_test_file():
+def test_every_supported_feature_in_the_routing_table_names_an_existing_test_file():
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in (ROOT / "docs" / "routing.md").read_text().splitlines()
@@ -140,7 +140,7 @@ def test_every_yes_in_the_routing_table_names_an_existing_test_file():
 
 
 @pytest.mark.long
-def test_the_site_builds_without_a_warning(tmp_path):
+def test_the_documentation_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx")
     words = ["-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs/site", ".", str(tmp_path / "site")]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)

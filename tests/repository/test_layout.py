@@ -1,4 +1,4 @@
-"""Import direction between folders, and which module may import which library."""
+"""Tests which folders and libraries a module of the package may import."""
 
 import ast
 import importlib
@@ -16,14 +16,14 @@ import fairseq_tutel
 
 PACKAGE = Path(__file__).parents[2] / "fairseq_tutel"
 
-# Files of the root that every folder may import; the other files of the root, "", are commands.
+# Files of the package's root folder that every other folder may import.
 BASE = ("files", "option")
-# Each folder imports only folders that are listed before it.
+# Folders of the package in import order: a folder may import only earlier folders.
 CORE = (*BASE, "kernels", "parallel", "plans", "moe", "checkpoint", "inference", "vision")
 EDGE = ("plugin", "models", "tasks", "tools", "convert", "")
 LEVEL = {folder: level for level, folder in enumerate((*CORE, *EDGE))}
 
-# The files of commands.
+# Files of the package's root folder that may import fairseq.
 COMMANDS = {"train.py", "run.py"}
 
 
@@ -43,7 +43,7 @@ def imported_names(path: Path) -> set[str]:
     return names
 
 
-# In some Python versions, pathlib does not follow the link to kernels/.
+# In some Python versions, pathlib does not follow the symbolic link to kernels/.
 FILES = sorted({*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")})
 IMPORTS = {path: imported_names(path) for path in FILES}
 
@@ -53,7 +53,7 @@ def top_names(path: Path) -> set[str]:
 
 
 def own_folders(path: Path) -> set[str]:
-    """Return the folders of the package that a file imports from; the import of __version__ is ignored."""
+    """Return the folders of this package from which a file imports modules."""
     own = {name for name in IMPORTS[path] if name.split(".")[0] == "fairseq_tutel"}
     own -= {"fairseq_tutel.__version__"}
     return {part if (part := name.split(".")[1]) in LEVEL else "" for name in own}
@@ -64,11 +64,11 @@ def against(path: Path) -> set[str]:
     return {there for there in own_folders(path) - {here} if LEVEL[there] >= LEVEL[here]}
 
 
-def test_every_folder_has_a_level():
+def test_every_folder_of_the_package_is_in_the_import_order():
     assert {folder_of(path) for path in FILES} == set(LEVEL)
 
 
-def test_a_folder_imports_only_folders_of_lower_level():
+def test_a_folder_imports_only_folders_before_it_in_the_import_order():
     assert {str(path.relative_to(PACKAGE)): against(path) for path in FILES if against(path)} == {}
 
 
@@ -78,7 +78,7 @@ def module_of(path: Path) -> str:
 
 
 def imported_modules(path: Path, modules: set[str]) -> set[str]:
-    """Return the modules that a file imports, also in functions and for types, without its packages."""
+    """Return the modules of this package that a file imports, including imports inside functions."""
     names = {name for name in IMPORTS[path] if name != "fairseq_tutel.__version__"}
     found = {name if name in modules else name.rpartition(".")[0] for name in names}
     around = module_of(path) + "."
@@ -90,18 +90,18 @@ def imported_modules(path: Path, modules: set[str]) -> set[str]:
 
 
 def test_no_import_cycle_exists():
-    """Imports in functions and for types count, except in kernels, where backends choose each other."""
+    """Imports inside functions count, except in kernels/, where backends import each other."""
     paths = {module_of(path): path for path in FILES if folder_of(path) != "kernels"}
-    root = paths.pop("fairseq_tutel")  # it imports lazily from all folders
+    root = paths.pop("fairseq_tutel")  # fairseq_tutel/__init__.py imports lazily from all folders
     assert IMPORTS[root]
     graph = {name: imported_modules(path, set(paths)) for name, path in paths.items()}
     assert graph["fairseq_tutel.parallel.all_to_all"] > {"fairseq_tutel.parallel.collectives"}
-    TopologicalSorter(graph).prepare()  # raises a CycleError that names the cycle
+    TopologicalSorter(graph).prepare()  # prepare() raises a CycleError if a cycle exists
 
 
 @pytest.mark.long
 def test_every_module_can_be_imported_first(monkeypatch):
-    """Import each module in a fork of this process, which has imported torch and fairseq only."""
+    """Import each module in a forked process that has imported only torch and fairseq."""
     importlib.import_module("fairseq.trainer")
     for name in [name for name in sys.modules if name.partition(".")[0] == "fairseq_tutel"]:
         monkeypatch.delitem(sys.modules, name)
@@ -120,15 +120,15 @@ def test_the_core_never_imports_fairseq():
     assert found <= COMMANDS
 
 
-def test_only_kernels_imports_triton():
+def test_only_the_folder_kernels_imports_triton():
     assert {folder_of(path) for path in FILES if "triton" in top_names(path)} == {"kernels"}
 
 
-# Modules that predict times; they do not import torch, so `fairseq-tutel plan` starts fast.
+# Modules that predict times without torch, so that `fairseq-tutel plan` starts fast.
 PREDICTION = {"cost.py", "links.py", "machine.py", "strategy.py", "search.py"}
 
 
-def test_only_executors_of_plans_and_no_predictions_import_torch():
+def test_modules_that_predict_times_do_not_import_torch():
     predicting = {path for path in (PACKAGE / "parallel").glob("*.py") if path.name in PREDICTION}
     assert len(predicting) == len(PREDICTION)
     found = {path for path in FILES if folder_of(path) == "plans"} | predicting
@@ -136,14 +136,13 @@ def test_only_executors_of_plans_and_no_predictions_import_torch():
     assert parents == {"executors"}
 
 
-def test_only_three_modules_call_torch_distributed():
-    """collectives.py sends tensors, two_sided.py messages of plans, and world.py Python objects."""
+def test_only_three_modules_call_collectives_of_torch_distributed():
     call = re.compile(r"dist\.(all_|reduce|broadcast|gather|scatter|barrier|send|recv|i?send|batch_)")
     found = {str(path.relative_to(PACKAGE)) for path in FILES if call.search(path.read_text())}
     assert found == {"parallel/collectives.py", "plans/executors/two_sided.py", "parallel/world.py"}
 
 
-def test_the_public_names_are_the_same_for_type_checkers_and_programs():
+def test_type_checkers_and_programs_see_the_same_public_names():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     (block,) = (n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     typed = {
@@ -182,9 +181,9 @@ def test_the_core_works_with_torch_and_numpy_alone():
     assert result.returncode == 0, result.stderr
 
 
-# Packages that fairseq depends on.
+# Packages that pip installs together with fairseq.
 BROUGHT = {"fairseq_cli", "hydra", "omegaconf"}
-# Packages whose import name differs from the package name.
+# The import names of packages whose import name differs from the package name.
 IMPORTED_AS = {"pillow": "PIL"}
 
 
@@ -199,18 +198,18 @@ def test_every_imported_package_is_a_declared_dependency():
     assert "fairseq-fixed" in named
 
 
-# Files of classes whose attributes other modules must set by methods.
+# Files with classes whose attributes other modules must not set.
 CLOSED = ("moe/layer.py", "moe/expert_stack.py", "moe/experts.py", "moe/balance.py",
           "moe/gates.py", "plugin/feed_forward.py")  # fmt: skip
 
 
 def assigned_attributes(path: Path) -> set[tuple[str, str]]:
-    """Return (owner, attribute) for every assignment `owner.attribute = …` in a file."""
+    """Return the pair (owner, attribute) for every assignment `owner.attribute = …` in a file."""
     stored = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
     return {(ast.unparse(n.value), n.attr) for n in stored if isinstance(n.ctx, ast.Store)}
 
 
-def test_attributes_of_layers_are_set_only_by_methods():
+def test_attributes_of_layers_are_set_only_in_their_methods():
     of_layers = {name for file in CLOSED for owner, name in assigned_attributes(PACKAGE / file)
                  if owner == "self"}  # fmt: skip
     found = {

@@ -1,4 +1,4 @@
-"""Tests fill uninitialized tensors of the package with NaN, so missing writes are detected."""
+"""In tests, `torch.empty` of this package returns NaN, so that tests detect missing writes."""
 
 import types
 
@@ -17,15 +17,15 @@ def allocate(module_name: str) -> tuple[torch.Tensor, ...]:
     return module.allocate(torch.zeros(3))
 
 
-def test_uninitialized_tensors_of_the_package_are_nan():
+def test_uninitialized_tensors_of_the_package_are_nan_in_tests():
     assert all(tensor.isnan().all() for tensor in allocate("fairseq_tutel.somewhere"))
 
 
-def test_uninitialized_tensors_of_other_packages_are_not_changed(monkeypatch):
+def test_uninitialized_tensors_of_other_packages_are_not_filled_with_nan(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "fill_", None)
     allocate("elsewhere")
 
 
-def test_torch_device_still_sets_the_device_of_allocations():
+def test_torch_device_sets_the_device_of_uninitialized_tensors():
     with torch.device("meta"):
         assert torch.empty(2).is_meta

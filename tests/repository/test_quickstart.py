@@ -1,4 +1,4 @@
-"""examples/quickstart.sh: bad input ends with one sentence, and no file is changed."""
+"""If examples/quickstart.sh gets bad input, the script prints one sentence and changes no file."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "quickstart.sh"
-# The script uses .venv of the checkout if it exists, and otherwise the programs in PATH.
+# Without a folder .venv, the script uses the programs in PATH.
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 FILES = {
     "a.de": b"eins\nzwei\n",
@@ -48,7 +48,7 @@ def start(folder, words, script=SCRIPT):
         ("VOCAB=many a.de b.en out", ["VOCAB is many"]),
     ],
 )
-def test_bad_input_ends_with_one_sentence_and_changes_nothing(words, values, tmp_path):
+def test_quickstart_refuses_bad_input_with_one_sentence_and_changes_no_file(words, values, tmp_path):
     for name, content in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
@@ -64,7 +64,7 @@ def test_bad_input_ends_with_one_sentence_and_changes_nothing(words, values, tmp
     "text, words, value",
     [("one\n" * 2, [], "2 pairs"), ("abcdefghij klmnopqr\n" * 100, ["VOCAB=3"], "is 3")],
 )
-def test_text_that_cannot_be_cut_into_pieces_ends_with_one_sentence(text, words, value, tmp_path):
+def test_quickstart_refuses_text_that_is_too_short_with_one_sentence(text, words, value, tmp_path):
     for name in ("a.de", "b.en"):
         (tmp_path / name).write_text(text)
     done = start(tmp_path, [*words, "a.de", "b.en", "out"])
@@ -72,14 +72,14 @@ def test_text_that_cannot_be_cut_into_pieces_ends_with_one_sentence(text, words,
     assert done.stderr.splitlines()[-1].startswith("error: ") and value in done.stderr.splitlines()[-1]
 
 
-def test_help_prints_the_usage_and_writes_nothing(tmp_path):
+def test_quickstart_help_prints_the_usage_and_writes_no_file(tmp_path):
     done = start(tmp_path, ["a.de", "--help"])
     assert (done.returncode, done.stderr) == (0, "")
     assert "examples/quickstart.sh [--upcycle]" in done.stdout and "set -e" not in done.stdout
     assert not list(tmp_path.iterdir())
 
 
-def test_the_nllb_example_refuses_text_files_in_its_output_folder(tmp_path):
+def test_the_nllb_example_refuses_text_files_in_the_output_folder(tmp_path):
     files = [tmp_path / "data" / name for name in ("my.deu_Latn", "my.eng_Latn")]
     files[0].parent.mkdir()
     for path in files:

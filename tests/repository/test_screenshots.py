@@ -1,4 +1,4 @@
-"""The picture in README.md is up to date, and a browser shows the tools' pages without problems."""
+"""Tests that generated tables and pictures in the docs are up to date."""
 
 import pytest
 
@@ -13,12 +13,12 @@ needs_chromium = pytest.mark.skipif(browser.chromium() is None, reason="not run:
 
 
 @pytest.mark.parametrize("script", [make_performance, make_scaling], ids=lambda script: script.PAGE.name)
-def test_the_tables_of_a_page_are_up_to_date(script):
+def test_generated_tables_of_a_page_are_up_to_date(script):
     text = script.PAGE.read_text()
     assert script.filled_in(text) == text, f"run python docs/{script.__name__}.py"
 
 
-def test_the_picture_of_the_report_is_up_to_date(monkeypatch):
+def test_the_picture_of_the_training_report_is_up_to_date(monkeypatch):
     monkeypatch.chdir(ROOT)
     page = make_report_picture.report()
     assert make_report_picture.is_current(make_report_picture.PICTURE, page), (
@@ -28,7 +28,7 @@ def test_the_picture_of_the_report_is_up_to_date(monkeypatch):
 
 @pytest.mark.long
 @needs_chromium
-def test_the_report_has_no_problem_in_a_browser(tmp_path, monkeypatch):
+def test_a_browser_shows_the_training_report_without_problems(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     file = tmp_path / "report.html"
     file.write_text(make_report_picture.report())

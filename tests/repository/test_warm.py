@@ -1,4 +1,4 @@
-"""The fork server's prepared configurations equal hydra's, and its children can use a GPU."""
+"""The fork server of the tests composes hydra configurations in advance and does not initialize CUDA."""
 
 import subprocess
 import sys
@@ -14,7 +14,8 @@ CRITERION = ("--criterion", "moe_label_smoothed_cross_entropy", "--label-smoothi
 
 
 def compare(words):
-    """Return whether a prepared configuration was used, and whether it equals hydra's."""
+    """Return whether fairseq used a prepared configuration, and whether this configuration equals
+    hydra's."""
     from fairseq import options
     from fairseq.dataclass import utils
 
@@ -31,16 +32,16 @@ def compare(words):
         utils.compose = warm.compose
 
 
-def test_a_prepared_configuration_equals_hydra_s(ranks):
+def test_a_prepared_configuration_equals_the_configuration_of_hydra(ranks):
     moved = ("--momentum", "0.9", "--lr", "0.5", "--moe-balance-loss", "gshard_all:1,z:0.1")
     words = (*LM, "--criterion", "moe_cross_entropy", "--optimizer", "moe_sgd", *moved)
     assert ranks(2).run(compare, words) == [(True, True)] * 2
     words = (*MT, *CRITERION, "--optimizer", "moe_adam", "--encoder-layers", "3", "--lr", "0.1,0.2")
     assert ranks(2).run(compare, words) == [(True, True)] * 2
-    assert ranks(2).run(compare, words) == [(False, True)] * 2  # each prepared configuration is used once
+    assert ranks(2).run(compare, words) == [(False, True)] * 2  # a prepared configuration is used once
 
 
-# Imports what the server imports, in a process that claims to have a GPU.
+# A program that imports the modules of the fork server, and fails if an import initializes CUDA.
 IMPORT_ALL = """
 import importlib, traceback
 import torch
@@ -57,7 +58,7 @@ for module in PRELOADED:
 """
 
 
-def test_the_fork_server_does_not_initialise_cuda():
+def test_the_fork_server_does_not_initialize_cuda():
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Docs, package and tests use plain words: no rejected phrase, and every glossary term is used."""
+"""Tests that docs, package and tests contain no rejected phrase."""
 
 import io
 import re
@@ -11,13 +11,13 @@ ROOT = Path(__file__).resolve().parents[2]
 OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "configs/README.md")
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in OTHER_PAGES)])
 GLOSSARY = ROOT / "docs" / "glossary.md"
-# pathlib does not follow the link to kernels/ in every Python version.
+# In some Python versions, pathlib does not follow the symbolic link to kernels/.
 MODULES = sorted(
     {*(ROOT / "fairseq_tutel").rglob("*.py"), *(ROOT / "fairseq_tutel" / "kernels").glob("*.py")}
 )
 MOST_TERMS = 45
 
-# Rejected phrase: what to write instead.
+# Patterns of rejected phrases, and plain words to use instead.
 IN_PACKAGE = {
     r"hands? over": "passes",
     r"takes part": "runs without tokens",
@@ -65,7 +65,7 @@ IN_TESTS = {
     r"stock's": "fairseq's",
     r"stock(?! (?:model|task|layer|class|arch|optim|criterion|fairseq))": "fairseq",
 }
-# Test files that still contain rejected phrases.
+# Test files that may contain rejected phrases.
 NOT_YET = """
     checkpoint/test_shards convert/test_convert convert/test_prune_dense e2e/cli e2e/models
     e2e/test_background_save e2e/test_checkpoints e2e/test_commands e2e/test_ensemble e2e/test_hub
@@ -81,7 +81,7 @@ NOT_YET = """
 
 
 def prose(page: Path) -> str:
-    """Return a page without code, quoted messages, generated tables and link targets."""
+    """Return the text of a page without code, quoted messages, generated tables and link targets."""
     text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", " ", page.read_text(), flags=re.S)
     text = re.sub(r"^<!-- (?!end).*?^<!-- end -->", " ", text, flags=re.S | re.M)
     text = re.sub(r"^> .*$", " ", text, flags=re.M)
@@ -97,7 +97,7 @@ def found(phrases: dict[str, str], text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_have_no_rejected_phrase(page):
+def test_documentation_pages_have_no_rejected_phrase(page):
     assert not found(IN_PAGES, prose(page))
 
 
@@ -107,7 +107,7 @@ def test_the_package_has_no_rejected_phrase():
 
 
 def text_of(test: Path) -> str:
-    """Return the comments, docstrings and names of tests of a file."""
+    """Return all comments, docstrings and test names of a test file."""
     tokens = tokenize.generate_tokens(io.StringIO(test.read_text()).readline)
     return "\n".join(
         token.string.replace("_", " ") if token.type == tokenize.NAME else token.string
@@ -127,8 +127,7 @@ def test_tests_have_no_rejected_phrase():
     assert not {name: hit for name, hit in hits.items() if hit}
 
 
-def test_rejected_phrases_are_found():
-    """The search itself works, except in code and quotes."""
+def test_the_search_finds_rejected_phrases():
     assert found(IN_PAGES, "Its twins go there.") == ["'twins': use MoE variant"]
     assert not found(IN_PAGES, "an ongoing strip")
 

@@ -1,4 +1,4 @@
-"""`fairseq-tutel average`: the selected files, their mean, the output's content, and errors."""
+"""Tests of `fairseq-tutel average`, which averages the weights of checkpoints."""
 
 import argparse
 
@@ -11,7 +11,7 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor
 
 
 def save(path, seed=0, **changes):
-    """Write a fairseq checkpoint with experts; `changes` replace its top-level entries."""
+    """Write a fairseq checkpoint with experts; `changes` replace top-level entries of the checkpoint."""
     generator = torch.Generator().manual_seed(seed)
     shared = torch.randn(5, 4, generator=generator)
     state = {
@@ -41,15 +41,15 @@ def load(path):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 )
-def test_the_mean_of_equal_tensors_has_the_same_bits(dtype, copies):
+def test_the_mean_of_equal_tensors_equals_each_tensor_bit_for_bit(dtype, copies):
     tensor = (torch.randn(2000, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
     found = mean([tensor] * copies)
     assert found.dtype == dtype
     assert torch.equal(found, tensor)
 
 
-def test_the_mean_is_rounded_once_and_integers_round_down():
-    # In float32, 2^24 + 1 is rounded to 2^24. In float16, the sum would overflow.
+def test_a_mean_is_rounded_only_once_and_integers_are_rounded_down():
+    # A sum in fp32 would round 2^24 + 1 to 2^24, and a sum in fp16 would overflow.
     assert mean([torch.tensor([2.0**24]), torch.ones(1), torch.ones(1)]).item() == pytest.approx(
         (2**24 + 2) / 3, rel=1e-7
     )
@@ -57,7 +57,7 @@ def test_the_mean_is_rounded_once_and_integers_round_down():
     assert mean([torch.tensor([3, -3, 255]), torch.tensor([4, -4, 255])]).tolist() == [3, -4, 255]
 
 
-def test_everything_except_the_weights_is_copied_from_the_first_file(tmp_path):
+def test_average_copies_everything_except_weights_from_the_first_checkpoint(tmp_path):
     files = [save(tmp_path / f"{seed}.pt", seed) for seed in (4, 1, 2)]
     tool("average", *files, "--output", tmp_path / "mean.pt")
     found, states = load(tmp_path / "mean.pt"), [load(file) for file in files]
@@ -78,7 +78,7 @@ def test_everything_except_the_weights_is_copied_from_the_first_file(tmp_path):
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("is_wide", [False, True])
-def test_moving_averages_replace_the_weights(tmp_path, kind, is_wide):
+def test_average_with_ema_writes_the_moving_averages_as_weights(tmp_path, kind, is_wide):
     ema = {key: value * 2 for key, value in load(save(tmp_path / "other.pt", 5))["model"].items()}
     extra = {"ema": ema}
     if is_wide:
@@ -120,7 +120,7 @@ def save_dir(tmp_path_factory):
         ),
     ],
 )
-def test_the_last_files_of_a_folder_are_averaged(save_dir, tmp_path, flags, expected):
+def test_average_selects_the_last_checkpoints_of_a_folder(save_dir, tmp_path, flags, expected):
     printed = tool("average", save_dir, "--output", tmp_path / "mean.pt", *flags)
     first, *taken, last = printed.splitlines()
     assert (first, last) == ("averaging", f"wrote {tmp_path / 'mean.pt'}")
@@ -164,7 +164,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kinds", [("sharded", "sharded"), ("full", "sharded")])
-def test_experts_in_shards_are_averaged_one_tensor_at_a_time(tmp_path, monkeypatch, kinds):
+def test_average_reads_each_tensor_of_sharded_experts_once(tmp_path, monkeypatch, kinds):
     files, state = [], {0: {"exp_avg": torch.ones(3, 6, 4)}}
     for seed, kind in enumerate(kinds):
         whole = save(tmp_path / f"whole{seed}.pt", seed, last_optimizer_state={"state": state})
@@ -177,13 +177,13 @@ def test_experts_in_shards_are_averaged_one_tensor_at_a_time(tmp_path, monkeypat
     assert found["model"].keys() == expected["model"].keys()
     for key, weight in expected["model"].items():
         assert torch.equal(found["model"][key], weight), key
-    # Shard files with optimizer state are read only for the first checkpoint.
+    # `average` reads optimizer states only from the first checkpoint.
     assert len(read) == kinds.count("sharded") + (kinds[0] == "sharded")
     assert torch.equal(found["last_optimizer_state"]["state"][0]["exp_avg"], torch.ones(3, 6, 4))
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_files_that_cannot_be_averaged_are_refused_in_one_sentence(tmp_path, case):
+def test_average_refuses_unsuitable_checkpoints_with_one_sentence(tmp_path, case):
     good = save(tmp_path / "good.pt")
     (tmp_path / "link.pt").symlink_to(good)
     (tmp_path / "cut.pt").write_bytes(good.read_bytes()[:2000])

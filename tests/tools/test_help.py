@@ -1,4 +1,4 @@
-"""The command lines of all tools: fast help, correct examples, one convention, and older forms."""
+"""Tests the command lines of all tools: help texts, examples, names of flags, and errors."""
 
 import argparse
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from fairseq_tutel.__main__ import TOOLS, parser_of
 
-# Prints the help of the command, of each tool and of each subcommand, in one process.
+# A program that prints the help of `fairseq-tutel`, of each tool and of each subcommand.
 HELP = """
 import contextlib, io, sys
 from fairseq_tutel.__main__ import TOOLS, main
@@ -34,14 +34,14 @@ def test_the_help_of_every_tool_and_subcommand_needs_no_torch():
 
 
 def subcommands(parser):
-    """Return the parsers of a parser's subcommands by name."""
+    """Return a dictionary from the name of each subcommand to its argument parser."""
     found = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return {name: each for action in found for name, each in action.choices.items()}
 
 
 PARSERS = {"": parser_of("")} | {tool: subcommands(parser_of(tool))[tool] for tool in TOOLS}
 PARSERS |= {f"convert {kind}": each for kind, each in subcommands(PARSERS["convert"]).items()}
-# The arguments in the help of each tool, without -h and subcommands.
+# All arguments that the help of a tool shows, except -h and subcommands.
 SHOWN = {
     name: [
         action
@@ -60,14 +60,14 @@ def parsed(*words):
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_the_example_is_a_correct_command(name):
+def test_the_example_in_the_help_of_a_tool_is_a_correct_command(name):
     command, *words = shlex.split(PARSERS[name].epilog.removeprefix("example: "))
     assert command == "fairseq-tutel" and " ".join(words).startswith(name)
     parsed(*words)
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_every_default_is_shown_in_the_same_way(name):
+def test_help_texts_show_defaults_in_square_brackets(name):
     for action in SHOWN[name]:
         if action.default not in (None, False, "", argparse.SUPPRESS):
             shown = re.search(r"\[(.*)\]$", action.help)[1]
@@ -76,7 +76,7 @@ def test_every_default_is_shown_in_the_same_way(name):
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_inputs_are_positional_and_outputs_have_one_name(name):
+def test_inputs_of_tools_are_positional_and_outputs_use_the_flag_output(name):
     flags = {flag: action for action in SHOWN[name] for flag in action.option_strings}
     assert not {"--input", "--inputs", "--input-prefix", "--model", "--data"} & flags.keys()
     assert ("--output" in flags) == ("--overwrite" in flags)
@@ -110,7 +110,7 @@ FORMER = {
 
 
 @pytest.mark.parametrize("name", FORMER)
-def test_the_former_option_of_an_input_still_works(name):
+def test_former_flags_for_inputs_of_tools_still_work(name):
     former, now = FORMER[name]
     assert parsed(*former) == parsed(*now)
 
@@ -130,7 +130,7 @@ def test_the_former_option_of_an_input_still_works(name):
         (("schedule", "torus:1x4", "--slices", "9999"), "give at least 1 and at most 1024"),
     ],
 )
-def test_a_wrong_command_line_ends_with_one_sentence(words, sentence, capsys):
+def test_a_wrong_command_line_of_a_tool_ends_with_one_sentence(words, sentence, capsys):
     with pytest.raises(SystemExit) as end:
         parsed(*words)
     assert end.value.code == 2

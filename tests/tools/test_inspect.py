@@ -1,4 +1,4 @@
-"""The output of `inspect` for files of every kind, as text and as JSON."""
+"""Tests of `fairseq-tutel inspect`, which lists the content of a checkpoint."""
 
 import json
 
@@ -9,7 +9,7 @@ from tool_in_process import convert, tool
 
 
 def inspect(*words):
-    """Run the tool; return its output, parsed if --json is given."""
+    """Run `fairseq-tutel inspect`; return the printed text, or the parsed JSON if --json is given."""
     text = tool("inspect", *words)
     return json.loads(text) if "--json" in words else text
 
@@ -49,7 +49,7 @@ def test_inspect_lists_the_content_of_a_checkpoint(tmp_path):
     assert "decoder.layers.N" not in text
 
 
-def test_tied_weights_count_once(tmp_path):
+def test_inspect_counts_tied_weights_once(tmp_path):
     def tie(model):
         model["decoder.output_projection.weight"] = model["decoder.embed_tokens.weight"]
 
@@ -62,7 +62,7 @@ def test_tied_weights_count_once(tmp_path):
     assert inspect(plain, "--json")["bytes"]["optimizer state"] == 120
 
 
-def test_inspect_has_the_same_output_for_shards_and_for_one_file(tmp_path):
+def test_inspect_prints_equal_content_for_sharded_and_unsharded_checkpoints(tmp_path):
     path = save(tmp_path / "a.pt")
     whole = inspect(path, "--json")
     convert("sharded", "--input", path, "--output", tmp_path / "b.pt")
@@ -83,7 +83,7 @@ def flip_last(path):
     path.write_bytes(data)
 
 
-def test_damaged_shards_are_detected(tmp_path):
+def test_inspect_detects_damaged_expert_shards(tmp_path):
     convert("sharded", "--input", save(tmp_path / "a.pt"), "--output", tmp_path / "b.pt")
     assert "checked: all bytes match their checksums\n" in inspect(tmp_path / "b.pt", "--check")
     file = max((tmp_path / "experts").rglob("*.safetensors"))
@@ -100,7 +100,7 @@ def test_damaged_shards_are_detected(tmp_path):
         assert str(file) in end.value.code
 
 
-def test_check_detects_a_changed_byte_of_the_checkpoint_file(tmp_path):
+def test_inspect_with_check_detects_a_changed_byte_of_a_checkpoint(tmp_path):
     path = save(tmp_path / "a.pt", change=lambda model: model.update(mark=torch.full((64,), 7.5)))
     mark = torch.full((64,), 7.5).numpy().tobytes()
     path.write_bytes(path.read_bytes().replace(mark, b"\1" + mark[1:]))
@@ -111,7 +111,7 @@ def test_check_detects_a_changed_byte_of_the_checkpoint_file(tmp_path):
     assert "not checked: a file from before" in inspect(path, "--check")
 
 
-def test_inspect_lists_only_options_that_differ_from_the_default(tmp_path):
+def test_inspect_lists_only_options_that_differ_from_their_defaults(tmp_path):
     path = save(tmp_path / "a.pt", top_k=1)
     state = torch.load(path, weights_only=True)
     state["cfg"]["model"] |= {
@@ -150,7 +150,7 @@ def test_inspect_names_the_system_that_wrote_a_file(kind, tmp_path):
 
 
 @pytest.mark.parametrize("value", [{"a": "b"}, 3])
-def test_files_without_tensors_are_refused(value, tmp_path):
+def test_inspect_refuses_files_without_tensors(value, tmp_path):
     torch.save(value, tmp_path / "a.pt")
     with pytest.raises(SystemExit, match="which holds no tensors"):
         inspect(tmp_path / "a.pt")

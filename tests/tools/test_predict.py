@@ -1,4 +1,4 @@
-"""Output files of the tools."""
+"""Tests how tools write output files."""
 
 import errno
 
@@ -7,7 +7,7 @@ import pytest
 from fairseq_tutel.tools.arguments import writing
 
 
-def test_an_error_during_writing_keeps_the_old_file(tmp_path):
+def test_a_tool_keeps_the_old_output_file_if_writing_fails(tmp_path):
     path, link = tmp_path / "a.png", tmp_path / "link.png"
     link.symlink_to(path)
     for into in (path, link):

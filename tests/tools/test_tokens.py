@@ -1,4 +1,4 @@
-"""`tokens`: its statistics equal those of a loop; errors of the command."""
+"""The statistics that `fairseq-tutel tokens` computes equal statistics computed by a plain loop."""
 
 import json
 
@@ -24,28 +24,28 @@ def sample(tokens, experts, **options):
     )
 
 
-def test_loads_and_typical_tokens_are_counted():
+def test_statistics_have_the_load_and_the_typical_tokens_of_each_expert():
     found = statistics(
         [
             sample(["a", "a", "b", "c"], [[0, 1], [0, 1], [2, 1], [2, 0]]),
-            sample(["a", "b", "b"], [[0, 2], [2, 1], [2, -1]]),  # the last assignment was dropped
+            sample(["a", "b", "b"], [[0, 2], [2, 1], [2, -1]]),  # -1 marks a dropped assignment
         ],
         LAYER,
         4,
     )
     assert found.load_E.tolist() == pytest.approx([4 / 13, 4 / 13, 5 / 13, 0])
     names = [[token for token, _ in tokens] for tokens in found.typical]
-    assert names == [["a"], ["b", "a"], ["b"], []]  # c occurs too rarely
+    assert names == [["a"], ["b", "a"], ["b"], []]  # the token c occurs only once
     assert dict(found.typical[2])["b"] == pytest.approx(3 / 5)
     assert not found.languages
 
 
-def test_the_number_of_experts_per_token_may_differ():
+def test_statistics_allow_different_numbers_of_experts_per_token():
     found = statistics([sample(["a"], [[0, 1, 2]]), sample(["b", "c"], [[3], [3]])], LAYER, 4)
     assert found.load_E.tolist() == pytest.approx([0.2, 0.2, 0.2, 0.4])
 
 
-def test_loads_by_language_and_patches_that_count_as_their_image_s_class():
+def test_statistics_have_loads_per_language_and_the_classes_of_image_patches():
     both = [sample(["x"], [[0]], language="de"), sample(["y", "z"], [[1], [0]], language="en")]
     found = statistics(both, LAYER, 2)
     assert found.languages == ["de", "en"] and found.parts_LE.tolist() == [[1, 0], [0.5, 0.5]]
@@ -57,7 +57,7 @@ def test_loads_by_language_and_patches_that_count_as_their_image_s_class():
 
 
 @pytest.mark.parametrize("options", ({}, {"choice": "experts"}, {"balance_bias": True}))
-def test_expert_counts_per_language_pair_equal_those_of_a_loop(options):
+def test_expert_counts_per_language_pair_equal_counts_in_a_plain_loop(options):
     config = ft.MoEConfig(model_dim=4, hidden_dim=4, num_experts=5, top_k=2, **options)
     layer = MoEFeedForward(config, ft.Topology(), 1, "decoder.layers.3.fc1").eval()
     counts, expected = ExpertCounts(), {}
@@ -86,7 +86,7 @@ def test_expert_counts_per_language_pair_equal_those_of_a_loop(options):
         assert use.load == pytest.approx(5 * load_E / load_E.sum())
 
 
-def test_probabilities_that_are_not_finite_raise_an_error():
+def test_gate_probabilities_that_are_not_finite_raise_an_error():
     layer = MoEFeedForward(ft.MoEConfig(4, 4, 5), ft.Topology(), 1, "decoder.layers.3.fc1").eval()
     counts = ExpertCounts()
     counts.add("de-en", layer, ft.route(torch.full((3, 5), torch.nan), 2))
@@ -94,14 +94,14 @@ def test_probabilities_that_are_not_finite_raise_an_error():
         counts.statistics()
 
 
-def test_the_page_has_only_layers_that_routed_tokens():
+def test_the_tokens_page_has_only_layers_that_routed_tokens():
     other = "decoder.layers.0.fc1"
     made = content([sample(["a"], [[1]])], {LAYER: 2, other: 2})
     assert [layer["name"] for layer in made["layers"]] == ["encoder.layers.0"]
     assert json.loads(json.dumps(made))["samples"][0]["experts"] == {LAYER: [[1]]}
 
 
-def test_output_files_must_differ_and_be_writable(tmp_path):
+def test_output_files_of_tokens_must_differ_and_be_writable(tmp_path):
     page = tmp_path / "a.html"
     words = ("tokens", tmp_path / "model.pt", "--output", page)
     (tmp_path / "inner").mkdir()

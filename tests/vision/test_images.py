@@ -1,4 +1,4 @@
-"""Images in files and arrays: decoding, resizing, and classes."""
+"""Tests reading, resizing and augmentation of images in folders and .npz files."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ RAMP = np.arange(48, dtype=np.uint8).reshape(6, 8) * 5
 
 
 def folder_of(tmp_path, files, split="train"):
-    """Write a dict {name: Pillow image or bytes} as files; return the data folder."""
+    """Write image files from a dictionary of names and images; return the data folder."""
     for name, image in files.items():
         path = tmp_path / split / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def arrays_of(tmp_path, split="train", **arrays):
     return str(tmp_path)
 
 
-def test_a_folder_and_arrays_hold_the_same_images(tmp_path):
+def test_images_in_a_folder_and_in_arrays_are_read_equally(tmp_path):
     images = np.stack([RAMP, RAMP[::-1], RAMP // 2])
     names = ("cat/b.png", "ant/x.PNG", "cat/a.png")
     files = {name: Image.fromarray(image) for name, image in zip(names, images, strict=True)}
@@ -53,16 +53,16 @@ def test_a_folder_and_arrays_hold_the_same_images(tmp_path):
         labels_among(folder, ["bee", "cat", "dog"])
 
 
-def test_classes_differ_by_name_and_order_if_they_have_names():
+def test_class_names_in_another_order_are_different_classes():
     assert different_class(["ant", "bee"], ["ant", "bee"]) is None
     assert different_class(["ant", "bee"], ["bee", "ant"]) == (0, "ant", "bee")
     assert different_class(["ant"], ["ant", "bee"]) == (1, "none", "bee")
     assert different_class(["0", "1"], ["ant", "bee"]) is None is different_class(["b", "a"], ["0", "1"])
-    numbers = [str(i) for i in range(11)]  # folder names are sorted as text
+    numbers = [str(i) for i in range(11)]  # names of folders are sorted as text
     assert different_class(numbers, sorted(numbers)) == (2, "2", "10")
 
 
-def test_every_mode_becomes_grey_or_rgb(tmp_path):
+def test_images_of_every_pillow_mode_are_read_as_grey_or_rgb(tmp_path):
     grey = Image.fromarray(RAMP)
     made = {f"a/{mode}.png": grey.convert(mode) for mode in ("L", "LA", "P", "RGB", "RGBA")}
     made["a/I16.png"] = Image.fromarray(RAMP.astype(np.uint16) * 256 + 7)
@@ -76,7 +76,7 @@ def test_every_mode_becomes_grey_or_rgb(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["truncated", "empty", "text"])
-def test_the_error_for_an_unreadable_image_has_its_name(tmp_path, kind):
+def test_the_error_for_an_unreadable_image_names_the_file(tmp_path, kind):
     Image.effect_noise((64, 64), 50).save(tmp_path / "whole.png")
     content = {"truncated": (tmp_path / "whole.png").read_bytes()[:900], "empty": b"", "text": b"no image"}
     images = open_images(folder_of(tmp_path, {"a/x.png": content[kind]}), "train")
@@ -84,7 +84,7 @@ def test_the_error_for_an_unreadable_image_has_its_name(tmp_path, kind):
         images.read(0, 1)
 
 
-def test_an_image_is_resized_to_cover_the_input_and_cropped_around_its_center():
+def test_an_image_is_resized_and_cropped_around_the_center():
     image = Image.effect_noise((64, 40), 50)
     assert torch.equal(tensor_of(fitted(image, 40, 64)), tensor_of(image))
     half = tensor_of(image.resize((32, 20), Image.Resampling.BILINEAR))[:, :, 6:26]
@@ -104,12 +104,12 @@ OK = {"images": np.zeros((2, 4, 4), np.uint8), "labels": np.array([0, 1])}
         {"classes": np.array(["a"])},
     ],
 )
-def test_arrays_with_wrong_shapes_or_types_are_refused(tmp_path, wrong):
+def test_image_arrays_with_wrong_shapes_or_types_are_refused(tmp_path, wrong):
     with pytest.raises(ValueError, match=r"train\.npz has images of .* labels from"):
         open_images(arrays_of(tmp_path, **{**OK, **wrong}), "train")
 
 
-def test_a_split_is_a_folder_of_classes_or_a_file(tmp_path):
+def test_a_data_split_must_be_a_folder_of_classes_or_a_file(tmp_path):
     with pytest.raises(ValueError, match="give exactly one of them"):
         open_images(str(tmp_path), "train")
     (tmp_path / "train" / "dog").mkdir(parents=True)
@@ -128,13 +128,13 @@ def each(function, count=60):
     return [function(draws_of(1, 2, i)) for i in range(count)]
 
 
-def test_without_augmentation_options_the_image_is_unchanged():
+def test_without_augmentation_options_an_image_is_unchanged():
     draws = draws_of(1, 2, 3)
     assert augmented(IMAGE, ImageConfig(), draws) is IMAGE
     assert draws.random() == draws_of(1, 2, 3).random()
 
 
-def test_augmentation_depends_only_on_seed_epoch_and_image():
+def test_image_augmentation_depends_only_on_seed_epoch_and_image():
     keys = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
     made = {key: augmented(IMAGE, ALL, draws_of(*key)).tobytes() for key in keys}
     assert all(augmented(IMAGE, ALL, draws_of(*key)).tobytes() == made[key] for key in reversed(keys))
@@ -144,7 +144,7 @@ def test_augmentation_depends_only_on_seed_epoch_and_image():
     assert len({tuple(order) for order in orders}) == 3
 
 
-def test_a_crop_is_a_window_of_the_padded_image():
+def test_an_augmented_crop_is_a_window_of_the_padded_image():
     padded = torch.zeros(3, 13, 11)
     padded[:, 2:11, 2:9] = PIXELS
     windows = [padded[:, y : y + 9, x : x + 7] for y in range(5) for x in range(5)]
@@ -156,7 +156,7 @@ def test_a_crop_is_a_window_of_the_padded_image():
     assert set(found) == set(range(25))
 
 
-def test_half_of_the_images_are_mirrored():
+def test_a_flip_probability_of_0_5_mirrors_half_of_the_images():
     found = [tensor_of(image) for image in each(lambda d: augmented(IMAGE, ImageConfig(flip=0.5), d))]
     flips = [torch.equal(image, PIXELS.flip(2)) for image in found]
     assert all(torch.equal(image, PIXELS) for image, flip in zip(found, flips, strict=True) if not flip)

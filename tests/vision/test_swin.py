@@ -1,4 +1,4 @@
-"""Swin V2's modules equal a loop over all pairs of tokens; gradients equal finite differences."""
+"""Window attention of Swin V2 equals a loop over all pairs of tokens."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ TINY = SwinConfig(form="v2", patch_size=2, embed_dim=4, depths="2,1", heads="2,1
 
 
 def drawn(module, seed=0):
-    """Set all parameters of a module to random numbers, because some norms are initialized to 0."""
+    """Set all parameters of a module to random numbers, because some norm weights are initially 0."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.double().parameters():
         draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -29,7 +29,7 @@ def drawn(module, seed=0):
 
 
 def window_and_region(i, side, window, shifted):
-    """Return the window of a row (or column), and whether the shift moved it from the opposite edge."""
+    """Return the window of a row or column, and whether the row or column was shifted over an edge."""
     if side <= window:
         return 0, 0
     shift = window // 2 if shifted else 0
@@ -38,7 +38,7 @@ def window_and_region(i, side, window, shifted):
 
 
 def attention_by_pairs(attn, x, window, shifted):
-    """Compute the attention output of an image [height, width, D], one query at a time."""
+    """Compute attention for an image [height, width, D] in a loop over queries."""
     H, W, D = x.shape
     heads, dim = attn.heads, D // attn.heads
     tokens = [(i, j) for i in range(H) for j in range(W)]
@@ -86,10 +86,11 @@ def attention_by_pairs(attn, x, window, shifted):
     ("size", "window", "shifted"),
     [((4, 4), 2, True), ((4, 4), 4, True), ((5, 7), 3, False), ((5, 7), 3, True), ((2, 5), 4, True)],
 )
-def test_attention_equals_a_loop_over_all_pairs_in_a_window(form, size, window, shifted):
+def test_window_attention_equals_a_loop_over_all_pairs_of_tokens_in_a_window(form, size, window, shifted):
     attn = drawn(WindowAttention(8, 2, form))
     if form == "v2":
-        attn.logit_scale.data.copy_(torch.tensor([1.0, 7.0]).view(2, 1, 1))  # the second is above the bound
+        # Attention clamps logit scales to log(100).
+        attn.logit_scale.data.copy_(torch.tensor([1.0, 7.0]).view(2, 1, 1))
     x = torch.randn(1, *size, 8, dtype=torch.float64, requires_grad=True)
     windows = windows_of(*size, window, shifted, CPU)
     same_function(
@@ -99,13 +100,13 @@ def test_attention_equals_a_loop_over_all_pairs_in_a_window(form, size, window, 
     )
 
 
-def test_a_position_bias_keeps_the_scale_of_the_window_it_was_trained_with():
+def test_position_biases_keep_the_scale_of_the_pretraining_window():
     attn, larger = (drawn(WindowAttention(8, 2, "v2", position_window=w)) for w in (0, 4))
     small, large = attn.cpb_mlp((4, 4)), larger.cpb_mlp((7, 7)).view(2, 7, 7, 7, 7)
     torch.testing.assert_close(large[:, :4, :4, :4, :4].reshape(2, 16, 16), small)
 
 
-def test_patch_embedding_and_merging_pad_edges_with_zeros():
+def test_patch_embedding_and_patch_merging_pad_edges_with_zeros():
     embedding, images = drawn(PatchEmbedding(1, 4, 3)), torch.randn(2, 1, 4, 5).double()
     whole = F.pad(images, (0, 1, 0, 2))
     x, size = embedding(images)
@@ -119,7 +120,7 @@ def test_patch_embedding_and_merging_pad_edges_with_zeros():
 
 
 @pytest.mark.parametrize("form", ["v2", "moe"])
-def test_gradients_of_a_model_equal_finite_differences(form):
+def test_gradients_of_swin_v2_equal_finite_differences(form):
     model = drawn(SwinV2(replace(TINY, form=form), 1, 3))
     images = torch.randn(2, 1, 9, 7, dtype=torch.float64, requires_grad=True)
     names, values = zip(*model.named_parameters(), strict=True)
@@ -130,7 +131,7 @@ def test_gradients_of_a_model_equal_finite_differences(form):
     )
 
 
-def test_drop_path_rises_with_depth_and_keeps_the_mean():
+def test_drop_path_rates_rise_with_depth_and_keep_the_mean_output():
     model = SwinV2(replace(TINY, depths="3,2", drop_path=0.4), 1, 3)
     rates = [block.drop_path for stage in model.stages for block in stage.blocks]
     assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
@@ -142,7 +143,7 @@ def test_drop_path_rises_with_depth_and_keeps_the_mean():
     assert torch.equal(block.eval()._added(x, 2 * x), 3 * x)
 
 
-def test_tensors_cached_in_inference_mode_can_be_used_in_training():
+def test_swin_tensors_cached_in_inference_mode_can_be_used_in_training():
     windows_of.cache_clear(), _offsets.cache_clear()
     with torch.inference_mode():
         windows, offsets = windows_of(3, 5, 2, True, CPU), _offsets(2, 3, 0, CPU)

@@ -1,11 +1,11 @@
-"""Reads a folder in the format of Hugging Face: config.json, and weights in one or several files.
+"""Reads a Hugging Face folder, which has a config.json, and weights in one or several files.
 
-These forms are supported, in this order of preference:
+A Hugging Face folder has weights in these files, in order of preference:
 
 - model.safetensors, or model.safetensors.index.json with the files that it names
 - pytorch_model.bin, or pytorch_model.bin.index.json with the files that it names
 
-Tensors are memory-mapped. No pickled code runs: a .bin file is opened with torch's weights_only.
+Tensors are memory-mapped. No pickled code is executed: a .bin file is opened with torch's weights_only.
 """
 
 from collections.abc import Mapping
@@ -24,21 +24,21 @@ INDEX = ".index.json"
 
 
 class ReleasedFolder:
-    """An open folder. One weight file is open at a time; tensors stay valid after their file is closed.
+    """An open folder. At most one weight file is open at a time; tensors stay valid after it is closed.
 
     Raises:
-        ValueError: all methods raise it with one sentence if a file is missing or corrupt.
+        ValueError: a file is missing or corrupt; all methods of ReleasedFolder may raise this error.
     """
 
     def __init__(self, path: Path, flag: str = "INPUT") -> None:
         self.path, self.flag = path, flag
         if not path.is_dir():
             raise ValueError(f"{flag} is {path}, which is not a folder; give a folder with {CONFIG}.")
-        self._open: tuple[str, Any] | None = None  # name and content of the open weight file
-        self._verified: set[str] = set()  # names of files with verified checksums
+        self._open: tuple[str, Any] | None = None  # The name and content of the open weight file.
+        self._verified: set[str] = set()  # Names of files with verified checksums.
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return the content of a JSON file in the folder, which must be an object."""
+        """Return the content of a JSON file in the folder, which must be a JSON object."""
         path = self.path / name
         try:
             found = json_of(path)
@@ -54,28 +54,28 @@ class ReleasedFolder:
         return found
 
     def has(self, name: str) -> bool:
-        """Return whether the folder has an ordinary file of this name."""
+        """Return whether the folder has a regular file of this name."""
         return (self.path / name).is_file()
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, file by file."""
+        """Return the names of all tensors in the order of the weight files."""
         return sorted(self._files, key=self._files.__getitem__)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, memory-mapped; its weight file stays open until another file is needed."""
+        """Return a memory-mapped tensor; its weight file stays open until another file is read."""
         if name not in self._files:
             raise ValueError(f"{self.flag} {self.path} has no tensor {name}; give a complete folder.")
         file = self._files[name]
         content = self._content(file)
         try:
             found: Tensor = content[name] if isinstance(content, dict) else content.get_tensor(name)
-        except Exception as error:  # safetensors raises its own exception type
+        except Exception as error:  # safetensors has a separate error type.
             raise _corrupt(self.path / file, error) from error
         return found
 
     @cached_property
     def _files(self) -> Mapping[str, str]:
-        """Dictionary from each tensor's name to its file."""
+        """Dictionary from each tensor's name to the tensor's file."""
         for whole in WHOLE:
             if self.has(whole):
                 return dict.fromkeys(self._content(whole).keys(), whole)
@@ -93,7 +93,7 @@ class ReleasedFolder:
         if not isinstance(where, dict) or not where:
             raise ValueError(f"{self.path / index} has no weight_map; give another folder.")
         for name, file in where.items():
-            # An untrusted index may name only files in its folder.
+            # The index file is untrusted, so it may name only files in the folder of the index.
             if not isinstance(file, str) or Path(file).name != file or not file.endswith(suffix):
                 raise ValueError(
                     f"{self.path / index} names the file {shown(file)} for {shown(name)}, which is not a "
@@ -107,7 +107,7 @@ class ReleasedFolder:
         return where
 
     def _content(self, file: str) -> Any:
-        """Return the content of a weight file, a state dict or an open safetensors file."""
+        """Return the content of a weight file: a state dict or an open safetensors file."""
         if self._open is None or self._open[0] != file:
             self._open, path = None, self.path / file
             if path.suffix == ".bin":

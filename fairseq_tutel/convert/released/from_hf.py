@@ -1,6 +1,6 @@
-"""Converts a folder in the format of Hugging Face to a folder with a fairseq checkpoint.
+"""Converts a folder in Hugging Face's format to a folder with a fairseq checkpoint.
 
-Experts become a sharded checkpoint, with one expert's tensor in memory at a time.
+The experts become a sharded checkpoint, with one expert's tensor in memory at a time.
 """
 
 import argparse
@@ -36,8 +36,7 @@ from fairseq_tutel.files import shown
 from fairseq_tutel.tools.arguments import refuse_output_folder
 
 CHECKPOINT = "model.pt"
-# Entries of config.json that do not change the outputs of a model: options for generation, for training,
-# or for transformers itself.
+# Entries of config.json that do not change a model's outputs, because they concern generation or training.
 UNUSED = (
     r"_.*|.*_token_id|.*_version|add_bias_logits|add_cross_attention|architectures|bad_words_ids"
     r"|begin_suppress_tokens|chunk_size.*|classif.*|cross_attention_hidden_size|diversity_penalty"
@@ -53,24 +52,24 @@ UNUSED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Options for importing experts."""
+    """Options of `convert from-hf` for models with experts."""
 
-    expert_dtype: str = ""  # fp32, or one of EXPERT_DTYPES; by default the dtype of the input
-    keep: Path | None = None  # JSON file that lists the experts to keep; by default all
-    pairs: Sequence[str] = ()  # language pairs for which `keep` lists experts
+    expert_dtype: str = ""  # The dtype of stored experts: fp32 or one of EXPERT_DTYPES.
+    keep: Path | None = None  # A JSON file that lists the experts to keep.
+    pairs: Sequence[str] = ()  # Language pairs for which `keep` lists experts.
 
 
 @dataclass(frozen=True)
 class ReleasedStack:
-    """A stacked tensor [E, ...] whose experts are read from a released folder on demand."""
+    """A stacked tensor [E, ...] whose experts are read from a Hugging Face folder on demand."""
 
     folder: ReleasedFolder
-    names: tuple[str, ...]  # names of the E tensors in the folder
+    names: tuple[str, ...]  # The tensor name of each expert.
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def __getitem__(self, expert: int) -> Tensor:
-        """Return one expert's tensor; raise ValueError if its shape is not config.json's."""
+        """Return one expert's tensor; raise ValueError if its shape differs from config.json."""
         name, tensor = self.names[expert], self.folder.read(self.names[expert])
         if tuple(tensor.shape) != self.shape[1:] or not tensor.dtype.is_floating_point:
             raise ValueError(
@@ -93,15 +92,15 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
 def convert(
     folder: ReleasedFolder, output: Path, how: Experts | None = None
 ) -> tuple[SavedModel, list[str]]:
-    """Write a fairseq checkpoint, its dictionary and its BPE files to a folder.
+    """Write a fairseq checkpoint, dictionary and BPE files to a folder.
 
     Args:
-        folder: the released model.
-        output: the folder to write; it has a temporary name until it is complete.
-        how: options for importing experts; no effect for dense models.
+        folder: the Hugging Face model.
+        output: the folder to write, which has a temporary name until it is complete.
+        how: options for the experts, which have no effect on dense models.
 
     Returns:
-        The checkpoint, and notes to print.
+        The checkpoint, and notes on the conversion to print.
 
     Raises:
         ValueError: the folder cannot be converted or written.
@@ -139,9 +138,9 @@ def convert(
 def _experts(
     folder: ReleasedFolder, family: Family, options: dict[str, Any], how: Experts, weights: Tensors
 ) -> dict[str, ReleasedStack]:
-    """Return the stacked tensors of the experts to keep; remove other experts' gate rows from `weights`.
+    """Return stacked tensors of the experts to keep; remove other experts' gate rows from `weights`.
 
-    `options` gets the numbers of experts.
+    The function adds the number of experts of each layer to `options`.
     """
     if how.pairs and how.keep is None:
         raise ValueError(
@@ -177,10 +176,10 @@ def _experts(
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the family of a config.json.
+    """Return the model family of a config.json.
 
     Raises:
-        ValueError: models of this type or class cannot be converted.
+        ValueError: models with this model_type or class cannot be converted.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
@@ -200,7 +199,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def checkpoint(
     family: Family, setup: Setup, vocabulary: Vocabulary, weights: Mapping[str, Any]
 ) -> SavedModel:
-    """Return a checkpoint with these weights and options, and with the other options of fairseq-train."""
+    """Return a checkpoint with the given weights and options, and fairseq-train's default options."""
     own = setup.options | family.setup(setup)
     task_state = own.pop("task_state", {})
     words = ["--task", own.pop("task", family.task), "--arch", family.arch, *family.words]
@@ -229,11 +228,11 @@ def write_vocabulary(saved: SavedModel, vocabulary: Vocabulary, source: Path, ou
 
 
 def full_names(folder: ReleasedFolder, family: Family, known: Collection[str]) -> dict[str, str]:
-    """Return the names of all tensors in the order of the files, and their names with the prefix.
+    """Return the tensor names in the order of the files, and a dict with the names with prefix.
 
-    Names in `known` get no prefix.
+    Tensor names in `known` are kept without a prefix.
     """
-    # The tensor names of a model that was saved without its head lack the prefix.
+    # If a model was saved without its head, its tensor names lack the prefix.
     has_prefix = any(name.startswith(family.prefix) for name in folder.names())
     return {name: name if has_prefix or name in known else family.prefix + name for name in folder.names()}
 
@@ -241,12 +240,12 @@ def full_names(folder: ReleasedFolder, family: Family, known: Collection[str]) -
 def weights_of(
     folder: ReleasedFolder, family: Family, options: Mapping[str, Any], skipped: Collection[str] = ()
 ) -> Tensors:
-    """Return the tensors of a folder under fairseq's names, memory-mapped.
+    """Return a folder's tensors under fairseq's names, memory-mapped.
 
-    `skipped` has the names of further tensors that the folder may have.
+    `skipped` has the names of tensors that are not converted.
 
     Raises:
-        ValueError: a tensor is missing or has no counterpart.
+        ValueError: a tensor is missing or has no counterpart in fairseq.
     """
     rows = family.rows(options)
     row_of = {name: row for row in rows for name in row.theirs}
@@ -292,7 +291,7 @@ def weights_of(
 def check_sizes(
     family: Family, config: Mapping[str, Any], weights: Tensors, options: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if tensors do not have the sizes of config.json, or are not floating-point."""
+    """Raise ValueError if a tensor does not have the shape in config.json, or is not floating-point."""
     for name, tensor in weights.items():
         wanted = shape_of(name, tensor, options)
         if not tensor.is_floating_point() or (wanted is not None and tuple(tensor.shape) != wanted):
@@ -317,9 +316,9 @@ def check_sizes(
 
 
 def shape_of(name: str, tensor: Tensor, options: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of a fairseq tensor from fairseq's options; None if they do not determine the shape.
+    """Return a fairseq tensor's shape from fairseq's options, or None if options do not determine it.
 
-    The number of tokens or experts, which the options lack, is read from `tensor`.
+    The number of tokens or experts is read from `tensor`, because the options lack this number.
     """
     side = name.partition(".")[0]
     if side not in ("encoder", "decoder"):
@@ -344,7 +343,7 @@ def shape_of(name: str, tensor: Tensor, options: Mapping[str, Any]) -> tuple[int
 
 
 def notes_of(family: Family, config: Mapping[str, Any], vocabulary: Vocabulary) -> list[str]:
-    """Return notes on entries of config.json and files that are not converted."""
+    """Return notes on entries of config.json, and on files, that are not converted."""
     used = {option.theirs for option in family.options} | family.assumed.keys()
     ignored = re.compile(f"{UNUSED}|{family.ignored}")
     unknown = sorted(key for key in config if key not in used and not ignored.fullmatch(key))

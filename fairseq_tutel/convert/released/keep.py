@@ -1,10 +1,11 @@
-"""Reads which experts to keep from a JSON file, such as experts.json of naver/nllb-pruning.
+"""Reads from a JSON file which experts to keep; experts.json of naver/nllb-pruning is an example.
 
-The file has one of these forms:
+A file of experts to keep has one of these forms:
 
-- [0, 5, 130, …]: global IDs; layer n of the MoE layers (encoder first) has the IDs n * E to n * E + E - 1.
-- {"eng_Latn": [0, 5, …], …} or {"eng_Latn-fra_Latn": […], …}: global IDs per language or pair. For the
-  given pairs, the encoder keeps the source languages' experts, and the decoder the target languages'.
+- [0, 5, 130, …]: a list of global expert IDs. With E experts per layer, MoE layer n (encoder first) has the
+  global IDs n * E to n * E + E - 1.
+- {"eng_Latn": [0, 5, …], …} or {"eng_Latn-fra_Latn": […], …}: lists of global expert IDs per language or
+  pair. The encoder keeps experts of source languages, and the decoder those of target languages.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +25,9 @@ def kept_experts(
     Args:
         path: the file, the value of --keep-experts.
         pairs: language pairs such as eng_Latn-fra_Latn, the values of --keep-for.
-        layers: prefixes of the MoE layers' names in model order, such as encoder.layers.3.
-        num_experts: number of experts of each layer.
-        top_k: number of experts per token, of which a layer needs at least as many.
+        layers: names of the MoE layers in model order, such as encoder.layers.3.
+        num_experts: the number of experts of each layer.
+        top_k: the number of experts per token, which a layer needs at least.
 
     Raises:
         ValueError: the file cannot be read, or does not fit the model or the pairs.
@@ -61,7 +62,7 @@ def _of_pairs(
     checked: Callable[[Any], list[int]],
     refusal: Callable[[str], ValueError],
 ) -> list[int]:
-    """Return the global IDs for the given pairs. IDs below `border` belong to the encoder."""
+    """Return the global expert IDs for language pairs; IDs below `border` are the encoder's."""
     if not isinstance(content, dict):
         raise refusal("which has no languages, so --keep-for does not apply")
     found: set[int] = set()

@@ -1,7 +1,6 @@
-"""Writes a folder: under a temporary name until it is complete, with weights in safetensors files.
+"""Writes an output folder under a temporary name until it is complete, and weights as safetensors files.
 
-The weights are in model-00001-of-0000N.safetensors. model.safetensors.index.json lists the file of each
-weight.
+The weight files are named model-00001-of-0000N.safetensors. model.safetensors.index.json lists them.
 """
 
 import json
@@ -26,12 +25,12 @@ INDEX = "model.safetensors.index.json"
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write to; rename it to `output` if the block succeeds.
+    """Yield a temporary folder to write to, and rename the folder to `output` if no error occurs.
 
-    An older folder is replaced only when the new folder is complete.
+    An existing folder `output` is replaced only when the new folder is complete.
 
     Raises:
-        ValueError: the folder could not be written.
+        ValueError: the folder cannot be written.
     """
     folder = Path(temporary_of(str(output)))
     try:
@@ -46,13 +45,13 @@ def new_folder(output: Path) -> Iterator[Path]:
     except OSError as error:
         raise not_written(output, error) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # the temporary folder still exists only after an error
+        shutil.rmtree(folder, ignore_errors=True)  # The temporary folder exists only after an error.
 
 
 def write_weights(weights: Weights, folder: Path, limit: int) -> None:
-    """Write weights to safetensors files in a folder, with an index.
+    """Write weights to safetensors files in a folder, with an index file.
 
-    A file has at most `limit` bytes, except if a single weight is larger.
+    A safetensors file has at most `limit` bytes, unless a single weight is larger.
     """
     shards = list(_shards(weights, limit))
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
@@ -71,18 +70,18 @@ def write_weights(weights: Weights, folder: Path, limit: int) -> None:
 
 
 def json_text(content: object) -> str:
-    """Return the text of a JSON file with this content."""
+    """Return the text of a JSON file."""
     return json.dumps(content, indent=2) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, and flush it to disk."""
+    """Write a text file, and flush the file to disk."""
     with synced(path) as file:
         file.write(text.encode())
 
 
 def _shards(weights: Weights, limit: int) -> Iterator[list[str]]:
-    """Split weights into groups of at most `limit` bytes, one per file; yield each group's names."""
+    """Split weights into groups of at most `limit` bytes, and yield each group's weight names."""
     keys: list[str] = []
     size = 0
     for key, value in weights.items():

@@ -1,7 +1,7 @@
-"""Defines `Family`, a table of the names and options of a kind of model in both systems.
+"""Defines `Family`, a table of a model's names and options in Hugging Face's format and in fairseq.
 
 A family is read in both directions: from config.json and Hugging Face's tensors to fairseq's options and
-tensors, and back. "Their" means Hugging Face's, "our" means fairseq's.
+tensors, and back. In the code, "theirs" means Hugging Face's names, and "ours" means fairseq's.
 """
 
 import itertools
@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 
 from fairseq_tutel.files import shown
 
-# Larger numbers in config.json are refused, because the names of all tensors are listed.
+# A config.json with larger numbers is refused, because the converter lists all tensor names.
 MOST, MOST_LAYERS = 2**31 - 1, 1000
 BRACES = re.compile(r"\{([^{}]*)\}")
-# Their activation -> our activation. Both names of a pair compute the same function.
+# For each activation of transformers, the fairseq activation with the same values.
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_accurate", "tanh": "tanh"}
 OPPOSITE = {True: False, False: True}
 
 
 class Row(NamedTuple):
-    """One tensor in both systems. A tensor with several names is tied: all names hold the same values."""
+    """A tensor's names in transformers and in fairseq; a tied tensor has several equivalent names."""
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
@@ -29,26 +29,25 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Names:
-    """A pattern of tensor names in both systems; `rows` expands it.
+    """A pattern of tensor names in transformers and in fairseq, which `rows` expands.
 
-    - {a,b} stands for a or b, as in a shell; the two names must have the same number of expansions.
-    - * stands for the index of a layer. The number of layers is in our option `layers`, or the function
-      `layers` returns it.
-    - Spaces separate the names of a tied tensor. The first name is preferred.
-
-    Attributes:
-        when: the model has these tensors only if our options have these values.
-        only: function from our options to the indices of the layers with these tensors; by default all.
+    - {a,b} stands for a or b, as in a shell. A pattern for transformers and its pattern for fairseq must
+      have equal numbers of expansions.
+    - In a name, * stands for the index of a layer. The option or function `layers` gives the number of
+      layers.
+    - Spaces separate the names of a tied tensor. The first name of a tied tensor is preferred.
     """
 
     theirs: str
     ours: str
     layers: str | Callable[[Mapping[str, Any]], int] = ""
+    # A model has the tensors only if its fairseq options have these values.
     when: Mapping[str, Any] = field(default_factory=dict)
+    # A function from fairseq options to the indices of layers that have the tensors; by default all layers.
     only: Callable[[Mapping[str, Any]], Iterable[int]] | None = None
 
     def rows(self, options: Mapping[str, Any]) -> Iterator[Row]:
-        """Yield the tensors of a model that has these fairseq options."""
+        """Yield the tensors of a model with the given fairseq options."""
         if any(options.get(key) != value for key, value in self.when.items()):
             return
         pairs = list(zip(expanded(self.theirs), expanded(self.ours), strict=True))
@@ -61,36 +60,31 @@ class Names:
 
 
 def expanded(pattern: str) -> list[str]:
-    """Expand {a,b} in a pattern; the last braces vary fastest."""
-    parts = BRACES.split(pattern)  # `split` alternates between text and the content of braces
+    """Expand each {a,b} in a pattern, and return all names; the last braces vary fastest."""
+    parts = BRACES.split(pattern)  # Odd parts were in braces.
     choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
     return ["".join(chosen) for chosen in itertools.product(*choices)]
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option in both systems.
-
-    Attributes:
-        theirs: a key of config.json.
-        ours: one or several fairseq options, separated by spaces; all have the same value. a|b means the
-            option a, or b if a is not set.
-        default: the value if config.json lacks the key: the default of transformers.
-        values: their value -> our value; empty if the values are equal.
-        offset: their number minus our number.
-    """
+    """An option that both transformers and fairseq have."""
 
     theirs: str
+    # The equivalent fairseq options, separated by spaces. The form a|b means the option a, or else b.
     ours: str
+    # The default of transformers, for a config.json without the option's key.
     default: Any
+    # A dict from transformers' values to fairseq's values; empty if both systems use the same values.
     values: Mapping[Any, Any] = field(default_factory=dict)
+    # The offset is the number in config.json minus the number in fairseq.
     offset: int = 0
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return our options for a config.json.
+        """Return the fairseq options for a config.json.
 
         Raises:
-            ValueError: transformers' value has no counterpart, or is an impossible number.
+            ValueError: transformers' value has no counterpart in fairseq, or is an impossible number.
         """
         value = config.get(self.theirs)
         value = self.default if value is None else value
@@ -105,7 +99,7 @@ class Option:
                     f"the supported values are {', '.join(map(str, self.values))}."
                 )
             value = found[0]
-        elif not isinstance(value, int | float) or not least <= value <= most:  # this also refuses NaN
+        elif not isinstance(value, int | float) or not least <= value <= most:  # NaN is refused.
             raise ValueError(
                 f"config.json has {self.theirs} {shown(value)}; give a number from {least} to {most}."
             )
@@ -113,16 +107,16 @@ class Option:
         return dict.fromkeys(keys, value - self.offset if self.offset else value)
 
     def keys(self, options: Mapping[str, Any]) -> list[str]:
-        """Return the fairseq options in `ours` that are set in these options."""
+        """Return the names of the fairseq options in `ours` that are set in `options`."""
         choices = (word.split("|") for word in self.ours.split())
         own = ([key for key in keys if options.get(key) is not None] for keys in choices)
         return [keys[0] for keys in own if keys]
 
     def write(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entry of config.json for our options.
+        """Return an option's entry of config.json for fairseq options.
 
         Raises:
-            ValueError: the options in `ours` have different values, or transformers has no such value.
+            ValueError: the fairseq options in `ours` differ, or transformers lacks their value.
         """
         keys = self.keys(options)
         found = {key: options[key] for key in keys}
@@ -135,7 +129,7 @@ class Option:
             raise ValueError(
                 f"INPUT lacks the option {self.ours.split()[0]}; give a checkpoint of fairseq-train."
             )
-        # Older checkpoints lack switches and probabilities that have no effect.
+        # Older fairseq checkpoints lack switches and probabilities that have no effect.
         value = found[keys[0]] if keys else type(self.default)()
         if self.values:
             theirs = [key for key, own in self.values.items() if own == value]
@@ -149,94 +143,84 @@ class Option:
 
 
 def switch(theirs: str, ours: str, default: bool, opposite: bool = False) -> Option:
-    """Return an option that is True or False; with `opposite`, our value is the negation of theirs."""
+    """Return a bool option; with `opposite`, transformers' value is the negation of fairseq's."""
     return Option(theirs, ours, default, OPPOSITE if opposite else {True: True, False: False})
 
 
 class Setup(NamedTuple):
-    """The values that the options of a task depend on."""
+    """The arguments of a family's function `setup`, which returns task options."""
 
-    options: dict[str, Any]  # our options of the model
-    config: Mapping[str, Any]  # config.json
-    tokenizer: str  # class of transformers' tokenizer; empty if unknown
-    languages: list[str]  # codes of the languages in the dictionary
-    normalizes: bool = False  # whether audio is normalized to mean 0 and variance 1
+    options: dict[str, Any]  # The fairseq options of the model.
+    config: Mapping[str, Any]  # The content of config.json.
+    tokenizer: str  # The class of transformers' tokenizer; empty if unknown.
+    languages: list[str]  # The codes of the languages in the dictionary.
+    normalizes: bool = False  # True if audio is normalized to mean 0 and variance 1.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The names and options of a kind of model in both systems.
+    """The tensor names and options of a kind of model in transformers and in fairseq."""
 
-    Attributes:
-        name: model_type in config.json, which is the value of --family.
-        architectures: classes that config.json may name; to-hf writes the first.
-        prefix: start of all tensor names except the head's; if a model was saved without its head, its
-            names lack this prefix.
-        arch: our architecture, whose defaults apply.
-        task: our task, which the checkpoint names.
-        words: further command-line arguments of fairseq-train.
-        names: the tensors.
-        options: the options that both systems have.
-        fixed: our options that must have these values.
-        assumed: their options that must have these values, if config.json has the key.
-        ignored: pattern of their options that do not change outputs, or that `read_more` and `setup` read.
-        written: further entries of config.json.
-        dropped: pattern of their tensors without a counterpart, such as position tables that are computed.
-        zeros: shapes of their tensors that must be zero, because our model does not have them; a word of a
-            shape is a number or a key of `vocabulary_sizes`.
-        unused: our tensors that transformers' model lacks -> shapes of zeros to write; to-hf omits these
-            tensors.
-        summed: our tensor -> their tensor whose only row is added to our tensor.
-        constants: our tensors that have no counterpart, such as the version of an encoder.
-        vocabulary_sizes: key of config.json for a vocabulary size -> our embedding table.
-        form: form of the symbol of a language in our dictionary, such as __{}__; empty without languages.
-        vocabulary: kind of tokenizer.
-        setup: function that returns further options of the task, such as its languages.
-        read_more: function that returns further options of our model for a config.json.
-        write_more: function (options of our model and task) -> further entries of config.json.
-    """
-
+    # The value of model_type in config.json, and of --family.
     name: str
+    # Model classes that config.json may name; to-hf writes the first class.
     architectures: tuple[str, ...]
+    # The prefix of all tensor names except the head's; a model without a head lacks this prefix.
     prefix: str
+    # The fairseq architecture, whose default options apply.
     arch: str
     task: str
     names: tuple[Names, ...]
     options: tuple[Option, ...]
+    # fairseq options that are equal in all models of the family.
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    # Keys that config.json must lack, or that must have equal values in all models of the family.
     assumed: Mapping[str, Any] = field(default_factory=dict)
+    # Additional entries that to-hf writes to config.json.
     written: Mapping[str, Any] = field(default_factory=dict)
+    # A pattern of the keys of config.json that a conversion ignores.
     ignored: str = ""
+    # A pattern of transformers tensors without a counterpart, such as computed position tables.
     dropped: str = ""
+    # transformers tensors that must be zero, with shapes of numbers and keys of `vocabulary_sizes`.
     zeros: Mapping[str, str] = field(default_factory=dict)
+    # fairseq tensors that transformers lacks, with the shapes of the zeros that from-hf writes.
     unused: Mapping[str, str] = field(default_factory=dict)
+    # A fairseq tensor, and the transformers tensor whose only row is added to the fairseq tensor.
     summed: Mapping[str, str] = field(default_factory=dict)
+    # fairseq tensors without a counterpart in transformers, such as the version of an encoder.
     constants: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    # A key of config.json for a vocabulary size, and the fairseq embedding table of that size.
     vocabulary_sizes: Mapping[str, str] = field(default_factory=dict)
+    # Additional command-line arguments of fairseq-train for the converted model.
     words: tuple[str, ...] = ()
+    # The pattern of a language's symbol in fairseq's dictionary, such as __{}__; empty without languages.
     form: str = ""
     vocabulary: str = ""
+    # A function that returns additional task options, such as the languages.
     setup: Callable[[Setup], dict[str, Any]] = lambda setup: {}
+    # A function that returns additional fairseq model options from a config.json.
     read_more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    # A function that returns additional entries of config.json from fairseq's model and task options.
     write_more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda options: {}
 
     def rows(self, options: Mapping[str, Any]) -> list[Row]:
-        """Return all tensors of a model that has these fairseq options."""
+        """Return all tensors of a model with the given fairseq options."""
         return [row for names in self.names for row in names.rows(options)]
 
     def stacks(self, options: Mapping[str, Any]) -> dict[str, tuple[list[str], tuple[int, ...]]]:
-        """Return our name of each stacked tensor -> its E names in transformers, and one expert's shape."""
+        """Return transformers' names of the E tensors of each stacked tensor, and one expert's shape."""
         return {}
 
     def notes(self, options: Mapping[str, Any]) -> list[str]:
-        """Return notes on differences between the systems for a model with these fairseq options."""
+        """Return notes on differences between fairseq and transformers for a model with these options."""
         return []
 
     def read_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return our options for a config.json.
+        """Return the fairseq options for a config.json.
 
         Raises:
-            ValueError: a value has no counterpart.
+            ValueError: a value in config.json has no counterpart in fairseq.
         """
         for key, value in self.assumed.items():
             if config.get(key, value) != value:
@@ -250,19 +234,19 @@ class Family:
         return found | self.read_more(config)
 
     def sizes(self, weights: Mapping[str, Any]) -> dict[str, int]:
-        """Return the vocabulary sizes that config.json must have for our tensors."""
+        """Return the vocabulary sizes that config.json must have for fairseq's tensors."""
         return {key: len(weights[name]) for key, name in self.vocabulary_sizes.items()}
 
     def differing(self, options: Mapping[str, Any]) -> list[str]:
-        """Return our options that differ from `fixed`. An option that is absent, None or "" is off."""
+        """Return the fairseq options that differ from `fixed`. Options that are None or "" count as off."""
         pairs = ((key, options.get(key), value) for key, value in self.fixed.items())
         return [key for key, own, value in pairs if (own or value) and own != value]
 
     def write_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of config.json for our options.
+        """Return the content of config.json for fairseq options.
 
         Raises:
-            ValueError: a value has no counterpart.
+            ValueError: a fairseq option has no counterpart in transformers.
         """
         for key in self.differing(options):
             raise ValueError(
@@ -276,12 +260,12 @@ class Family:
 
 
 def transformer_layer(side: str, theirs: str = "", has_cross_attention: bool | None = None) -> list[Names]:
-    """Return the tensors of the layers of an encoder or decoder with fairseq's names after the prefix.
+    """Return name patterns of an encoder's or decoder's layers, with fairseq's names after the prefix.
 
     Args:
         side: encoder or decoder.
-        theirs: their prefix of the layers' names; by default model.SIDE.layers.
-        has_cross_attention: by default, whether `side` is decoder.
+        theirs: transformers' prefix of layer names; by default model.SIDE.layers.
+        has_cross_attention: true for a layer with cross attention; by default, decoders have it.
     """
     prefix, ours, count = theirs or f"model.{side}.layers", f"{side}.layers", f"{side}_layers"
     crossed = side == "decoder" if has_cross_attention is None else has_cross_attention

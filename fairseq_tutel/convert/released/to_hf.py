@@ -1,4 +1,4 @@
-"""Converts a fairseq checkpoint to a folder in the format of Hugging Face."""
+"""Converts a fairseq checkpoint to a folder in Hugging Face's format."""
 
 import argparse
 import shutil
@@ -24,7 +24,7 @@ from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.tools.arguments import refuse_output_folder
 
 LAYERS = ("encoder_layers", "decoder_layers")
-# fairseq tensors that are not weights.
+# Names of fairseq tensors that are not weights.
 BUFFERS = ("version", "_float_tensor")
 
 
@@ -38,16 +38,16 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
 
 
 def convert(saved: SavedModel, output: Path, limit: int, tokenizer: Path | None = None) -> str:
-    """Write a checkpoint to a folder in the format of Hugging Face; return the name of its class.
+    """Write a checkpoint to a folder in Hugging Face's format, and return the name of the model class.
 
     Args:
-        saved: the open checkpoint; its experts may be in shard files, which are read one by one.
+        saved: the open checkpoint, whose experts may be in shard files.
         output: the folder to write.
-        limit: maximum number of bytes of a weight file.
-        tokenizer: folder with the tokenizer files to copy.
+        limit: the maximum number of bytes of a weight file.
+        tokenizer: the folder with the tokenizer files to copy.
 
     Raises:
-        ValueError: the model has no counterpart, or the folder could not be written.
+        ValueError: the model has no counterpart in transformers, or the folder cannot be written.
     """
     has_experts = any(layer.has_experts for layer in saved.layers)
     options = _moe_options(saved) if has_experts else saved.options
@@ -65,10 +65,10 @@ def convert(saved: SavedModel, output: Path, limit: int, tokenizer: Path | None 
 
 
 def _family(saved: SavedModel) -> Family:
-    """Return the dense family that matches the model's options and tensors.
+    """Return the dense model family that matches a checkpoint's options and tensors.
 
     Raises:
-        ValueError: no family matches.
+        ValueError: no family of models matches.
     """
     dense = [family for family in FAMILIES.values() if family is not NLLB_MOE]
     fitting, reasons = [], {}
@@ -80,7 +80,7 @@ def _family(saved: SavedModel) -> Family:
         except ValueError as error:
             reasons[family.name] = error
     if fitting:
-        # RoBERTa and XLM-RoBERTa differ only in the task.
+        # The families RoBERTa and XLM-RoBERTa differ only in the task.
         return min(fitting, key=lambda family: family.task != saved.name("task"))
 
     def distance(family: Family) -> tuple[int, int]:
@@ -96,12 +96,12 @@ def _family(saved: SavedModel) -> Family:
 
 
 def weights_of(ours: Mapping[str, Any], family: Family, options: Mapping[str, Any]) -> Weights:
-    """Return the tensors of a checkpoint with their names in transformers; a tied tensor has one name.
+    """Return a checkpoint's tensors under transformers' names, with one name per tied tensor.
 
-    Experts in shard files become `ShardedExpert`s.
+    Experts in shard files are returned as `ShardedExpert` objects.
 
     Raises:
-        ValueError: a tensor is missing or has no counterpart.
+        ValueError: a tensor is missing or has no counterpart in transformers.
     """
     found: Weights = {}
     used = {*family.constants, *family.unused}
@@ -153,9 +153,9 @@ def _dtype(weights: Mapping[str, Any]) -> str:
 
 
 def _moe_options(saved: SavedModel) -> dict[str, Any]:
-    """Return the model's options with the names of the family's table.
+    """Return the model's options under the option names of the family's table.
 
-    Older names, and options for both encoder and decoder, are replaced by the options that they set.
+    Options with older names, or for both encoder and decoder, are replaced by the options that they set.
     """
     configs = configs_of(saved)
     config = next(iter(configs.values()))
@@ -172,10 +172,10 @@ def _moe_options(saved: SavedModel) -> dict[str, Any]:
 def _options_of_side(
     side: str, layers: list[Layer], configs: Mapping[Layer, MoEConfig], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return our options for the MoE layers and the FFN width of the encoder or decoder (`side`).
+    """Return the fairseq options for MoE layers and FFN width of the encoder or decoder (`side`).
 
     Raises:
-        ValueError: transformers cannot express these layers.
+        ValueError: transformers cannot express which layers have experts.
     """
     places = [i for i, layer in enumerate(layers) if layer.has_experts]
     freq = freq_of(places, len(layers))

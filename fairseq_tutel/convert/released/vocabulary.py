@@ -1,7 +1,7 @@
 """Converts the tokenizer of a Hugging Face folder to fairseq's dictionaries and BPE files.
 
 The symbol of line n in dict.txt has the token ID n + 4, because fairseq's dictionaries begin with four
-special symbols. All token IDs stay the same.
+special symbols. The token IDs of the Hugging Face model do not change.
 """
 
 import json
@@ -19,11 +19,11 @@ from fairseq_tutel.files import shown
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 SENTENCEPIECE = "sentencepiece.bpe.model"
-# Codes of languages in M2M100 (__en__), NLLB (eng_Latn) and mBART (en_XX).
+# Language codes in M2M100 (__en__), NLLB (eng_Latn) and mBART (en_XX) match this pattern.
 LANGUAGE = re.compile(r"__(\w+)__|([a-z]{2,3}_[A-Z][A-Za-z]{1,3})")
-# Added tokens that fairseq has too, or that are placeholders for unused rows.
+# Tokens that fairseq also has, and placeholders for unused rows of the embedding table, match this pattern.
 OWN = re.compile(rf"{LANGUAGE.pattern}|<mask>|<?madeupword\d+>?")
-# Files of tokenizers, which are copied in both directions.
+# Names of tokenizer files, which `convert from-hf` and `convert to-hf` copy.
 TOKENIZER_FILES = (
     SENTENCEPIECE,
     "added_tokens.json",
@@ -41,28 +41,24 @@ TOKENIZER_FILES = (
 
 @dataclass
 class Vocabulary:
-    """The dictionary and BPE of a model.
+    """The dictionary and BPE of a model."""
 
-    Attributes:
-        files: file name -> content to write.
-        links: further names of these files, written as links.
-        languages: codes of the languages that the dictionary has a symbol for.
-        bpe: saved options of the BPE; its name is the option `_name`.
-        tokenizer: saved options of the tokenizer that runs before the BPE.
-        markers: special tokens that keep their IDs, but that our BPE cannot find in a text.
-        kind: class of the tokenizer; empty if the folder has no tokenizer.
-    """
-
+    # File names and the texts to write to the files.
     files: dict[str, str]
+    # Names of symbolic links, and the files in `files` to which they refer.
     links: dict[str, str] = field(default_factory=dict)
+    # Codes of the languages that have a symbol in the dictionary.
     languages: list[str] = field(default_factory=list)
+    # Saved options of the BPE; the option `_name` is the BPE's name.
     bpe: dict[str, Any] = field(default_factory=dict)
     tokenizer: dict[str, Any] = field(default_factory=dict)
+    # Special tokens that keep their IDs, but that fairseq's BPE cannot find in a text.
     markers: list[str] = field(default_factory=list)
+    # The tokenizer's class name; empty if the folder has no tokenizer.
     kind: str = ""
 
     def write(self, folder: Path) -> None:
-        """Write the files and links to a folder; links that exist stay."""
+        """Write the dictionary and BPE files and links to a folder; existing links stay."""
         for name, text in self.files.items():
             write_text(folder / name, text)
         for name, target in self.links.items():
@@ -73,13 +69,13 @@ class Vocabulary:
 def vocabulary_of(
     folder: ReleasedFolder, family: Family, config: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> Vocabulary:
-    """Return the dictionaries and BPE of a released model.
+    """Return the dictionaries and the BPE of a Hugging Face model.
 
     Args:
-        folder: the released folder.
+        folder: the Hugging Face folder.
         family: the family of the model.
         config: the content of config.json.
-        sizes: number of rows of each embedding table, by the name of its tensor.
+        sizes: the number of rows of each embedding table, by tensor name.
 
     Raises:
         ValueError: tokenizer files are missing, malformed or inconsistent.
@@ -107,13 +103,13 @@ def _tokenizer(folder: ReleasedFolder, is_fast: bool) -> Any:
             "reading a tokenizer needs transformers, which is not installed; run pip install "
             "'fairseq-tutel[hf]'."
         ) from error
-    # A slow tokenizer reads the SentencePiece model itself.
+    # The slow tokenizer class reads the SentencePiece model directly.
     use_fast = is_fast or folder.has("tokenizer.json")
     try:
         return AutoTokenizer.from_pretrained(
             folder.path, use_fast=use_fast, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # transformers and tokenizers raise many exception types
+    except Exception as error:  # transformers raises many exception types.
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
             f"INPUT {folder.path} has tokenizer files that transformers cannot read "
@@ -122,21 +118,21 @@ def _tokenizer(folder: ReleasedFolder, is_fast: bool) -> Any:
 
 
 def _special(tokenizer: Any) -> dict[str, int]:
-    """Return the IDs of the special tokens; languages are added because M2M100's list lacks them."""
+    """Return the IDs of special tokens and of languages, which M2M100's list of special tokens lacks."""
     found = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
     return found | getattr(tokenizer, "lang_token_to_id", {})
 
 
 def _tokens(tokenizer: Any) -> dict[int, str]:
-    """Return a dictionary from IDs to tokens, including special tokens."""
+    """Return a dictionary from token IDs to tokens, including special tokens."""
     return {i: token for token, i in (tokenizer.get_vocab() | _special(tokenizer)).items()}
 
 
 def _sentencepiece_vocabulary(tokenizer: Any, size: int, form: str) -> Vocabulary:
     """Return the vocabulary of a model with a SentencePiece tokenizer.
 
-    `size` is the number of rows of the embedding table. `form` is the form of a language's symbol, such as
-    __{}__; it is empty if languages have no symbols.
+    `size` is the number of rows of the embedding table. `form` is the pattern of a language's symbol, such
+    as __{}__; it is empty if languages have no symbols.
     """
     symbols, languages = _checked(_tokens(tokenizer), size), []
     special = _special(tokenizer)
@@ -153,7 +149,7 @@ def _sentencepiece_vocabulary(tokenizer: Any, size: int, form: str) -> Vocabular
 def _gpt2_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     """Return the vocabulary of a model with GPT-2's byte-level BPE.
 
-    fairseq's symbols are numbers from encoder.json, which is written with the token IDs as numbers.
+    fairseq's symbols for GPT-2 are numbers from encoder.json, which is written with token IDs as numbers.
     """
     symbols = _checked(_tokens(tokenizer), size)
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
@@ -168,9 +164,9 @@ def _gpt2_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
 
 
 def _pair_vocabulary(tokenizer: Any, languages: list[str], sizes: list[int]) -> Vocabulary:
-    """Return the vocabulary of a model that has a dictionary for each of its two languages (FSMT).
+    """Return the vocabulary of an FSMT model, which has a dictionary for each of its two languages.
 
-    In transformers, a token at the end of a word ends with </w>. In fairseq, any other token ends with @@.
+    In transformers, a token at the end of a word ends with </w>. In fairseq, all other tokens end with @@.
     """
     files = {}
     sides = {i: token for token, i in tokenizer.encoder.items()}, tokenizer.decoder
@@ -192,20 +188,20 @@ def _subword(token: str) -> str:
 
 
 def _codes(merges: Iterable[tuple[str, ...]]) -> str:
-    """Return the content of subword-nmt's file of BPE merges."""
+    """Return the content of the BPE merges file of subword-nmt."""
     return "\n".join(["#version: 0.2", *(" ".join(pair) for pair in merges), ""])
 
 
 def dictionary(symbols: Iterable[str]) -> str:
-    """Return the content of dict.txt; the first four symbols are left out."""
+    """Return the content of dict.txt, which omits fairseq's first four symbols."""
     return "".join(f"{symbol} 1\n" for symbol in [*symbols][len(SPECIAL) :])
 
 
 def _checked(tokens: Mapping[int, str], size: int) -> list[str]:
-    """Return the symbols of all token IDs below `size`; a number without a token gets a made-up symbol.
+    """Return the symbols of all token IDs below `size`; an ID without a token gets a made-up symbol.
 
     Raises:
-        ValueError: the special tokens are not those of fairseq, a token is repeated, or there are too many.
+        ValueError: special tokens differ from fairseq's, a token is repeated, or there are too many tokens.
     """
     for i, special in enumerate(SPECIAL):
         if tokens.get(i) != special:
@@ -223,7 +219,7 @@ def _checked(tokens: Mapping[int, str], size: int) -> list[str]:
     symbols: list[str] = []
     for i in range(size):
         token = tokens.get(i, "")
-        # dict.txt has one line per symbol.
+        # dict.txt has one line per symbol, so a symbol must not contain a line break.
         symbols.append(token if token and not {"\n", "\r"} & {*token} else next(spare))
     if len({*symbols}) < size:
         raise ValueError("INPUT has a token with two IDs; give the tokenizer files of one model.")
@@ -231,10 +227,10 @@ def _checked(tokens: Mapping[int, str], size: int) -> list[str]:
 
 
 def _markers(tokenizer: Any) -> list[str]:
-    """Return the special tokens of a tokenizer, except languages and those that fairseq's BPE finds.
+    """Return the special tokens of a tokenizer that fairseq's BPE cannot find in a text.
 
     Raises:
-        ValueError: words were added to the tokenizer, because fairseq's BPE would split them.
+        ValueError: words were added to the tokenizer, which fairseq's BPE would split.
     """
     added = [
         token

@@ -1,8 +1,8 @@
-"""The checker of collective plans: proves that a plan ends, has no races and computes its collective.
+"""The checker proves that a collective plan ends, has no races and computes its collective.
 
-The checks run in this order: `shape`, `order` (deadlocks), `races`, `data`. A plan that passes is correct
-for every interleaving of its lanes and transfers, for all sizes and for any number of calls in a row. An
-all_reduce gives the same bits on all ranks. The `Report` predicts the time of the plan.
+The checks run in the order `shape`, `order` (deadlocks), `races`, `data`. A collective plan that passes all
+checks is correct for every timing of steps and transfers, for all sizes and for any number of calls in a
+row. A correct all_reduce plan gives the same bits on all ranks. The `Report` predicts a plan's time.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,11 @@ __all__ = ["PlanError", "Report", "check"]
 
 @dataclass(frozen=True)
 class Report:
-    """The cost of a collective plan: its number of steps, its longest chain of hops, and its traffic.
+    """The cost of a collective plan, as the number of steps, the longest chain of hops, and the traffic.
 
     Attributes:
-        depth: the most signals on a chain of steps. Each signal is a hop from rank to rank.
-        loads: the traffic of each round: for each (source, target), the bytes sent, as a fraction of a
-            rank's `in`.
+        depth: the largest number of signals on a chain of steps. Each signal is a hop from rank to rank.
+        loads: each round's traffic by (source, target), as a fraction of a rank's input bytes.
     """
 
     steps: int
@@ -33,16 +32,16 @@ class Report:
 
     @property
     def bytes_of_link(self) -> Load:
-        """The bytes that each link (source, target) carries in total, as a fraction of a rank's input."""
+        """The bytes that each link (source, target) carries in total, relative to a rank's input bytes."""
         links = {link for load in self.loads for link in load}
         return {link: sum(load.get(link, 0) for load in self.loads) for link in links}
 
     def predicted(
         self, size: int, alpha: float, seconds_per_byte: Callable[[tuple[int, int]], float]
     ) -> float:
-        """Return the predicted seconds of the plan if the input of each rank has `size` bytes.
+        """Return the plan's predicted seconds if the input of each rank has `size` bytes.
 
-        The prediction adds `alpha` for each hop and the time of the slowest link in each round.
+        The predicted time adds `alpha` for each hop, and the time of the slowest link in each round.
         """
         slowest = (
             max(float(part) * size * seconds_per_byte(link) for link, part in load.items())
@@ -56,10 +55,10 @@ def check(plan: Plan) -> Report:
     """Check that a collective plan is correct, and return its cost.
 
     Raises:
-        PlanError: the plan is malformed, may hang or race, or gives a wrong result. The message is one
-            sentence with the rank, lane and step.
+        PlanError: the plan is malformed, may hang or race, or gives a wrong result. The error message is
+            one sentence with the rank, lane and step.
     """
-    # Only this check needs numpy, and the tools import this module to print their help.
+    # Only this check needs numpy. Tools import this module to print their help.
     from fairseq_tutel.plans.checker.races import check_races
 
     check_shape(plan)

@@ -1,14 +1,14 @@
-"""Symbolic execution of a collective plan, which finds wrong results and chunks of a wrong length.
+"""Symbolic execution of a collective plan finds wrong results and chunks of a wrong length.
 
-Each chunk of `in` is a symbol, and a sum is the list of its terms. Equal sums get the same number. Two sums
-are equal if they have the same terms in the same order and brackets, so equal sums of floats have equal
-bits. The first two terms may be swapped, because a + b = b + a for floats, too. The order in which steps
-run does not change the reads, because the plan has passed `check_races`.
+Each chunk of `in` is a symbol, and a sum is the list of its terms. Equal sums get the same number as ID.
+Two sums are equal if they have the same terms in the same order and brackets, because such sums of floats
+have equal bits. The first two terms of a sum may be swapped, because a + b = b + a for floats, too. The
+order in which steps run does not change which data they read, because the plan has passed `check_races`.
 
-The number of chunks need not divide a shard, and each block of an all_to_all has its own size. So the
-length of a chunk depends on its kind. A place in `out` has the length of its final chunk, so a chunk of
-another kind must not be written there. A slot of `tmp` is as long as the longest chunk that is written to
-it.
+A shard need not be a multiple of the number of chunks, and blocks of an all_to_all may differ in size. The
+length of a chunk therefore depends on its kind (its index, source and target). A position in `out` has the
+length of its final chunk, so no chunk of another kind may be written to this position. A slot of `tmp` is
+as long as the longest chunk that is ever written to the slot.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from fairseq_tutel.plans.format import REDUCING, Place, Plan, PlanError
 
 
 class Kind(NamedTuple):
-    """The properties that determine a chunk's length: its index, and its source and target rank.
+    """The index, source rank and target rank of a chunk, which determine the chunk's length.
 
-    The source and the target rank are -1 if all shards have the same length.
+    The source rank and target rank are -1 if all shards have the same length.
     """
 
     source: int
@@ -30,9 +30,9 @@ class Kind(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """The symbolic value of a chunk: the sum of one input chunk over a set of ranks.
+    """The symbolic value of a chunk, which is the sum of one input chunk over a set of ranks.
 
-    `number` is the ID of the value. `ranks` has a bit for each rank of the set.
+    `number` is the ID of this symbolic value. The integer `ranks` has a bit for each rank in the set.
     """
 
     number: int
@@ -41,12 +41,12 @@ class _Value(NamedTuple):
 
 
 Numbers = dict[tuple[int | str, ...], int]
-# For each rank and buffer: the value of each chunk and the step that wrote it (-1 for `in`).
+# This table has, for each rank and buffer, each chunk's value and its writing step (-1 for `in`).
 Held = dict[tuple[int, str], list[tuple[_Value, int] | None]]
 
 
 def kind_of(plan: Plan, rank: int, place: Place) -> Kind:
-    """Return the `Kind` of the input chunk, or of the final output chunk, at a position in a buffer."""
+    """Return the `Kind` of the input chunk or the final output chunk at a position in a buffer."""
     other, chunk = divmod(place.chunk, plan.chunks)
     if plan.collective != "all_to_all":
         return Kind(-1, -1, chunk)
@@ -54,9 +54,9 @@ def kind_of(plan: Plan, rank: int, place: Place) -> Kind:
 
 
 def check_data(plan: Plan, order: Order) -> dict[int, tuple[Kind, ...]]:
-    """Check the results of a plan, and return the `Kind` of each chunk that a step puts, copies or adds.
+    """Check a plan's results, and return the `Kind` of each chunk that a step puts, copies or adds.
 
-    The keys of the result are step numbers.
+    The keys of the returned dict are step numbers.
 
     Raises:
         PlanError: a step reads an empty chunk, adds a chunk twice, or mixes lengths, or a result is wrong.
@@ -106,7 +106,7 @@ def _leaf(numbers: Numbers, rank: int, chunk: int) -> _Value:
 
 
 def _sum(numbers: Numbers, terms: Sequence[_Value]) -> _Value:
-    """Return the symbolic sum of terms in this order; raise ValueError if they cannot be added."""
+    """Return the symbolic sum of terms in the given order. Raise ValueError if terms cannot be added."""
     first, *others = terms
     if not others:
         return first
@@ -130,7 +130,7 @@ def _kind_of_value(plan: Plan, value: _Value) -> Kind:
 
 
 def _check_results(plan: Plan, order: Order, held: Held) -> None:
-    """Raise PlanError if the final content of an `out` buffer differs from the collective's result."""
+    """Raise PlanError if an output buffer's final content differs from the collective's result."""
     for rank in range(plan.ranks):
         for chunk, cell in enumerate(held[rank, "out"]):
             wanted = _wanted(plan, rank, chunk)
@@ -149,7 +149,7 @@ def _check_results(plan: Plan, order: Order, held: Held) -> None:
 
 
 def _wanted(plan: Plan, rank: int, chunk: int) -> tuple[int, int]:
-    """Return the input chunk that an output chunk must hold, and the ranks to sum it over, as bits."""
+    """Return the input chunk of which an output chunk must be the sum, and the summed ranks as bits."""
     everyone = (1 << plan.ranks) - 1
     other, offset = divmod(chunk, plan.chunks)
     match plan.collective:
@@ -167,7 +167,7 @@ def _text(chunk: int, ranks: int) -> str:
 
 
 def _ranks(bits: int) -> str:
-    """Return text that lists ranks, such as "ranks 0, 2", from an integer with a bit for each rank."""
+    """Return a text such as "ranks 0, 2" for an integer with a bit for each rank."""
     ranks = [str(rank) for rank in range(bits.bit_length()) if bits >> rank & 1]
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
 

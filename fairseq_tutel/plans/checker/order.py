@@ -1,13 +1,13 @@
-"""The order of a collective plan's steps: dependencies, one possible execution order, and rounds.
+"""Finds dependencies, a possible execution order, and rounds of a collective plan's steps.
 
-Steps are numbered by rank, lane and index. A lane runs its steps in order. The k-th wait on a channel
-depends on its k-th signal, and the k-th pend on the k-th post. Nothing else depends on timing, so if one
-run ends, all runs end. A put's transfer ends with the wait for the next signal. After that wait, or
-after the next flush, the put has read its source.
+Steps are numbered by rank, lane and index in the lane. A lane runs its steps one after another. The k-th
+wait on a channel depends on its k-th signal, and the k-th pend on a semaphore on its k-th post. Steps have
+no other dependencies, so if one execution ends, all executions end. The transfer of a put ends with the
+wait for the next signal. After that wait, or after the next flush, a put has finished reading its source.
 
-Rounds are for two-sided messages. All ranks go through the rounds together. In each round, a rank first
-runs its own steps, then sends and receives at the same time. The round of a put is the length of the
-longest chain of transfers that end before it.
+Rounds are needed to run a plan with two-sided messages (send and receive). All ranks go through the rounds
+together. In each round, a rank first runs its copies and sums, and then sends and receives at the same
+time. The round of a put is the length of the longest chain of transfers that must end before this put.
 """
 
 from collections import defaultdict
@@ -20,14 +20,14 @@ class Order:
     """The order of the steps in one call of a collective plan that has passed `check_shape`.
 
     Raises:
-        PlanError: the plan has a deadlock; the message names its cycle.
+        PlanError: the plan has a deadlock. The error message names the steps that wait for each other.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.steps: list[Step] = []
-        self.sites: list[tuple[int, int, int]] = []  # (rank, lane, index) of each step
-        self.lanes: list[int] = []  # the lane of each step, numbered over all ranks
-        self.rank_lanes: list[list[int]] = []  # the lanes of each rank, at least one
+        self.sites: list[tuple[int, int, int]] = []  # The (rank, lane, index) of each step.
+        self.lanes: list[int] = []  # The lane of each step, numbered over all ranks.
+        self.rank_lanes: list[list[int]] = []  # The lanes of each rank, at least one per rank.
         self._by_lane: list[range] = []
         for rank, program in enumerate(plan.programs):
             self.rank_lanes.append([])
@@ -37,24 +37,24 @@ class Order:
                 self._by_lane.append(range(len(self.steps), len(self.steps) + len(steps)))
                 self.steps += steps
                 self.sites += [(rank, lane, index) for index in range(len(steps))]
-        self.cause: dict[int, int] = {}  # maps a wait to its signal, and a pend to its post
-        self.arrival: dict[int, int] = {}  # maps a put to the wait that ends the put
-        self.release: dict[int, int] = {}  # maps a put to the next flush, if there is one
+        self.cause: dict[int, int] = {}  # Maps each waiting step to the signal or post that it awaits.
+        self.arrival: dict[int, int] = {}  # Maps a put to the wait that ends the put.
+        self.release: dict[int, int] = {}  # Maps a put to the next flush, if a flush follows.
         self._match()
         self.run = self._run(plan.name)
-        # `rounds`: the round of each put, or the number of rounds that end before another step.
-        # `depth`: the most signals on a chain of dependent steps.
+        # `rounds` has the round of each put. For other steps, `rounds` has the number of rounds that end
+        # before the step. `depth` is the largest number of signals on a chain of dependent steps.
         self.rounds, self.depth = self._levels()
 
     def name(self, number: int) -> str:
-        """Return the description of a step for a message: rank, lane, index and operation."""
+        """Return a step's rank, lane, index and operation as text for an error message."""
         return f"{site(*self.sites[number])} ({self.steps[number].op})"
 
     def _match(self) -> None:
         by_kind: dict[tuple[str, int, int | None], list[int]] = defaultdict(list)
         signal_of: dict[int, int] = {}
-        issued: dict[int | None, list[int]] = defaultdict(list)  # puts before the next signal
-        unread: dict[int | None, list[int]] = defaultdict(list)  # puts before the next flush
+        issued: dict[int | None, list[int]] = defaultdict(list)  # By channel, puts before the next signal.
+        unread: dict[int | None, list[int]] = defaultdict(list)  # By channel, puts before the next flush.
         for number, step in enumerate(self.steps):
             if step.op == "put":
                 issued[step.channel].append(number)
@@ -75,10 +75,10 @@ class Order:
         self.arrival = {put: taker[signal] for put, signal in signal_of.items()}
 
     def _run(self, name: str) -> list[int]:
-        """Return one possible execution order of all steps; raise PlanError at a deadlock."""
+        """Return one possible execution order of all steps. Raise PlanError at a deadlock."""
         taken = [False] * len(self.steps)
         next_of = [content.start for content in self._by_lane]
-        waiting: dict[int, int] = {}  # by cause, the waiting lane
+        waiting: dict[int, int] = {}  # Maps a missing signal or post to the lane that waits for it.
         run: list[int] = []
         ready = list(range(len(self._by_lane) - 1, -1, -1))
         while ready:
@@ -110,8 +110,8 @@ class Order:
         raise PlanError(f"Plan {name!r} has a deadlock: {'; '.join(ways)}.")
 
     def _levels(self) -> tuple[list[int], int]:
-        """Return the round of each step, and the most signals on a chain of dependent steps."""
-        ended: dict[int, list[int]] = defaultdict(list)  # by wait or flush, the puts that end with it
+        """Return the round of each step, and the largest number of signals on a chain of steps."""
+        ended: dict[int, list[int]] = defaultdict(list)  # Maps a wait or flush to the puts that it ends.
         for ends in (self.arrival, self.release):
             for put, number in ends.items():
                 ended[number].append(put)

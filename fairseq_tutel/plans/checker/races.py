@@ -1,15 +1,15 @@
-"""Race check of collective plans by vector clocks: finds accesses to a chunk that have no fixed order.
+"""Finds accesses to a chunk of a collective plan that have no fixed order (races), by vector clocks.
 
-A lane's clock has, for each lane, the number of steps that have certainly ended. This array changes only
-when the lane waits. The clock of a signal is this array plus the step count of the signal's lane. A put
-reads its source and writes its destination at any time after it is issued. The read ends with the wait for
-the next signal or with the next flush. The write ends with the wait for the next signal. If two steps
-access a chunk and one of them writes, they must be ordered.
+The vector clock of a lane has, for each lane, the number of steps that have certainly ended. A lane's
+vector clock changes only when the lane waits. The clock of a signal is the vector clock of its lane plus
+the step count of this lane. A put may read its source and write its destination at any time after it is
+issued. The write of a put ends with the wait for the next signal. The read of a put ends with this wait, or
+with the next flush. If two steps access a chunk and one writes, their order must be fixed.
 
-Calls follow each other without a pause, so three calls in a row are checked. The second call uses the
-other `tmp` buffer. Between calls, the caller may write a rank's `in` and `out`. The check models this as
-one step at the start of each call, after all lanes of the rank's previous call. Three calls are enough: a
-call waits for all data for its rank, and an order between two calls holds for all such pairs.
+Calls of a plan follow each other without a pause, so three calls in a row are checked. The second of the
+three calls uses the other `tmp` buffer. Between calls, the caller may write a rank's `in` and `out`. In the
+check, the caller writes in one step at the start of each call, after all lanes of the rank's previous call.
+Three calls in a row are enough, because a call waits for all data for its rank.
 """
 
 from collections import defaultdict
@@ -21,25 +21,24 @@ import numpy as np
 from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Plan, PlanError
 
-# For each buffer, the numbers of the calls to check. These calls use the same memory of the buffer. More
-# calls would find no more races.
+# For each buffer, two calls that use the same memory are checked. More calls would find no more races.
 CALLS = {"in": (0, 1), "out": (0, 1), "tmp": (0, 2)}
 Counts = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Clock(NamedTuple):
-    """The vector clock of a lane: its own step count, and each lane's step count as of its last wait."""
+    """The vector clock of a lane: its step count, and each lane's step count at its last wait."""
 
     lane: int
     taken: int
-    others: Counts  # never written
+    others: Counts  # These counts are never modified.
 
     def has(self, lane: int, count: int) -> bool:
-        """Return whether `count` steps of a lane have certainly ended."""
+        """Return whether `count` steps of the lane `lane` have certainly ended."""
         return bool((self.taken if lane == self.lane else self.others.item(lane)) >= count)
 
     def joined(self, other: "Clock") -> Counts:
-        """Return the elementwise maximum of this clock and another one."""
+        """Return the elementwise maximum of this vector clock and another vector clock."""
         if self.has(other.lane, other.taken):
             return self.others
         counts = np.maximum(self.others, other.others)
@@ -48,9 +47,9 @@ class Clock(NamedTuple):
 
 
 class Access(NamedTuple):
-    """A read or write of chunks by a step of a plan or, if `number` is None, by the plan's caller.
+    """A read or write of chunks by a step of a plan, or by the plan's caller if `number` is None.
 
-    `ends` has pairs (lane, count). The access has ended when any of these lanes has run `count` steps.
+    The access has ended when, for any pair (lane, count) in `ends`, the lane has run `count` steps.
     """
 
     ends: tuple[tuple[int, int], ...]
@@ -59,7 +58,7 @@ class Access(NamedTuple):
 
 
 def check_races(plan: Plan, order: Order) -> None:
-    """Raise PlanError if two steps access a chunk, one of them writes, and their order is not fixed."""
+    """Raise PlanError if two steps access a chunk in no fixed order and one of the steps writes."""
     last_write: dict[tuple[int, str, int], Access] = {}
     reads: dict[tuple[int, str, int], list[Access]] = defaultdict(list)
     for rank, buffer, first, n, writes, access, clock in _accesses(plan, order):
@@ -79,9 +78,9 @@ def check_races(plan: Plan, order: Order) -> None:
 def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bool, Access, Clock]]:
     """Yield all reads and writes of chunks in three calls of a plan, in one possible order.
 
-    The items are (rank, buffer, first chunk, number of chunks, whether the access writes, access, clock at
-    its start). The start of a call counts as one step of each lane of the rank. A clock includes the step
-    itself.
+    An item is (rank, buffer, first chunk, number of chunks, whether the access writes, access, clock at the
+    access's start). The start of a call counts as one step of each lane of the rank. The vector clock of an
+    access counts the accessing step, too.
     """
     length = [1] * sum(map(len, order.rank_lanes))
     for lane in order.lanes:
@@ -107,7 +106,7 @@ def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bo
                     yield rank, buffer, 0, plan.size_of(buffer), True, access, begun
             for lane in own:
                 known[lane] = joined
-        sent: dict[int, Clock] = {}  # by signal or post, the clock after it
+        sent: dict[int, Clock] = {}  # The clock after each signal or post.
         for number in order.run:
             step, rank, lane = order.steps[number], order.sites[number][0], order.lanes[number]
             if number in order.cause:

@@ -1,6 +1,6 @@
-"""Check of a collective plan's structure: finds malformed steps without running the plan.
+"""Finds malformed steps of a collective plan without running the plan.
 
-In a plan that passes, all places are inside their buffers, and each end of a channel is used by one lane.
+In a plan that passes, all chunks are inside their buffers, and only one lane uses each end of a channel.
 The k-th signal of a channel has a k-th wait, and a signal follows each put.
 """
 
@@ -10,21 +10,22 @@ from typing import NoReturn
 
 from fairseq_tutel.plans.format import BUFFERS, Place, Plan, PlanError, Step
 
-# The limit for the chunks of all buffers. A check with 2 ranks at this limit takes 11 s and 541 MiB.
+# All buffers of a plan together may have at most this number of chunks. Checking a plan with 2 ranks and
+# this number of chunks takes 11 s and 541 MiB.
 MOST = 1 << 20
-# For each operation on a channel, the end of the channel whose rank runs the operation.
+# This table maps each operation on a channel to the end of the channel whose rank runs the operation.
 ENDS = {"put": "source", "signal": "source", "flush": "source", "wait": "target"}
-# The two operations of a pair, and the field that they share.
+# The two operations of each pair share the named field.
 PAIRS = (("signal", "wait", "channel"), ("post", "pend", "semaphore"))
 
 
 def site(rank: int, lane: int, index: int) -> str:
-    """Return the position of a step for a message, such as "rank 0, lane 0, step 2"."""
+    """Return the position of a step for an error message, such as "rank 0, lane 0, step 2"."""
     return f"rank {rank}, lane {lane}, step {index}"
 
 
 def check_shape(plan: Plan) -> None:
-    """Raise PlanError if a plan is malformed; the message names the field, or the rank, lane and step."""
+    """Raise PlanError if a plan is malformed. The error names the field, or the rank, lane and step."""
     _check_head(plan)
     for rank, lane, index, step in plan.steps():
         wrong = next(_wrong_in(plan, rank, step), None)
@@ -50,7 +51,7 @@ def _check_head(plan: Plan) -> None:
 
 
 def _wrong_in(plan: Plan, rank: int, step: Step) -> Iterator[str]:
-    """Yield a text for each problem of a step; the text continues a sentence that begins with the step."""
+    """Yield a text for each problem of a step. The text continues a sentence that begins with the step."""
     target = rank
     if step.op in ENDS:
         if step.channel is None or not 0 <= step.channel < len(plan.channels):
@@ -88,7 +89,7 @@ def _overlap(one: Place, other: Place, n: int) -> bool:
 
 
 def _check_lanes(plan: Plan) -> None:
-    """Raise PlanError if two lanes use the same end of a channel or semaphore."""
+    """Raise PlanError if two lanes use the same end of a channel or of a semaphore."""
     owner: dict[tuple[str, int, int | None], int] = {}
     for rank, lane, index, step in plan.steps():
         if step.op in ENDS:
@@ -104,7 +105,7 @@ def _check_lanes(plan: Plan) -> None:
 
 
 def _check_pairs(plan: Plan) -> None:
-    """Raise PlanError if a put has no later signal, or a wait or pend does not match a signal or post."""
+    """Raise PlanError if a put lacks a later signal, or if signals (posts) do not match waits (pends)."""
     sites: dict[tuple[str, int, int | None], list[str]] = defaultdict(list)
     open_puts: dict[int | None, str] = {}
     for rank, lane, index, step in plan.steps():

@@ -1,9 +1,9 @@
-"""A backend of `parallel.collectives` that runs collectives with collective plans instead of torch.
+"""Runs collectives with collective plans instead of torch, as a backend of `parallel.collectives`.
 
-It chooses a plan by the collective, the ranks, the number of bytes and the dtype. If no plan fits, torch
-runs the collective. All ranks choose the same plan: their plans are the same (`plugin.startup` compares
-them) and the values above are equal on all ranks. On CPUs, the ranks of one host use shared memory. Ranks
-of several hosts, and GPUs, use messages.
+The backend chooses a collective plan by the collective, the ranks, the number of bytes and the dtype. If no
+collective plan fits, torch runs the collective. All ranks choose the same collective plan. `plugin.startup`
+checks that all ranks have the same plans. On CPUs, the ranks of one host run a plan in shared memory. Ranks
+of several hosts, and GPUs, run a plan by messages.
 """
 
 import logging
@@ -29,24 +29,24 @@ SUMMED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 
 
 class PlanBackend:
-    """Runs collectives with the first collective plan that fits, and logs each choice once.
+    """Runs each collective with the first collective plan that fits, and logs each choice once.
 
     `parallel.collectives` uses it. `local` is the number of ranks on a host; 0 means unknown.
     """
 
     def __init__(self, plans: Iterable[PlacedPlan], local: int = 0) -> None:
         self.plans, self.local = tuple(plans), local
-        # The programs by group, then by the plan's digest and whether the tensors are on a CPU.
+        # The programs are stored by group, then by the plan's digest and whether the tensors are on a CPU.
         self._programs: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], Program]]
         self._programs = WeakKeyDictionary()
         self._logged: set[str] = set()
 
     def has(self, collective: str, group: Group) -> bool:
-        """Return whether a collective plan exists for a collective in a group, for any range of bytes."""
+        """Return whether a collective plan exists for a collective in a group, for any number of bytes."""
         return bool(self._fitting(collective, group))
 
     def chosen(self, collective: str, own: Tensor, operation: str, group: Group) -> "Program | None":
-        """Return the program that runs a collective with input `own`, or None if torch must run it."""
+        """Return the program that runs a collective with the input `own`, or None if torch must run it."""
         plans = self._fitting(collective, group)
         if not plans:
             return None
@@ -62,7 +62,7 @@ class PlanBackend:
         return None
 
     def named(self, name: str, rows: Tensor, group: Group) -> "Program | None":
-        """Return the program of the all_to_all plan with this name; None if the group has no such plan."""
+        """Return the program of the named all_to_all plan, or None if the group has no such plan."""
         for placed in self._fitting("all_to_all", group):
             if placed.name == name:
                 return self._program(placed, rows, "the exchange of rows", group)
@@ -97,10 +97,10 @@ def _ranks(group: Group) -> Sequence[int]:
 
 
 class _InSharedMemory:
-    """Runs a collective plan in shared memory or, if the ranks cannot share memory, by messages.
+    """Runs a collective plan in shared memory, or by messages if the ranks cannot share memory.
 
-    A call runs in `wait`, not in `start`. A call in shared memory needs all ranks at the same time. `start`
-    may be called in a backward pass while other ranks still need this rank for another collective.
+    A call runs the plan in `wait`, not in `start`, because all ranks must run the plan at the same time. A
+    backward pass may call `start` while other ranks still need this rank for another collective.
     """
 
     def __init__(self, plan: Plan, group: Group) -> None:

@@ -1,9 +1,10 @@
-"""The layout of a collective plan's buffers: the position and length of each chunk for given sizes.
+"""The layout of a collective plan's buffers is the position and length of each chunk for given sizes.
 
-A shard has C chunks and m elements. In an all_to_all, each block has its own m. Let s = ceil(m / C). Chunk
-c of a shard has the elements min(c s, m) to min((c + 1) s, m). `in` and `out` are shards of exactly m
-elements, one after another. A slot of `tmp` is as long as the longest chunk that it ever holds. `walk`
-finds these chunks for all sizes at once, so blocks of any size can pass through other ranks.
+A shard has C chunks and m elements. In an all_to_all, m differs between blocks. Let s = ceil(m / C) be the
+number of elements of a full chunk. Chunk c of a shard has the elements from min(c s, m) to min((c + 1) s,
+m). The buffers `in` and `out` are lists of shards of exactly m elements, one after another. A slot of `tmp`
+is as long as the longest chunk that the slot ever holds. The function `walk` finds the chunks of each slot
+for all sizes at once, so blocks of any size can pass through other ranks.
 """
 
 from collections import defaultdict
@@ -16,19 +17,19 @@ from fairseq_tutel.plans.checker.data import Kind, check_data
 from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Place, Plan
 
-# The number of elements of a shard or, for an all_to_all, of each block by source and destination.
+# The number of elements of a shard or, for an all_to_all, of each block by (source, destination).
 Sizes = int | tuple[tuple[int, ...], ...]
-# A rank, and the position of the first chunk on this rank.
+# An end of a transfer is a rank and the position of the first chunk on this rank.
 End = tuple[int, Place]
 
 
 class Move(NamedTuple):
-    """A step of a collective plan that moves chunks: a put, copy or reduce.
+    """A step of a collective plan that moves chunks, which is a put, copy or reduce.
 
     Attributes:
         site: the rank, lane and index of the step.
-        kinds: the kind of each chunk.
-        round: the round in which a put is sent, from 1; for a copy or reduce, the rounds that end before.
+        kinds: the `Kind` of each chunk.
+        round: the round (from 1) in which a put is sent, or the number of rounds before a copy or reduce.
     """
 
     site: tuple[int, int, int]
@@ -40,14 +41,14 @@ class Move(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """The rank that runs the step, and the rank to which it writes."""
+        """The rank that runs the step, and the rank to which the step writes."""
         return self.site[0], self.target[0]
 
 
 class Walked(NamedTuple):
     """A collective plan with the steps that move chunks (`moves`), in a possible execution order.
 
-    `tmp_kinds` has the kinds of all chunks that each slot of `tmp` ever holds, by rank and slot.
+    `tmp_kinds` lists, by rank and slot, the kinds of all chunks that a slot of `tmp` ever holds.
     """
 
     plan: Plan
@@ -77,10 +78,10 @@ def walk(plan: Plan) -> Walked:
 
 
 class Layout:
-    """The position and length of each chunk in one call of a collective plan, in elements.
+    """The position and length, in elements, of each chunk in one call of a collective plan.
 
-    A row has `width` elements. With a window, the layout covers only the elements of each chunk inside the
-    window, and slots of `tmp` and `staged` have its length. Positions in `in` and `out` ignore the window.
+    Each row has `width` elements. With a window, the layout covers only the elements of each chunk inside
+    the window, and slots have the window's length. Positions in `in` and `out` ignore the window.
     """
 
     def __init__(self, walked: Walked, sizes: Sizes, width: int = 1, window: range | None = None) -> None:
@@ -89,7 +90,7 @@ class Layout:
         self.length, self.starts = cache(self._length), cache(self._starts)
 
     def _part(self, m: int, chunk: int) -> int:
-        """Return the number of elements of a chunk of a shard of m rows."""
+        """Return the number of elements of a chunk in a shard of m rows."""
         if self.plan.chunks == 1:
             return m * self.width
         s = -(-m // self.plan.chunks)
@@ -103,7 +104,7 @@ class Layout:
         return length if window is None else min(max(length - window.start, 0), len(window))
 
     def _starts(self, rank: int, buffer: str) -> Sequence[int]:
-        """Return the index of each chunk's first element in a rank's buffer, then the buffer's length."""
+        """Return the first element of each chunk in a rank's buffer, followed by the buffer's length."""
         if buffer in ("in", "out"):
             chunks = range(self.plan.chunks)
             lengths = [self._part(m, chunk) for m in self._shards(rank, buffer) for chunk in chunks]
@@ -116,17 +117,17 @@ class Layout:
         return [0, *accumulate(lengths)]
 
     def _shards(self, rank: int, buffer: str) -> Sequence[int]:
-        """Return the number of rows of each shard in a rank's `in` or `out`."""
+        """Return the number of rows of each shard in a rank's buffer `in` or `out`."""
         sizes = self.sizes
         if isinstance(sizes, int):
             return [sizes] * (self.plan.size_of(buffer) // self.plan.chunks)
         return sizes[rank] if buffer == "in" else [row[rank] for row in sizes]
 
     def runs(self, kinds: Sequence[Kind], *ends: End) -> list[tuple[list[tuple[int, str, int]], int]]:
-        """Join chunks that are adjacent in all buffers into runs; skip empty chunks.
+        """Join chunks that are adjacent in all buffers into runs, without empty chunks.
 
         Returns:
-            For each run, a list of (rank, buffer, first element) for each end, and the run's length.
+            For each run, the run's length and a list of (rank, buffer, first element) for each end.
         """
         starts = [(self.starts(rank, buffer), chunk) for rank, (buffer, chunk) in ends]
         found: list[tuple[list[int], int]] = []

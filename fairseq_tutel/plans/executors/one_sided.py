@@ -1,18 +1,17 @@
-"""Executor that runs collective plans in shared memory: ranks write to each other's memory regions.
+"""Executor that runs collective plans in shared memory, where ranks write to each other's regions.
 
-A call divides each chunk into slices, and the plan runs once per slice. So regions are small and stay in
-the processor's caches. The division into chunks does not depend on the slices, so neither does the order
-of a sum. A signal raises a counter. `Program` makes the steps of a slice, once per size. If a
-lane would have to wait, the next lane runs.
+A call divides each chunk into slices, and runs the plan once per slice. The memory regions are therefore
+small and stay in the processor's caches. The division into chunks does not depend on the slices, so slices
+do not change the order of a sum. A signal increments a counter. `Program` makes the steps of a slice once
+per size. If a lane would have to wait, the next lane of the rank runs.
 
-Each rank has a memory region to which the other ranks write:
+Each rank has a memory region to which other ranks write, with two buffers:
 
-- `tmp`, twice, for even and odd calls;
-- `staged`, which replaces `out` if the plan puts into another rank's `out`. At the end of a call, `staged`
-  is copied to the caller's `out`.
+- `tmp` exists twice, for even and odd calls.
+- `staged` replaces `out` if a plan puts into another rank's `out`, and is copied to `out` at the end.
 
-`in` is the caller's tensor. So is `out`, unless `staged` replaces it. A put is a copy that finishes at
-once, so a flush needs no step.
+`in` is the caller's tensor, and so is `out` unless `staged` replaces `out`. A put is a copy that finishes
+at once, so a flush needs no action.
 """
 
 from collections import defaultdict
@@ -37,32 +36,31 @@ from fairseq_tutel.plans.executors.two_sided import add_up
 from fairseq_tutel.plans.format import Place, Plan
 from fairseq_tutel.plans.format import Step as PlanStep
 
-# The initial bytes of a slot, the factor by which a slot grows, and its maximum bytes.
-# With slots of 256 KiB instead of 1 MiB, 4 ranks on 2 cores take 1.4 to 1.6 times as long for 64 MiB.
+# These are the initial bytes of a slot, the factor by which a slot grows, and a slot's maximum bytes. With
+# slots of 256 KiB instead of 1 MiB, 4 ranks on 2 cores take 1.4 to 1.6 times as long for 64 MiB.
 FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 14, 4, 1 << 20
-# The most bytes of a `tmp` and of `staged`, unless slots would then have fewer than LEAST_BYTES.
+# Each `tmp` and `staged` has at most TMP_BYTES, unless slots would then have fewer than LEAST_BYTES.
 TMP_BYTES, LEAST_BYTES = 1 << 22, 1 << 12
-MOST_SIZES = 64  # the number of sizes for which a plan stays compiled
+MOST_SIZES = 64  # A plan stays compiled for at most this many sizes.
 
 COPY, REDUCE, SIGNAL, WAIT, POST, PEND = range(6)
 CODES = {"signal": SIGNAL, "wait": WAIT, "post": POST, "pend": PEND}
-# A step: the code of the operation; the number of the target view, channel or semaphore; the numbers of
-# the source views.
+# A step is an operation code, the number of a target view, channel or semaphore, and source view numbers.
 Step = tuple[int, Any, Any]
-# A range of elements in the caller's tensors (`in`, `out`) or in shared memory (`tmp`, `staged`): buffer,
-# rank, first element, length. This is a plain tuple for speed, because rows of varying sizes need new views
-# in every call.
+# A view is a range of elements in the caller's tensors (`in`, `out`) or in shared memory (`tmp`, `staged`).
+# The items of a view are the buffer, rank, first element and length. A view is a plain tuple for speed,
+# because rows of varying sizes need new views in every call.
 View = tuple[str, int, int, int]
-# Two lists by view number: the view's bytes, and the view's tensor if the view is part of a sum.
+# Two lists by view number have the view's bytes and, for views in sums, the view's tensor.
 Views = tuple[list[Any], list[Any]]
 
 
 class Steps(NamedTuple):
-    """The steps that one rank runs for one slice of the data of a collective.
+    """The steps of a collective plan that one rank runs for one slice of the data.
 
-    `lanes` has the steps of each lane, and `last` the steps after all lanes. Views are numbered: `callers`
-    are in the caller's tensors, `regions` in shared memory, and `summed` are part of sums. `opened` has the
-    opened views of regions, by parity of the call.
+    `lanes` has the steps of each lane, and `last` has the steps after all lanes. Views are numbered:
+    `callers` are views of the caller's tensors, `regions` of shared memory, and `summed` are views in sums.
+    `opened` has the opened views of regions, for even and odd calls.
     """
 
     lanes: list[list[Step]]
@@ -74,7 +72,7 @@ class Steps(NamedTuple):
 
 
 class Program:
-    """The part of a collective plan that one rank runs, for buffers of any size.
+    """One rank's steps of a collective plan, for buffers of any size.
 
     `staged` is the number of slots in the staging buffer.
     """
@@ -108,7 +106,7 @@ class Program:
         self.kinds = sorted({kind for move in (*moves.values(), self.last) for kind in move.kinds})
 
     def steps(self, layout: Layout) -> Steps:
-        """Return the steps of this rank for one slice of the data, which is the window of the layout."""
+        """Return this rank's steps for one slice of the data, which is the window of the layout."""
         views: dict[View, int] = {}
         summed: set[int] = set()
 
@@ -139,7 +137,7 @@ class Program:
 
 
 class Call:
-    """A handle of a collective, which runs when `wait` is called for the first time."""
+    """A handle of a collective, which runs at the first call of `wait`."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run: Callable[[], None] | None = run
@@ -156,14 +154,13 @@ class Call:
 
 
 class OneSided:
-    """Runs one rank's part of a collective plan in memory that the ranks of a host share.
+    """Runs the steps of one rank of a collective plan, in memory that the ranks of a host share.
 
-    The checker must have accepted the plan. All ranks must construct this object together, and call it
-    together.
+    The checker must have accepted the collective plan. All ranks must call each method together.
 
     Raises:
-        SharedMemoryError: the ranks cannot share memory; all ranks raise this error.
-        CommunicationError: a rank did not take part in the construction.
+        SharedMemoryError: the ranks cannot share memory. All ranks raise this error.
+        CommunicationError: a rank did not join the construction.
     """
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup | None) -> None:
@@ -178,10 +175,10 @@ class OneSided:
         self._share(min(FIRST_BYTES, self._most))
 
     def _share(self, slot: int, is_large: bool = False) -> None:
-        """Share new memory with `slot` bytes in each slot; slower ranks may still use the old memory."""
+        """Share new memory with `slot` bytes per slot; slower ranks may still use the old memory."""
         channels = len(self.plan.channels)
         self.memory = SharedMemory(self.group, channels, self._bytes(slot), is_large)
-        # The count of each channel is a word that the channel's source writes.
+        # A channel's count of signals is a word of memory that the channel's source rank writes.
         self._words = range(0, channels * WORDS_OF_LINE, WORDS_OF_LINE)
         self._counts, self._slot = [0] * channels, slot
         self._for_sizes.cache_clear()
@@ -192,7 +189,7 @@ class OneSided:
         Both tensors are contiguous, with elements along their first dimension.
 
         Raises:
-            DistBackendError: in `wait`, if a rank did not respond within the group's timeout.
+            DistBackendError: in `wait`, a rank did not respond within the group's time-out.
         """
         return Call(lambda: self._call(own, out, sizes))
 
@@ -246,7 +243,7 @@ class OneSided:
         return (self.plan.channels[number].source for code, number, _ in steps if code == WAIT)
 
     def _advance(self, steps: list[Step], at: int, arrays: list[Any], tensors: list[Any]) -> int:
-        """Run a lane's steps from index `at` until one would have to wait; return the next step's index."""
+        """Run a lane's steps from index `at` until a step would have to wait; return this step's index."""
         memory, words, counts = self.memory.words, self._words, self._counts
         for code, target, source in steps[at:] if at else steps:
             if code == COPY:
@@ -269,14 +266,14 @@ class OneSided:
             at += 1
         return at
 
-    # A region has the slots of `tmp` for even calls, of `tmp` for odd calls, and of `staged`.
+    # A region has the slots of `tmp` for even calls, then of `tmp` for odd calls, then of `staged`.
 
     def _bytes(self, slot: int) -> int:
-        """Return the size of a rank's memory region in bytes if each slot has `slot` bytes."""
+        """Return the bytes of a rank's memory region if each slot has `slot` bytes."""
         return slot * (2 * self.plan.temporary + self._program.staged)
 
     def _open(self, steps: Steps, parity: int, dtype: torch.dtype) -> Views:
-        """Return arrays and tensors for the views of shared memory, and None for views of the caller."""
+        """Return arrays and tensors for views of shared memory, and None for the caller's views."""
         arrays: list[Any] = [None] * (len(steps.callers) + len(steps.regions))
         tensors = arrays.copy()
         for number, (buffer, rank, start, length) in steps.regions:
@@ -288,7 +285,7 @@ class OneSided:
         return arrays, tensors
 
     def _grow(self, needed: int) -> None:
-        """Share memory with larger slots, if there is enough; the plan also works with smaller slices."""
+        """Share memory with larger slots if the host has enough; smaller slots need more slices."""
         slot = self._slot
         while slot < min(needed, self._most):
             slot = min(GROWTH * slot, self._most)
@@ -298,7 +295,7 @@ class OneSided:
             self._most = self._slot
 
     def _compiled(self, sizes: Sizes, width: int, dtype: torch.dtype) -> list[tuple[int, Steps]]:
-        """Return the slices of a call as pairs: the slice's first element in each chunk, and its steps."""
+        """Return a call's slices, as pairs of the slice's first element in each chunk and its steps."""
         longest = self._longest(sizes) * width
         window = min(longest, self._slot // dtype.itemsize)
         made: dict[tuple[int, ...], Steps] = {}

@@ -1,12 +1,12 @@
-"""Memory that the ranks of one host share: a file that all ranks map, with counters and data regions.
+"""A file that all ranks of one host map as shared memory, with counters and data regions.
 
-The file has int64 words and a region of bytes for each rank. Each word has its own cache line, and only one
-rank writes it. The other ranks put data into a rank's region. The file has a name only until all ranks have
-opened it, and is empty until then. So killed ranks leave at most an empty file. After that, all bytes are
-allocated, because a write to unallocated memory would end the process.
+The file has int64 words (counters), and a region of bytes for each rank. Each word has a separate cache
+line, and only one rank writes the word. The other ranks put data into a rank's region. The file has a name
+only until all ranks have opened it, and is empty until then. Killed ranks thus leave at most an empty file.
+After the opening, all bytes are allocated, because a write to unallocated memory would end the process.
 
-Words need no lock, because an x86 processor shows its writes to other processors in order. Other types of
-processors are refused. A rank that waits for longer than the timeout of groups raises an error.
+Words need no lock, because other processors see the writes of an x86 processor in order. Types of
+processors other than x86 are refused. A rank that waits longer than the time-out of groups raises an error.
 """
 
 import mmap
@@ -26,32 +26,32 @@ from fairseq_tutel.parallel.guard import name_ranks, timeout_of_groups
 
 OPERATION = "the opening of shared memory"
 FOLDER = "/dev/shm"
-# i686 is not in this list, because it writes 64 bits in two stores.
+# i686 is not in this list, because an i686 writes 64 bits in two stores.
 ORDERED = ("x86_64", "AMD64")
 PREFIX = "fairseq_tutel-"
 WORDS_OF_LINE = 8
-# A wait yields the processor after each check, and sleeps after YIELD_SECONDS. If there are more ranks than
-# cores, more frequent checks make small collectives 2 to 4 times slower.
+# A waiting rank yields the processor after each check, and sleeps between checks after YIELD_SECONDS. With
+# more ranks than cores, more frequent checks make small collectives 2 to 4 times slower.
 YIELD_SECONDS = 0.001
 SLEEP_SECONDS = (0.00005, 0.005)
-# The length of a sleep as a fraction of the time waited so far.
+# A rank sleeps for this fraction of the time that it has waited.
 SLEEP_PART = 1 / 50
 
 
 class SharedMemoryError(OSError):
-    """The ranks of a group cannot share memory; all ranks raise this error with the same message."""
+    """The ranks of a group cannot share memory. All ranks raise this error with the same message."""
 
 
 class SharedMemory:
-    """Memory that ranks of a host share: int64 `words`, and a region of bytes for each of these ranks.
+    """Memory that the ranks of a host share, with int64 `words` and a region of bytes for each rank.
 
     All ranks of the group must construct this object together. The caller can use `lines` cache lines of
-    words, and `size` bytes of each region. With `is_large`, at least half of the folder must stay free for
-    other users, such as data loaders.
+    words, and `size` bytes of each region. With `is_large`, at least half of the file system must stay free
+    for other users, such as data loaders.
 
     Raises:
-        SharedMemoryError: the ranks cannot share memory; the message has the reason.
-        CommunicationError: a rank did not take part in the construction.
+        SharedMemoryError: the ranks cannot share memory, for the reason in the message.
+        CommunicationError: a rank did not join the construction.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SharedMemory:
         self.words = memoryview(self._mapped)[: self._start].cast("q")
 
     def _share(self) -> int:
-        """Open one file on all ranks, and return the file descriptor."""
+        """Open the same file on all ranks, and return the file descriptor."""
         path, problem, descriptor = "", "", -1
         if self.rank == 0:
             path = f"{FOLDER}/{PREFIX}{uuid.uuid4().hex}"
@@ -90,13 +90,13 @@ class SharedMemory:
         return descriptor
 
     def _first_problem(self, own: str) -> str:
-        """Return the problem of the first rank of the group that has one, or "". Collective."""
+        """Return the problem of the first rank with a problem in the group, or "". Collective."""
         problems = world.all_gather_object(own, OPERATION, self.group)
         found = (f"on rank {rank} of the group, {each}" for rank, each in enumerate(problems) if each)
         return next(found, "")
 
     def _allocate(self, descriptor: int) -> str:
-        """Allocate all bytes of the file; return an error text, or ""."""
+        """Allocate all bytes of the file, and return the problem as text, or ""."""
         needed, state = self._start + self.ranks * self._region, os.fstatvfs(descriptor)
         spare = (state.f_bavail - state.f_blocks / 2) * state.f_frsize
         if self._is_large and needed > spare:
@@ -113,7 +113,7 @@ class SharedMemory:
 
 
 class Backoff:
-    """Pauses while waiting for other ranks: yields the processor, later sleeps, and fails at a timeout."""
+    """Pauses while waiting for other ranks, by yielding the processor and later sleeping."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory, self._start = memory, time.perf_counter()
@@ -122,7 +122,7 @@ class Backoff:
         """Pause between two checks while waiting for the ranks `sources`.
 
         Raises:
-            DistBackendError: the timeout of groups has passed.
+            DistBackendError: the time-out of groups has passed.
         """
         waited = time.perf_counter() - self._start
         if waited < YIELD_SECONDS:
@@ -141,7 +141,7 @@ def _whole_pages(size: int) -> int:
 
 
 def _open(path: str, flags: int) -> tuple[int, str]:
-    """Open a file of shared memory; return the descriptor (-1 on failure) and the problem as text."""
+    """Open a file of shared memory. Return the descriptor (-1 on failure) and the problem as text."""
     if (machine := platform.machine()) not in ORDERED:
         return -1, f"processors of type {machine} do not guarantee the order of writes"
     try:

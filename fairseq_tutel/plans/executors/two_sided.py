@@ -1,11 +1,11 @@
 """Executor that runs collective plans by two-sided messages (send and receive), over gloo or NCCL.
 
-The plan runs in rounds. In each round, a rank sends at most one message to each other rank. A message has
-all chunks for one rank, one after another. Between rounds, the rank copies and sums in the plan's order.
-A rank's memory is written only by this rank, so each call has a separate `tmp`.
+The collective plan runs in rounds. In each round, a rank sends at most one message to each other rank. A
+message has all chunks for one rank in this round. Between rounds, the rank copies and sums chunks in the
+order of the plan. Only the rank itself writes its memory, so each call has a separate `tmp` buffer.
 
-There is no thread. `start` sends the first round, and `wait` sends the later rounds. So all ranks of a
-group must start calls, and wait for them, in the same order. On a GPU the host never waits.
+`start` sends the messages of the first round, and `wait` sends those of later rounds. All ranks of a group
+must therefore start and wait for calls in the same order. On a GPU, the host never waits for messages.
 """
 
 from collections import defaultdict
@@ -21,16 +21,16 @@ from fairseq_tutel.parallel import world
 from fairseq_tutel.plans.executors.layout import Layout, Move, Sizes, walk
 from fairseq_tutel.plans.format import Plan
 
-MOST_SIZES = 256  # the number of sizes for which a plan stays compiled
+MOST_SIZES = 256  # A plan stays compiled for at most this many sizes.
 HALF = (torch.float16, torch.bfloat16)
-Run = tuple[str, int, int]  # buffer, first element, length
-Message = tuple[int, list[Run]]  # other rank, runs of elements
+Run = tuple[str, int, int]  # A run is (buffer, first element, length).
+Message = tuple[int, list[Run]]  # A message is (other rank, runs of elements).
 
 
 class Round(NamedTuple):
-    """The work of one rank in a round of a plan: it exchanges messages, and then it adds chunks.
+    """One rank's work in a round of a collective plan, which is to exchange messages and then add chunks.
 
-    A sum is (sources, target).
+    A sum is a pair (sources, target).
     """
 
     send: list[Message]
@@ -45,11 +45,11 @@ class Call:
         self, rounds: Sequence[Round], buffers: dict[str, Tensor], group: dist.ProcessGroup | None
     ) -> None:
         self.rounds, self.buffers, self.group = rounds, buffers, group
-        self.current = 0  # the index of the round whose messages are being sent
+        self.current = 0  # The index of the round whose messages are being sent.
         self.works: list[dist.Work] = []
-        self.outgoing: list[Tensor] = []  # kept until the sends have ended
-        self.incoming: list[tuple[Tensor, list[Run]]] = []  # to be copied to several runs of elements
-        self._end_round()  # round 0 has no messages
+        self.outgoing: list[Tensor] = []  # Sent tensors are kept until the sends have ended.
+        self.incoming: list[tuple[Tensor, list[Run]]] = []  # Messages that are copied to several runs.
+        self._end_round()  # Round 0 has no messages.
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return without waiting for another rank."""
@@ -57,13 +57,13 @@ class Call:
         return remaining == 0 or (remaining == 1 and all(work.is_completed() for work in self.works))
 
     def wait(self) -> None:
-        """Run the remaining rounds; on a GPU, queue them on the stream instead of waiting."""
+        """Run the remaining rounds of the plan. On a GPU, queue the rounds on the stream."""
         while self.current < len(self.rounds):
             self._end_round()
 
     @torch.no_grad()
     def _end_round(self) -> None:
-        """Wait for the messages of this round, compute the sums of this rank, and start the next round."""
+        """Wait for this round's messages, compute this rank's sums, and start the next round."""
         for work in self.works:
             work.wait()
         for message, runs in self.incoming:
@@ -86,7 +86,7 @@ class Call:
             self.works = dist.batch_isend_irecv(operations)
 
     def _target(self, runs: list[Run]) -> Tensor:
-        """Return the tensor in which a message arrives; `_end_round` copies it if it has several runs."""
+        """Return the tensor for an arriving message; `_end_round` copies a message of several runs."""
         if len(runs) == 1:
             return self._view(runs[0])
         own = self.buffers["in"]
@@ -95,7 +95,7 @@ class Call:
         return message
 
     def _content(self, runs: Sequence[Run]) -> Tensor:
-        """Return the tensor of a message that is sent."""
+        """Return the tensor of a message to send."""
         views = [self._view(run) for run in runs]
         self.outgoing.append(views[0] if len(views) == 1 else torch.cat(views))
         return self.outgoing[-1]
@@ -111,7 +111,7 @@ class Call:
 def add_up(sources: Sequence[Tensor], out: Tensor) -> None:
     """Add tensors in the given order, and write the sum to the tensor `out`.
 
-    `out` may be the first tensor. Half-precision tensors are added in fp32.
+    The tensor `out` may be the first tensor of the sum. Half-precision tensors are added in fp32.
     """
     first, *others = sources
     if not others:
@@ -128,7 +128,7 @@ def add_up(sources: Sequence[Tensor], out: Tensor) -> None:
 
 
 class TwoSided:
-    """Runs one rank's part of a collective plan by send and receive; the checker must have accepted it."""
+    """Runs one rank's steps of a checked collective plan by send and receive."""
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup | None) -> None:
         self.plan, self.group, self.is_new = plan, group, True
@@ -145,12 +145,12 @@ class TwoSided:
                 self._sums[move.round].append(move)
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
-        """Start the collective, and return a handle to wait for it.
+        """Start the collective, and return a handle whose `wait` finishes it.
 
-        `own` is the plan's `in`. Both tensors are contiguous, with elements along the first dimension.
+        `own` and `out` are the plan's `in` and `out`, contiguous, with elements along dimension 0.
         """
         if self.is_new and own.is_cuda:
-            # NCCL's first call in a group needs all ranks, but a round may have no message for some rank.
+            # The first NCCL call in a group needs all ranks, but a round may have no message for some rank.
             dist.all_reduce(own.new_zeros(1), group=self.group)
         self.is_new = False
         rounds, slots = self._for_sizes(sizes)

@@ -1,13 +1,13 @@
-"""Edge splitting: replaces the links of switches by links between ranks, without reducing flows to ranks.
+"""Edge splitting replaces the links of switches by links between ranks, without reducing flows to ranks.
 
-A link from u to switch w and a link from w to t become a link from u to t, as long as k N can still flow
-from the source of `optimum` to each rank. If each switch receives as much as it sends, all links of a
-switch can be replaced, in any order (Bang-Jensen, Frank and Jackson, Preserving and increasing local
-edge-connectivity in mixed graphs, 1995).
+A link from u to switch w and a link from w to t become a link from u to t. A replacement is allowed while k
+N (k trees for each of N ranks) can still flow from the source to each rank. If each switch receives as much
+as it sends, all links of a switch can be replaced in any order (Bang-Jensen, Frank and Jackson, Preserving
+and increasing local edge-connectivity in mixed graphs, 1995).
 
-Consider a set T of vertices with a rank and without the source. Its spare capacity (room) is the capacity
-into T minus k N. Splitting reduces the room of sets with w but without u and t, and of sets with u and t
-but without w.
+Consider a set T of vertices that has at least one rank and not the source. The spare capacity (room) of T
+is the capacity of links into T minus k N. Splitting reduces the room of sets that have w but neither u nor
+t, and of sets that have u and t but not w.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 from fairseq_tutel.plans.forestcoll.optimum import Share, reaches_all, with_source
 from fairseq_tutel.plans.network import Network
 
-# A part of a link: (source, target, capacity).
+# A piece of a link is (source, target, capacity).
 Piece = tuple[int, int, int]
 
 
 def without_switches(network: Network, share: Share) -> list[list[int]]:
-    """Remove the switches of a network; return the capacities between ranks by [source][target]."""
+    """Remove the switches of a network. Return the capacities between ranks by [source][target]."""
     splitting = _Splitting(network, share)
     for switch in network.switches:
         splitting.remove(switch)
@@ -31,7 +31,7 @@ def without_switches(network: Network, share: Share) -> list[list[int]]:
 
 
 class _Splitting:
-    """The capacities between ranks, remaining switches and the source during edge splitting."""
+    """The capacities between ranks, switches and the source while edges are split."""
 
     def __init__(self, network: Network, share: Share) -> None:
         self.network = network
@@ -39,13 +39,13 @@ class _Splitting:
         self.source = len(network.vertices)
         self.needed = share.trees * network.ranks
         self.ranks = (1 << network.ranks) - 1
-        # A capacity that no flow can reach.
+        # No flow can reach this capacity.
         self.endless = self.needed + sum(map(sum, share.capacities)) + 1
 
     def remove(self, switch: int) -> None:
-        """Replace all links of a switch by links between its neighbours.
+        """Replace all links of a switch by links between the vertices that the switch connects.
 
-        Links are split evenly first, which gives lower trees. Links from a vertex to itself are made last.
+        Links are first split evenly, which makes lower trees. Links from a vertex to itself come last.
         """
         self._split_evenly(switch, list(self._even(switch)))
         into, out = self._neighbours(switch)
@@ -55,12 +55,12 @@ class _Splitting:
         assert self._neighbours(switch) == ([], []), "all links of a switch can be replaced"
 
     def _neighbours(self, switch: int) -> tuple[list[int], list[int]]:
-        """Return the vertices with links to a switch, and the vertices with links from the switch."""
+        """Return the vertices with links to a switch, and the vertices to which the switch has links."""
         into = [vertex for vertex, out in enumerate(self.graph.out) if out >> switch & 1]
         return into, list(members(self.graph.out[switch]))
 
     def _even(self, switch: int) -> Iterator[Piece]:
-        """Yield new links with capacities in proportion to the links of the switch that they replace."""
+        """Yield new links. The new capacities are proportional to the replaced links of the switch."""
         into, out = self._neighbours(switch)
         left = self.graph.left
         for u in into:
@@ -71,16 +71,16 @@ class _Splitting:
                     yield u, t, amount
 
     def _partners(self, u: int, out: Sequence[int]) -> list[int]:
-        """Return the vertices of `out` to which the links from u should lead.
+        """Return the vertices of `out` to which the links of vertex u should lead.
 
-        These are the ranks with the local rank of u on other hosts or, without such ranks, all except u.
+        The vertices are ranks on other hosts with u's local rank or, without such ranks, all except u.
         """
         places = dict(enumerate(self.network.places))
         alike = [t for t in out if u in places and t in places and places[u][1] == places[t][1]]
         return [t for t in alike if t != u] or [t for t in out if t != u]
 
     def _split_evenly(self, switch: int, pieces: Sequence[Piece]) -> None:
-        """Replace links of a switch by the new links `pieces`, except those that reduce flows too far."""
+        """Replace links of a switch by the new links `pieces`, except links that reduce flows too far."""
         if not pieces:
             return
         trial = self.graph.copy()
@@ -101,8 +101,8 @@ class _Splitting:
             graph.add(u, t, amount)
 
     def _room(self, switch: int, u: int, t: int, most: int) -> int:
-        """Return the capacity of a switch's links from u and to t that can be replaced, up to `most`."""
-        # First sets with the switch but without u and t, then sets with u and t but without the switch.
+        """Return how much capacity of a switch's links from u and to t can be replaced, up to `most`."""
+        # Splitting reduces the room of sets with the switch or with u and t, but not both.
         for start, end in ((u, switch), (switch, t)):
             if most:
                 graph = self.graph.copy()
@@ -114,9 +114,9 @@ class _Splitting:
         return most
 
     def _least(self, graph: Flow, start: int, end: int, ranks: int, most: int) -> int:
-        """Return the least spare capacity of sets with `end` and one or more of `ranks`, without `start`.
+        """Return the least spare capacity of sets with `end` and a rank of `ranks`, without `start`.
 
-        The result is at most `most`.
+        The returned capacity is at most `most`.
         """
         limit = self.needed + most
         sent, beyond = graph.push(start, end, limit)

@@ -1,4 +1,4 @@
-"""Forests: sets of trees along which each rank's shard reaches all ranks as fast as the network allows.
+"""A forest is a set of trees along which each rank's shard reaches all ranks as fast as possible.
 
 `optimum` assigns links to trees, `edge_splitting` removes the switches, and `tree_packing` finds the trees.
 """
@@ -18,7 +18,7 @@ from fairseq_tutel.plans.network import Network
 
 
 class Forest(NamedTuple):
-    """Trees for a network: k trees with each rank as root, listed root by root."""
+    """A network's trees, with k trees for each rank as root, listed root by root."""
 
     network: Network
     best: Optimum
@@ -27,14 +27,14 @@ class Forest(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The largest number of edges from a root to a rank."""
+        """The largest number of edges from the root of a tree to a rank."""
         return max(max(tree.depths.values()) for tree in self.trees)
 
 
 def grow(network: Network, trees: int | None = None) -> Forest:
     """Return the fastest forest of a network with k = `trees` trees for each root.
 
-    Without `trees`, k is the least number within `optimum.TOLERANCE` of the optimum.
+    Without `trees`, k is the least number of trees whose time is within `optimum.TOLERANCE` of the optimum.
     """
     best = optimum(network)
     share = fixed_share(network, best, trees) if trees else default_share(network, best)

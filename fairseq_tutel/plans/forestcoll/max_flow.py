@@ -1,7 +1,7 @@
 """Integer maximum flow and minimum cut by Dinic's algorithm (1970), for small and dense graphs.
 
-Graphs have dozens of vertices. Capacities are in a matrix, and sets of vertices are bits of an integer. So
-a breadth-first search needs a few operations per vertex instead of per edge.
+The graphs have dozens of vertices. Capacities are in a matrix, and a set of vertices is an integer with a
+bit for each vertex. A breadth-first search therefore needs a few operations per vertex instead of per edge.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,9 +9,9 @@ from itertools import pairwise
 
 
 class Flow:
-    """A graph with the remaining capacity of each edge, `left[source][target]`.
+    """A graph with the remaining capacity of each edge in `left[source][target]`.
 
-    `out` has the targets of each vertex as bits.
+    `out` has the targets of each vertex's edges as bits.
     """
 
     __slots__ = ("left", "out")
@@ -27,7 +27,7 @@ class Flow:
         return cls(left, [sum(1 << target for target, c in enumerate(row) if c) for row in left])
 
     def copy(self) -> "Flow":
-        """Return a copy of the graph with its own capacities."""
+        """Return a copy of the graph, with a separate matrix of capacities."""
         return Flow([row[:] for row in self.left], self.out[:])
 
     def add(self, source: int, target: int, capacity: int) -> None:
@@ -39,11 +39,11 @@ class Flow:
             self.out[source] &= ~(1 << target)
 
     def push(self, source: int, target: int, limit: int) -> tuple[int, int]:
-        """Send the maximum flow from source to target, at most `limit`, and reduce the capacities.
+        """Send the maximum flow, but at most `limit`, from source to target, and reduce the capacities.
 
         Returns:
-            The flow. If the flow is less than the limit, also the smallest set of vertices on the source
-            side of a minimum cut, as bits, else 0.
+            The flow. The second result is 0 if the flow reaches the limit. Otherwise, the second result is
+            the smallest set of vertices on the source side of a minimum cut, as bits.
         """
         sent = 0
         while sent < limit:
@@ -54,7 +54,7 @@ class Flow:
         return sent, 0
 
     def _layers(self, source: int, target: int) -> tuple[list[int], int]:
-        """Return the sets of vertices by distance from the source, up to the target, and their union."""
+        """Return the sets of vertices by distance from the source up to the target, and their union."""
         out = self.out
         layers = [1 << source]
         seen, end = layers[0], 1 << target
@@ -72,7 +72,7 @@ class Flow:
                 return layers, seen
 
     def _block(self, source: int, target: int, layers: list[int], limit: int) -> int:
-        """Send flow along shortest paths until no path is left or the limit is reached; return the flow."""
+        """Send flow along shortest paths until no path is left or `limit` is reached. Return the flow."""
         left, out = self.left, self.out
         path, sent = [source], 0
         while path:
@@ -103,7 +103,7 @@ class Flow:
 
 
 def members(bits: int) -> Iterator[int]:
-    """Yield the vertices of a set in increasing order; the set is the bits of an integer."""
+    """Yield the vertices of a set, which are the bits of an integer, in increasing order."""
     while bits:
         low = bits & -bits
         yield low.bit_length() - 1

@@ -1,13 +1,13 @@
-"""ForestColl's optimum: the least time to send each rank's shard to all ranks, and the cut that limits it.
+"""ForestColl's optimum is the least time to send each rank's shard to all ranks, and the limiting cut.
 
-Let S be a set of vertices without at least one rank. The shards of its ranks R(S) leave S over links with
-the total bandwidth B+(S). So shards of one byte take at least |R(S)| / B+(S). Let 1/x be the largest of
-these bounds. Trees reach it (Edmonds 1973): with a source that sends x to each rank, x N can flow to each
-rank. All numbers are integers or fractions.
+Let S be a set of vertices that does not have all ranks. The shards of the ranks R(S) in S leave S over
+links with the total bandwidth B+(S). Sending shards of one byte therefore takes at least |R(S)| / B+(S).
+Let 1/x be the largest of these lower bounds. Trees reach the bound 1/x (Edmonds 1973). If a source sends x
+to each rank, x N can flow to each rank. All numbers in this module are integers or fractions.
 
-Source: Zhao et al., ForestColl: Throughput-Optimal Collective Communications on Heterogeneous Network
-Fabrics, 2024. The paper finds 1/x by bisection. This module uses Newton's method (Dinkelbach 1967): each
-cut that is too narrow gives the next, larger 1/x. Few steps are needed.
+The bound is from Zhao et al., ForestColl (2024). The paper finds 1/x by bisection. This module uses
+Newton's method (Dinkelbach 1967), in which each cut that is too narrow gives the next, larger 1/x. Newton's
+method needs only few steps.
 """
 
 import math
@@ -18,16 +18,16 @@ from typing import NamedTuple
 from fairseq_tutel.plans.forestcoll.max_flow import Flow
 from fairseq_tutel.plans.network import Network
 
-# The largest relative distance from the optimum for the default number of trees.
+# With the default number of trees, the time is at most this fraction above the optimum.
 TOLERANCE = Fraction(1, 20)
-# The most numbers of trees to try before the optimum's number is used.
+# At most this many tree counts are tried before the optimum's tree count is used.
 TRIED = 200
 
 
 class Optimum(NamedTuple):
     """The lower bound (1/x) for the time of any all-gather, and a set S of vertices that gives this bound.
 
-    `cut` is S as bits. `narrow` is |R(S)| and B+(S), whose quotient is 1/x.
+    `cut` is the set S as bits. `narrow` is the pair |R(S)| and B+(S), whose quotient is 1/x.
     """
 
     cut: int
@@ -35,15 +35,14 @@ class Optimum(NamedTuple):
 
     @property
     def seconds(self) -> Fraction:
-        """The seconds (1/x) that shards of one byte take, if bandwidths are in bytes per second."""
+        """The seconds (1/x) to send shards of one byte, if bandwidths are in bytes per second."""
         return Fraction(*self.narrow)
 
 
 class Share(NamedTuple):
-    """The number of trees that may use each link of a network, with k = `trees` trees per root.
+    """The number of trees that may use each link of a network, if each root has k = `trees` trees.
 
-    At most U b trees use a link of bandwidth b; U is `stretch`. `capacities` has U b, rounded down, by
-    [source][target].
+    At most U b trees use a link of bandwidth b, where U is `stretch`. `capacities` has U b, rounded down.
     """
 
     trees: int
@@ -52,7 +51,7 @@ class Share(NamedTuple):
 
     @property
     def seconds(self) -> Fraction:
-        """The seconds (U / k) that shards of one byte take, if bandwidths are in bytes per second."""
+        """The seconds (U / k) to send shards of one byte, if bandwidths are in bytes per second."""
         return self.stretch / self.trees
 
 
@@ -64,14 +63,14 @@ def optimum(network: Network) -> Optimum:
         key=lambda found: found.seconds,
     )
     for rank in range(network.ranks):
-        # A rank without a narrower cut for some 1/x has none for a larger 1/x, so each rank is tried once.
+        # A rank without a narrower cut for 1/x has none for a larger 1/x, so each rank is tried once.
         while cut := _too_narrow(network, rank, best.seconds):
             best = _narrow(network, cut)
     return best
 
 
 def _narrow(network: Network, cut: int) -> Optimum:
-    """Return the lower bound that a set of vertices (`cut`, as bits) gives for the time."""
+    """Return the lower bound for the all-gather time that a set of vertices (`cut`, as bits) gives."""
     inside = (cut & ((1 << network.ranks) - 1)).bit_count()
     leaving = sum(
         link.bandwidth for link in network.links if cut >> link.source & 1 > cut >> link.target & 1
@@ -82,7 +81,7 @@ def _narrow(network: Network, cut: int) -> Optimum:
 def _too_narrow(network: Network, rank: int, seconds: Fraction) -> int:
     """Return a set of vertices without `rank` whose time bound is larger than `seconds`, or 0."""
     source = len(network.vertices)
-    # All numbers are multiplied by the numerator of 1/x, which makes them whole.
+    # All capacities are multiplied by the numerator of 1/x, so that they are integers.
     matrix = [[seconds.numerator * b for b in row] for row in network.matrix]
     graph = with_source(matrix, network.ranks, seconds.denominator)
     _, cut = graph.push(source, rank, seconds.denominator * network.ranks)
@@ -103,13 +102,13 @@ def _share(network: Network, trees: int, stretch: Fraction) -> Share:
 
 
 def is_enough(network: Network, share: Share) -> bool:
-    """Return whether links have enough capacity for the trees: k N must flow to each rank (Edmonds)."""
+    """Return whether the links have enough capacity for the trees, so that k N can flow to each rank."""
     graph = with_source(share.capacities, network.ranks, share.trees)
     return reaches_all(graph, network.ranks, share.trees * network.ranks)
 
 
 def reaches_all(graph: Flow, ranks: int, needed: int) -> bool:
-    """Return whether a flow of `needed` from the last vertex to each rank is possible."""
+    """Return whether a flow of `needed` from the graph's last vertex to each rank is possible."""
     graph, start = graph.copy(), len(graph.out) - 1
     for rank in range(ranks):
         # The flow to one rank is extended to the next rank, mostly by few and short paths.
@@ -120,7 +119,7 @@ def reaches_all(graph: Flow, ranks: int, needed: int) -> bool:
 
 
 def with_source(capacities: Sequence[Sequence[int]], ranks: int, trees: int) -> Flow:
-    """Return a graph with a source as last vertex, whose edges of capacity `trees` lead to all ranks."""
+    """Return a graph whose last vertex is a source with edges of capacity `trees` to all ranks."""
     graph = Flow.of(capacities, 1)
     for rank in range(ranks):
         graph.add(len(capacities), rank, trees)
@@ -132,7 +131,7 @@ def fixed_share(network: Network, best: Optimum, trees: int) -> Share:
     least = most = best.seconds * trees
     while not is_enough(network, _share(network, trees, most)):
         most *= 2
-    # At the least U, some link gets one more tree, so U is an integer divided by this link's bandwidth.
+    # At the least U, U b is an integer for the bandwidth b of some link.
     too_low = Fraction(0)
     for width in {link.bandwidth for link in network.links}:
         first = max(math.ceil(least * width), math.floor(too_low * width) + 1)

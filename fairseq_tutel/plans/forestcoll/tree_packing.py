@@ -1,11 +1,11 @@
-"""Tree packing: finds k spanning trees per root; no link carries more trees than its capacity.
+"""Finds k spanning trees per root, with no more trees on a link than its capacity (tree packing).
 
-Trees grow one after the other. Equal trees grow together, as m copies of one tree. Two limits apply to the
-copies that can take a link (x, y): the link's remaining capacity, and the spare capacity of each set T of
-ranks with y and without x. The spare capacity is the capacity into T minus the other trees that must still
-reach T (Edmonds 1973; Berczi and Frank, Packing arborescences, 2009). The remaining copies become a
-separate tree with the edges so far. A link for at least one copy always exists. A set without spare
-capacity never gets spare capacity later, because its capacity and its demand decrease together.
+The algorithm grows one tree after another. Equal trees grow together, as m copies of one tree. A link (x,
+y) limits the number of copies by its remaining capacity. Each set T of ranks that has y but not x also
+limits the number of copies, by the spare capacity of T. The spare capacity of T is the capacity of links
+into T minus the other trees that must still reach T (Edmonds 1973; Berczi and Frank, Packing arborescences,
+2009). Copies of a tree that cannot take a link become a separate tree with the edges so far. At least one
+copy can always take some link. A set without spare capacity never gets spare capacity later.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 
 
 class Tree(NamedTuple):
-    """A tree and the number of its copies; edges (parent, child) are in breadth-first order."""
+    """A tree and the number of its copies. Edges (parent, child) are in breadth-first order."""
 
     root: int
     copies: int
@@ -23,7 +23,7 @@ class Tree(NamedTuple):
 
     @property
     def depths(self) -> dict[int, int]:
-        """The number of edges from the root to each vertex of the tree."""
+        """The number of edges from the tree's root to each vertex."""
         depths = {self.root: 0}
         for source, target in self.edges:
             depths[target] = depths[source] + 1
@@ -31,9 +31,9 @@ class Tree(NamedTuple):
 
 
 def pack(capacities: Sequence[Sequence[int]], trees: int) -> list[Tree]:
-    """Return k = `trees` trees with each rank as root; no link carries more trees than its capacity.
+    """Return k = `trees` trees with each rank as root, with no more trees on a link than its capacity.
 
-    `capacities` is by [source][target].
+    `capacities` has the capacity of each link by [source][target].
     """
     packing = _Packing(capacities)
     growing = [Tree(root, trees) for root in reversed(range(len(capacities)))]
@@ -45,17 +45,17 @@ def pack(capacities: Sequence[Sequence[int]], trees: int) -> list[Tree]:
 
 
 class _Packing:
-    """The state of a tree packing: the remaining capacities of links between ranks."""
+    """The remaining capacities of links between ranks during tree packing."""
 
     def __init__(self, capacities: Sequence[Sequence[int]]) -> None:
         self.links = Flow.of(capacities)
         self.everyone = (1 << len(capacities)) - 1
-        self.full: list[int] = []  # sets of ranks without spare capacity
+        self.full: list[int] = []  # The sets of ranks without spare capacity.
 
     def grow(self, tree: Tree, others: Sequence[Tree]) -> tuple[Tree, list[Tree]]:
-        """Grow a tree until it reaches all ranks; return the tree and the list of other trees.
+        """Grow a tree until it reaches all ranks. Return the tree and the list of other trees.
 
-        Copies of the tree that take other links split off, and join the other trees.
+        Copies of the tree that take other links become separate trees.
         """
         others = list(others)
         graph = self._with_demands(others)
@@ -77,9 +77,9 @@ class _Packing:
         return tree, others
 
     def _next(self, depths: Mapping[int, int], reached: int) -> tuple[int, int]:
-        """Return the next link for a tree: the link nearest to the root that at least one copy can use.
+        """Return the link nearest to the tree's root that at least one copy of the tree can use.
 
-        Of several links, the link with the largest capacity is returned.
+        Of several equally near links, the link with the largest capacity is returned.
         """
         left, out = self.links.left, self.links.out
         found, widest = None, (0, 0)
@@ -99,7 +99,7 @@ class _Packing:
     def _with_demands(self, others: Sequence[Tree]) -> Flow:
         """Return the graph of remaining links, with more vertices for the demands of the other trees.
 
-        The graph has a source, and a vertex for each other tree with edges to the tree's vertices.
+        The graph has a source, and one vertex for each other tree, with edges to this tree's vertices.
         """
         size = len(self.links.out)
         graph = Flow.of(self.links.left, 1 + len(others))

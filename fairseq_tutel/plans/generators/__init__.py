@@ -1,13 +1,15 @@
-"""Generators of collective plans: well-known algorithms by name, and ForestColl's trees (`forest`).
+"""Generators make collective plans from well-known algorithms by name, and from trees (`forest`).
 
-Each rank has one lane. All ranks get the same bits, because each sum is made by one rank, or by all ranks
-in the same order.
+In a generated plan, each rank has one lane. All ranks get the same bits, because one rank makes each sum,
+or all ranks make it in the same order.
 
-Calls in a row need no extra signals, because `tmp` alternates between calls. A rank's result needs a part
-of each other rank's `in`. So when a rank ends a call, all ranks have begun this call and ended the previous
-one. Before a put to another rank's `out`, that rank must signal that it has begun the call. In two-phase
-plans and in ring all_reduce, the first phase is this signal. The ring all_gather and the trees send it. A
-put from `in` or `out` is flushed, unless a later signal from the receiver makes the flush unnecessary.
+Successive calls of a plan need no extra signals, because `tmp` alternates between two buffers. A rank's
+result needs data of every other rank's `in`. When a rank ends a call, all ranks have therefore begun this
+call and ended the previous call. Before a put to another rank's `out`, this other rank must signal that it
+has begun the call. In two-phase plans and ring all_reduce, a message of the first phase shows that its
+sender has begun the call. In ring all_gather and in tree plans, a separate signal shows that a rank has
+begun the call. A flush follows each put from `in` or `out`, unless a later signal from the receiver makes
+the flush unnecessary.
 """
 
 from collections.abc import Callable
@@ -19,9 +21,9 @@ from fairseq_tutel.plans.generators import named
 
 
 class Generator(NamedTuple):
-    """A function that makes a plan from (collective, ranks), and the collectives that it supports.
+    """A function that makes a plan from (collective, ranks), with the collectives that it supports.
 
-    `has_nodes`: whether the function takes the option `nodes`.
+    `has_nodes` is True if the function takes the option `nodes`.
     """
 
     function: Callable[..., Plan]
@@ -41,9 +43,9 @@ GENERATORS = {
 
 
 def make(name: str, collective: str, ranks: int, *, nodes: int = 1) -> Plan:
-    """Make a collective plan with the generator `name`.
+    """Make a collective plan with the generator of the name `name`.
 
-    Ranks are numbered node * L + local rank. Most generators ignore `nodes`.
+    Ranks are numbered as node * L + local rank, with L ranks per node. Most generators ignore `nodes`.
 
     Raises:
         ValueError: the generator is unknown, or cannot make a plan for these arguments.
@@ -61,11 +63,11 @@ def make(name: str, collective: str, ranks: int, *, nodes: int = 1) -> Plan:
 
 
 def usual(collective: str, ranks: int) -> tuple[Plan, ...]:
-    """Return the fastest collective plans for ranks on one host, each with its range of bytes.
+    """Return the fastest collective plans for the ranks of one host, each with its range of bytes.
 
-    All ranks put to all others at once. For more than two ranks, an all_reduce is faster in two phases if
-    the data of one phase does not fit a processor's cache, which is above 2 MiB / N^2. Measured by
-    `benchmarks.collectives --all-plans` with 2, 4 and 8 ranks.
+    In these plans, each rank puts to all other ranks at once. For N > 2 ranks, an all_reduce above 2 MiB /
+    N^2 is faster in two phases, because the data of one phase does not fit a processor's cache. The command
+    `benchmarks.collectives --all-plans` measured these plans with 2, 4 and 8 ranks.
     """
     if collective == "all_to_all":
         return (make("linear", collective, ranks),)

@@ -1,13 +1,13 @@
 """Makes collective plans that send data along ForestColl's trees, to all ranks or as sums to the roots.
 
-There are N ranks, k trees per root and P slices. A shard has P k chunks. A tree with m copies carries P m
-of these chunks: m adjacent chunks in each slice. Ranks send in rounds. All chunks from one rank to another
-in a round share a signal. When shards are distributed, a rank sends in the round of its distance from the
-root. When data is summed, it sends in the round of its distance from the farthest leaf below it. Each slice
-runs one round behind the previous slice. So there are depth + P - 1 rounds, each with 1/P of the bytes, and
-links wait less.
+There are N ranks, k trees per root rank, and P slices of the data. A shard has P k chunks, which are k
+chunks in each slice. A tree with m copies carries m adjacent chunks of each slice. Ranks send chunks in
+rounds. All chunks from one rank to another rank in a round share a signal. To distribute a shard, a rank
+sends in the round that equals its distance from the root. To sum data, a rank sends in the round that
+equals its distance from the farthest leaf below it. Each slice runs one round after the previous slice. A
+plan therefore has depth + P - 1 rounds, each with 1/P of the bytes, so that links are idle less often.
 
-A rank puts only to ranks that have begun the call. Such ranks have sent a signal, or data for the sum.
+A rank puts only to ranks that have begun the call, and have therefore sent a signal or data for the sum.
 """
 
 from collections import Counter, defaultdict
@@ -19,7 +19,7 @@ from fairseq_tutel.plans.format import REDUCING, Place, Plan, Writer
 
 
 def plan_of(collective: str, forest: Forest, *, slices: int = 1) -> Plan:
-    """Return a collective plan that sends data along trees: sums to the roots, and data from the roots."""
+    """Return a collective plan that sends data along trees, as sums to the roots or from the roots."""
     network, w = forest.network, Writer(forest.network.ranks)
     temporary = _reduce(w, forest, collective, slices) if collective in REDUCING else 0
     if collective != "reduce_scatter":
@@ -41,9 +41,9 @@ class _Branch(NamedTuple):
     """The chunks that one edge of a tree carries in slice p of the data, p rounds after slice 0.
 
     Attributes:
-        chunk: the first chunk, numbered over all shards.
+        chunk: the index of the first chunk over all shards.
         n: the number of chunks.
-        own: the first chunk, numbered in the root's shard; None if the parent is not the root.
+        own: the index of the first chunk in the root's shard; None if the parent is not the root.
         depth: the parent's distance from the root, plus p.
         height: the child's distance from the farthest leaf below it, plus p.
     """
@@ -77,9 +77,9 @@ def _branches(forest: Forest, slices: int) -> list[_Branch]:
 
 
 def _distribute(w: Writer, forest: Forest, have_begun: bool, slices: int) -> None:
-    """Add the steps that copy each root's chunks to `out` of all ranks.
+    """Add the steps that copy each root's chunks to the buffer `out` of all ranks.
 
-    If all ranks have begun the call, the chunks come from the root's `out`, else from its `in`.
+    If all ranks have begun the call, the chunks come from the root's `out`, otherwise from its `in`.
     """
     branches = _branches(forest, slices)
     if not have_begun:
@@ -102,9 +102,9 @@ def _distribute(w: Writer, forest: Forest, have_begun: bool, slices: int) -> Non
 
 
 def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
-    """Add steps that sum each root's chunks over all ranks into the root's `out`; return `tmp`'s size."""
+    """Add steps that sum each root's chunks over all ranks into its `out`; return the size of `tmp`."""
     branches = sorted(_branches(forest, slices), key=lambda each: (each.height, each.child, each.chunk))
-    # Each child's sum has its own place in the parent's `tmp`.
+    # Each child's sum has a separate position in the parent's `tmp`.
     places: dict[tuple[int, int], Place] = {}
     used: Counter[int] = Counter()
     children: dict[tuple[int, int], list[_Branch]] = defaultdict(list)
@@ -112,7 +112,7 @@ def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
         places[branch.chunk, branch.child] = Place("tmp", used[branch.parent])
         used[branch.parent] += branch.n
         children[branch.chunk, branch.parent].append(branch)
-    # The sums, by the first round after all terms of a sum have arrived.
+    # This table has the sums by the first round after all terms of a sum have arrived.
     sums: dict[int, list[list[_Branch]]] = defaultdict(list)
     for parts in children.values():
         sums[1 + max(part.height for part in parts)].append(sorted(parts, key=lambda p: p.child))
@@ -139,7 +139,7 @@ def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
 def _send(w: Writer, messages: Iterable[tuple[int, int, Place, Place, int]]) -> None:
     """Add the puts, signals and waits for the messages of one round.
 
-    A message is (rank, other rank, source, target, chunks).
+    A message is a tuple (rank, other rank, source, target, number of chunks).
     """
     pairs: dict[tuple[int, int], list[tuple[Place, Place, int]]] = defaultdict(list)
     for rank, other, source, target, n in sorted(messages):

@@ -1,7 +1,7 @@
-"""Generators of collective plans for well-known algorithms.
+"""Generators make collective plans from well-known algorithms.
 
-N ranks on n nodes of L ranks; r is a rank, t a round, M the bytes of a rank's `in`. docs/plans.md has a
-table of messages and rounds.
+N ranks are on n nodes of L ranks. A rank is r, a round is t, and M is the bytes of a rank's `in`.
+docs/plans.md has a table of messages and rounds.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,7 @@ def ring(collective: str, ranks: int) -> Plan:
     """Return a ring plan for all_gather, reduce_scatter or all_reduce.
 
     In each round, a rank sends a shard to the next rank. Chunk c is summed along the ring from rank c + 1
-    to rank c. The all_reduce (2PR) is a reduce_scatter and then an all_gather. Source: Patarasuk and Yuan
-    2009.
+    to rank c. The all_reduce (2PR) is a reduce_scatter and an all_gather (Patarasuk and Yuan 2009).
     """
     w = Writer(ranks)
     for r in range(ranks):
@@ -27,7 +26,8 @@ def ring(collective: str, ranks: int) -> Plan:
             _sum_along(w, r, ("out", 0))
         else:
             _sum_along(w, r, ("out", r))
-            # The last sum includes data of the next rank, so that rank has begun.
+            # In the ring all_reduce, the last sum includes data of the next rank, so this rank has begun
+            # the call.
             _pass_on(w, r, ("out", r))
         w.flush(r, (r + 1) % ranks)
     chunks = ranks if collective == "all_reduce" else 1
@@ -36,9 +36,9 @@ def ring(collective: str, ranks: int) -> Plan:
 
 
 def _sum_along(w: Writer, r: int, result: Chunk) -> None:
-    """Add the steps with which rank r sums chunk r of all ranks along the ring, and writes it to `result`.
+    """Add steps with which rank r sums chunk r of all ranks along the ring and writes it to `result`.
 
-    Round t receives into tmp[t].
+    In round t, the rank receives into tmp[t].
     """
     for t in range(w.ranks - 1):
         leaves = ("tmp", t - 1) if t else ("in", (r - 1) % w.ranks)
@@ -49,7 +49,7 @@ def _sum_along(w: Writer, r: int, result: Chunk) -> None:
 
 
 def _pass_on(w: Writer, r: int, own: Chunk) -> None:
-    """Add the steps with which rank r passes the chunk `own` of each rank on along the ring into `out`."""
+    """Add steps with which rank r passes the chunk `own` of each rank along the ring into `out`."""
     for t in range(w.ranks - 1):
         leaves = (r - t) % w.ranks
         w.send(r, (r + 1) % w.ranks, ("out", leaves) if t else own, ("out", leaves))
@@ -57,13 +57,13 @@ def _pass_on(w: Writer, r: int, own: Chunk) -> None:
 
 
 def all_pairs(collective: str, ranks: int) -> Plan:
-    """Return a one-phase plan: each rank puts its chunks to `tmp` of all ranks, which copy or sum them.
+    """Return a one-phase plan, in which each rank puts chunks to all ranks' `tmp` for a copy or sum.
 
-    Sums are in the order of ranks. The all_reduce is 1PA. Source of `all_pairs`, `two_phase` and
-    `hierarchical`: MSCCL++ (Shah et al. 2025), section 5, for all_reduce.
+    Each sum adds in the order of ranks. The one-phase all_reduce is called 1PA. The functions `all_pairs`,
+    `two_phase` and `hierarchical` follow MSCCL++ (Shah et al. 2025), section 5.
     """
     w = Writer(ranks)
-    # The distance between the chunks for two adjacent ranks.
+    # The stride is the distance between the chunks for two adjacent ranks.
     stride = int(collective in ("reduce_scatter", "all_to_all"))
     for r in range(ranks):
         own, sources = ("in", r * stride), [("in", p * stride) for p in range(ranks)]
@@ -81,9 +81,9 @@ def all_pairs(collective: str, ranks: int) -> Plan:
 
 
 def two_phase(collective: str, ranks: int) -> Plan:
-    """Return a two-phase all_reduce plan (2PA): rank r sums chunk r of all ranks and sends the sum to all.
+    """Return a two-phase all_reduce plan (2PA), in which rank r sums chunk r and sends this sum to all.
 
-    Sums are in the order of ranks. A rank sends 2 (N-1)/N M bytes, the minimum for an all_reduce.
+    Each sum adds in the order of ranks. A rank sends 2 (N-1)/N M bytes, the minimum for an all_reduce.
     """
     w = Writer(ranks)
     for r in range(ranks):
@@ -96,17 +96,17 @@ def two_phase(collective: str, ranks: int) -> Plan:
 
 
 def hierarchical(collective: str, ranks: int, *, nodes: int) -> Plan:
-    """Return a hierarchical all_reduce plan (2PH): sum within nodes, then across nodes, then gather.
+    """Return a hierarchical all_reduce plan (2PH), which sums within nodes and then across nodes.
 
-    The steps are a reduce_scatter within each node, an exchange of 1/L of the data across nodes, and an
-    all_gather within each node. Sums are in the order of ranks in a node, then in the order of nodes.
+    The steps of 2PH are a reduce_scatter within each node, an exchange of 1/L of the data across nodes, and
+    an all_gather within each node. Each sum adds in the order of ranks, then of nodes.
     """
     w = Writer(ranks)
     local = ranks // nodes
     for r in range(ranks):
         a, i = divmod(r, local)
         node, alike = range(a * local, (a + 1) * local), range(i, ranks, local)
-        # tmp[local + node] holds that node's sum of slice i.
+        # tmp[local + node] holds slice i, summed within that node.
         w.reduce(r, _scatter(w, r, node), ("tmp", local + a))
         others = _send_to_each(w, r, alike, [("tmp", local + a)] * nodes, ("tmp", local + a))
         _wait_for_each(w, r, others)
@@ -118,11 +118,11 @@ def hierarchical(collective: str, ranks: int, *, nodes: int) -> Plan:
 
 
 def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
-    """Return a 2-D hierarchical all_to_all plan (2DH): a hop within each node, then a hop between nodes.
+    """Return a 2-D hierarchical all_to_all plan (2DH), with a hop within nodes and a hop between nodes.
 
-    The first hop goes to the rank with the destination's local index. A rank sends n - 1 messages of L
-    chunks to other nodes, while `linear` sends (n - 1) L messages of one chunk. Source: Tutel (Hwang et al.
-    2023), section 3.4.
+    The first hop of 2DH sends to the rank with the local index of the destination rank. In a 2DH plan, a
+    rank sends n - 1 messages of L chunks to other nodes, while `linear` sends (n - 1) L messages of one
+    chunk. 2DH is from Tutel (Hwang et al. 2023).
     """
     w = Writer(ranks)
     local = ranks // nodes
@@ -130,7 +130,7 @@ def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
         a, i = divmod(r, local)
         peers = [a * local + j for j in _others(i, local)]
         others = [b * local + i for b in _others(a, nodes)]
-        # Chunks from (a, j) to (b, i) pass through tmp[b, j] of (a, i).
+        # Chunks from rank (a, j) to rank (b, i) pass through tmp[b, j] of rank (a, i).
         for p in peers:
             for b in range(nodes):
                 w.put(r, p, ("in", b * local + p % local), ("tmp", b * local + i))
@@ -138,7 +138,7 @@ def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
         for b in range(nodes):
             w.copy(r, ("in", b * local + i), ("tmp", b * local + i))
         _wait_for_each(w, r, peers)
-        # Chunks from node a arrive in tmp[ranks + a * local], in the order of sources.
+        # Chunks from node a arrive in tmp[ranks + a * local], in the order of source ranks.
         for p in others:
             w.send(r, p, ("tmp", p - i), ("tmp", ranks + a * local), local)
         w.copy(r, ("tmp", a * local), ("out", a * local), local)
@@ -150,14 +150,14 @@ def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
 
 def _others(index: int, count: int) -> list[int]:
     """Return all indices below `count` except `index`, in cyclic order, starting after `index`."""
-    # So ranks send to different peers at the same time.
+    # In this cyclic order, ranks send to different peers at the same time.
     return [(index + distance) % count for distance in range(1, count)]
 
 
 def _send_to_each(
     w: Writer, rank: int, members: Sequence[int], sources: Sequence[Chunk], target: Chunk
 ) -> list[int]:
-    """Add steps that send sources[i] to `target` on the i-th rank of a group; return the other members."""
+    """Add steps that send sources[i] to `target` on the i-th rank of a group; return the other ranks."""
     others = _others(members.index(rank), len(members))
     for i in others:
         w.send(rank, members[i], sources[i], target)
@@ -165,7 +165,7 @@ def _send_to_each(
 
 
 def _scatter(w: Writer, rank: int, members: Sequence[int]) -> list[Chunk]:
-    """Add steps that send chunk i of `in` to the i-th rank; return the places of this rank's chunks."""
+    """Add steps that send chunk i of `in` to the i-th rank; return this rank's chunks from all ranks."""
     own, count = members.index(rank), len(members)
     peers = _send_to_each(w, rank, members, [("in", i) for i in range(count)], ("tmp", own))
     _wait_for_each(w, rank, peers)

@@ -1,1 +1,1 @@
-"""MSCCL's XML files: `reader` converts them to collective plans, and `writer` converts plans to them."""
+"""MSCCL's XML files, which `reader` converts to collective plans and `writer` makes from plans."""

@@ -1,8 +1,8 @@
 """Reads MSCCL's XML files and converts them to collective plans.
 
-A file has one `gpu` element for each rank, with thread blocks (`tb`). A block has a peer to send to, a peer
-to receive from, and a channel. The `step`s of a block run in order, each after the step on which it
-depends. The buffers i, o and s are input, output and scratch.
+An MSCCL file has one `gpu` element for each rank, with thread blocks (`tb`). A thread block has a peer to
+send to, a peer to receive from, and a channel. The `step`s of a thread block run in order. Each step also
+waits for the step on which it depends. The buffers i, o and s are the input, output and scratch buffer.
 
 | type | does               | type | does                               | type | does                |
 |------|--------------------|------|------------------------------------|------|---------------------|
@@ -10,15 +10,15 @@ depends. The buffers i, o and s are input, output and scratch.
 | r    | receive to dst     | rrs  | receive, add src, send             | re   | add src to dst      |
 | rcs  | same as r, and send| rrcs | receive, add src, write dst, send  | nop  | wait for a step     |
 
-In MSCCL, the receiver chooses the place of a message when it receives the message, and the sender may be
-ahead. A put to this place would race with earlier accesses. So each message has its own chunks of `tmp`,
-and the receiver's step copies or adds from them. Each block becomes a lane, and dependencies become posts
-and pends. A put's source is flushed before it is overwritten.
+In MSCCL, the receiver chooses the position of a message when it receives the message, and the sender may be
+ahead. A put directly to the position of a message would race with earlier accesses. Each message therefore
+gets separate chunks of `tmp`, which the receiver's step copies or adds. Each thread block becomes a lane,
+and dependencies between blocks become posts and pends. A flush precedes an overwrite of a put's source.
 
-If an algorithm runs in place (inplace is 1 and outofplace is not), its only buffer is `out`, to which `in`
-is copied first. For reduce_scatter, this buffer is a part of `tmp`.
+If an algorithm runs in place (inplace is 1 and outofplace is not), it uses only `out`, to which `in` is
+copied first. For an in-place reduce_scatter, a part of `tmp` replaces `out`.
 
-Source: the files of MSCCLang (Cowan et al. 2023), as MSCCL's interpreter runs them.
+The XML format is that of MSCCLang (Cowan et al. 2023), as MSCCL's interpreter runs its files.
 """
 
 import re
@@ -39,15 +39,15 @@ BUFFERS = {"i": "in", "o": "out", "s": "tmp"}
 TYPES = ("s", "r", "rcs", "rrc", "rrs", "rrcs", "cpy", "re", "nop")
 RECEIVING = ("r", "rcs", "rrc", "rrs", "rrcs")
 SENDING = ("s", "rcs", "rrs", "rrcs")
-READING = ("s", "rrc", "rrs", "rrcs", "cpy", "re")  # step types that read src
-STORING = ("r", "rcs", "rrc", "rrcs", "cpy", "re")  # step types that write dst
-LARGEST = 1 << 16  # chunks, ranks and steps
+READING = ("s", "rrc", "rrs", "rrcs", "cpy", "re")  # MSCCL steps of these types read src.
+STORING = ("r", "rcs", "rrc", "rrcs", "cpy", "re")  # MSCCL steps of these types write dst.
+LARGEST = 1 << 16  # The largest number of chunks, ranks or steps.
 Cell = tuple[str, int]
-Way = tuple[int, int, int]  # source, target, channel
+Way = tuple[int, int, int]  # A way is (source rank, target rank, channel).
 
 
 class _Step(NamedTuple):
-    """A step of a thread block; `after` is the (block, step) on which the step depends."""
+    """A step of a thread block. `after` is the (block, step) on which the step depends."""
 
     type: str
     sources: tuple[Place, ...]
@@ -57,7 +57,7 @@ class _Step(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A thread block of an MSCCL file: its peer ranks (-1 means none), its channel and its steps."""
+    """A thread block of an MSCCL file, with peer ranks (-1 means none), a channel and steps."""
 
     send: int
     recv: int
@@ -69,7 +69,7 @@ def from_xml(text: str | bytes) -> Plan:
     """Convert the XML text of an MSCCL algorithm to a collective plan, without checking the plan's steps.
 
     Raises:
-        PlanError: the text is malformed, or cannot be converted; the message names the element.
+        PlanError: the text is malformed, or cannot be converted. The error message names the element.
     """
     algorithm = _parse(text)
     ranks = _number(algorithm, "ngpus", 1)
@@ -78,7 +78,7 @@ def from_xml(text: str | bytes) -> Plan:
     loop = _number(algorithm, "nchunksperloop", 1)
     parts = 1 if coll == "allreduce" else ranks
     _demand(loop % parts == 0, f"nchunksperloop is {loop}; give a multiple of the {ranks} ranks")
-    scale = ranks if coll == "allgather" else 1  # MSCCL's byte range is for the output
+    scale = ranks if coll == "allgather" else 1  # MSCCL's byte range is for the output.
     most = _number(algorithm, "maxBytes", 0, "0", most=1 << 62)
     plan = Plan(
         name=algorithm.get("name", ""),
@@ -114,9 +114,9 @@ def from_xml(text: str | bytes) -> Plan:
 
 
 def _parse(text: str | bytes) -> ET.Element:
-    """Return the root element of an MSCCL file."""
+    """Return the root element of an MSCCL file's XML."""
     try:
-        root = ET.fromstring(text)  # expat limits the expansion of entities
+        root = ET.fromstring(text)  # The XML parser limits the expansion of entities.
     except (ET.ParseError, LookupError, ValueError) as error:
         raise PlanError(f"This is not an MSCCL algorithm: {error}.") from None
     _demand(root.tag == "algo", f"its root element is {root.tag!r}; give 'algo'")
@@ -172,12 +172,12 @@ def _step_of(
 
 
 def cells_of(place: Place, n: int) -> set[Cell]:
-    """Return n adjacent chunks, starting at a place, as a set of (buffer, chunk)."""
+    """Return n adjacent chunks, starting at `place`, as a set of (buffer, chunk)."""
     return {(place.buffer, place.chunk + i) for i in range(n)}
 
 
 def _land(programs: Mapping[int, list[_Block]], base: int) -> tuple[Mapping[Way, list[Place]], int]:
-    """Return the places where messages arrive, by (source, target, channel), and the size of `tmp`."""
+    """Return where messages arrive, by (source, target, channel), and the size of `tmp`."""
     sent: dict[Way, list[int]] = defaultdict(list)
     received: dict[Way, list[int]] = defaultdict(list)
     landings: dict[Way, list[Place]] = defaultdict(list)
@@ -212,8 +212,8 @@ def _write_rank(
     homes: Mapping[str, Place],
     landings: Mapping[Way, list[Place]],
 ) -> None:
-    """Add the steps of one rank to the plan: one lane for each thread block."""
-    semaphores: dict[tuple[int, int], int] = {}  # by (posting lane, pending lane)
+    """Add the steps of one rank to the plan, with one lane for each thread block."""
+    semaphores: dict[tuple[int, int], int] = {}  # The semaphores, by (posting lane, pending lane).
 
     def post(lane: int, other: int) -> None:
         w.post(rank, semaphores.setdefault((lane, other), len(semaphores)), lane=lane)
@@ -264,7 +264,7 @@ def _write_rank(
 
 
 def _effect(step: _Step, arrived: tuple[Place, ...]) -> tuple[tuple[Place, ...], Place, Place | None]:
-    """Return the sources that a step copies or sums, its destination, and the place that it sends."""
+    """Return the sources that a step copies or sums, its destination, and the position that it sends."""
     sources, dst = step.sources, step.dst
     match step.type:
         case "cpy" | "re":
@@ -293,7 +293,7 @@ def _stored(block: _Block) -> set[Cell]:
 def _dependencies(
     blocks: list[_Block],
 ) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], list[int]]]:
-    """Return two dicts by (block, step): the block that a step waits for, and the blocks waiting for it."""
+    """Return two dicts by (block, step): the block that a step awaits, and the blocks that await a step."""
     pends: dict[tuple[int, int], int] = {}
     posts: dict[tuple[int, int], list[int]] = defaultdict(list)
     for lane, block in enumerate(blocks):

@@ -1,4 +1,4 @@
-"""Writes collective plans as XML files for MSCCL's runtime on GPUs; `reader` describes the format."""
+"""Writes collective plans as XML files for MSCCL's runtime on GPUs. `reader` describes the format."""
 
 import xml.etree.ElementTree as ET
 from collections import Counter, defaultdict
@@ -10,17 +10,17 @@ from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Place, Plan, Step
 from fairseq_tutel.plans.msccl.reader import BUFFERS, COLLECTIVES, Cell, cells_of
 
-OWN = ("own", None)  # the block for copies and sums
+OWN = ("own", None)  # The thread block for copies and sums.
 LETTERS = {ours: theirs for theirs, ours in BUFFERS.items()}
 NAMES = {ours: theirs for theirs, ours in COLLECTIVES.items()}
 NOP = {
     "type": "nop", "srcbuf": "i", "srcoff": "-1", "dstbuf": "o", "dstoff": "-1", "cnt": "0",
 }  # fmt: skip
-End = tuple[str, int | None]  # "send" or "recv", and the channel
+End = tuple[str, int | None]  # An end of a channel is "send" or "recv", and the channel.
 
 
 class _Written(NamedTuple):
-    """A step of an MSCCL file: its block, its XML attributes, and the chunks that it reads and writes."""
+    """A step of an MSCCL file, with its block, its XML attributes, and the chunks it reads and writes."""
 
     block: End
     attributes: dict[str, str]
@@ -29,15 +29,16 @@ class _Written(NamedTuple):
 
 
 def to_xml(plan: Plan) -> str:
-    """Return the XML text of the MSCCL algorithm for a collective plan; the algorithm runs out of place.
+    """Return the XML text of an out-of-place MSCCL algorithm for a collective plan.
 
-    A put becomes a send where it is issued, and a receive at its wait. There is a block for each end of a
-    channel, and one block for copies and sums. Steps of different blocks that use the same chunks depend on
-    each other. Signals without puts are omitted, because MSCCL's receivers choose the place and time of a
-    message. MSCCL rounds half-precision types after each addition.
+    A put becomes two MSCCL steps, a send where the put is issued and a receive where its wait is. There is
+    a thread block for each end of a channel, and one for copies and sums. Steps of different thread blocks
+    that use the same chunks depend on each other. Signals without puts are omitted, because MSCCL's
+    receivers choose the position and time of a message. In contrast to this package, MSCCL rounds
+    half-precision types after each addition.
 
     Raises:
-        PlanError: the plan is wrong.
+        PlanError: the collective plan is wrong.
     """
     check(plan)
     scale = plan.ranks if plan.collective == "all_gather" else 1
@@ -62,7 +63,7 @@ def _texts(**values: object) -> dict[str, str]:
 
 
 def _channel_numbers(plan: Plan) -> list[int]:
-    """Return a number for each channel, unique among the channels between the same two ranks."""
+    """Return a number for each channel. Channels between the same two ranks get different numbers."""
     used: Counter[tuple[int, int]] = Counter()
     numbers = []
     for channel in plan.channels:
@@ -105,7 +106,7 @@ def _leaf(kind: str, block: End, step: Step, src: Place) -> _Written:
 
 
 def _add_blocks(gpu: ET.Element, steps: list[_Written], plan: Plan, numbers: list[int]) -> None:
-    """Add a rank's steps to the XML as thread blocks; a step depends on the last accesses to its chunks."""
+    """Add a rank's steps to the XML as thread blocks. A step depends on earlier accesses to its chunks."""
     blocks: dict[End, ET.Element] = {}
     known: dict[End, dict[str, int]] = defaultdict(dict)
     leaves: list[ET.Element] = []  # by step
@@ -122,12 +123,12 @@ def _add_blocks(gpu: ET.Element, steps: list[_Written], plan: Plan, numbers: lis
         if step.block not in blocks:
             blocks[step.block] = _new_block(gpu, step.block, plan, numbers)
         block, seen = blocks[step.block], known[step.block]
-        needs: dict[str, int] = {}  # by block, the last step that is not known to have ended
+        needs: dict[str, int] = {}  # By block, the last step that may not have ended.
         for other in sorted(before):
             block_id = blocks[steps[other].block].get("id", "")
             if block_id != block.get("id") and seen.get(block_id, -1) < other:
                 needs[block_id] = seen[block_id] = other
-        # A step can depend on only one other step, so nop steps wait for the others.
+        # A step can depend on only one other step, so nop steps wait for the other dependencies.
         kinds = [NOP] * (len(needs) - 1) + [step.attributes]
         for attributes, block_id in zip_longest(kinds, needs):
             leaf = _add_step(block, attributes, block_id, leaves[needs[block_id]] if needs else None)
@@ -147,7 +148,7 @@ def _new_block(gpu: ET.Element, end: End, plan: Plan, numbers: list[int]) -> ET.
 def _add_step(
     block: ET.Element, attributes: dict[str, str], block_id: str | None, leaf: ET.Element | None
 ) -> ET.Element:
-    """Add a step to a thread block; the step depends on the step `leaf` of block `block_id`, if given."""
+    """Add a step, which depends on step `leaf` of block `block_id` if given, to a thread block."""
     deps = {"depid": "-1", "deps": "-1", "hasdep": "0"}
     if block_id is not None and leaf is not None:
         leaf.set("hasdep", "1")

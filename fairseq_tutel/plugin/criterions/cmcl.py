@@ -1,8 +1,9 @@
 """Defines the criterion cmcl (confident multiple choice learning), by which ensemble members specialize.
 
-Each member learns the samples that it predicts best. On all other samples, it learns to predict a uniform
-distribution. Independent ensembles and multiple choice learning are special cases. Samples are images, or
-tokens without padding. M members, N samples, C classes.
+Each member learns the samples that it predicts best. On all other samples, the member learns to predict a
+uniform distribution. Independent ensembles and multiple choice learning are special cases of the criterion
+cmcl. A sample is an image, or a token that is not padding. Shape suffixes are M (members), N (samples) and
+C (classes).
 """
 
 import math
@@ -20,15 +21,14 @@ from fairseq_tutel.plugin.ensemble_options import CMCLConfig
 from fairseq_tutel.plugin.registration.flags import made
 
 CMCLOptions = made("CMCLOptions", options_in(CMCLConfig))
-RIGHT = "right_member"  # prefix of log keys that count each member's correct predictions
+RIGHT = "right_member"  # This prefix begins log keys of correct predictions.
 
 
 @register_criterion("cmcl", dataclass=CMCLOptions)
 class CMCLCriterion(FairseqCriterion):
     """Criterion that trains an ensemble by confident multiple choice learning.
 
-    The loss is the sum over members and samples. Perplexity is computed from the mean of the members'
-    probabilities.
+    The loss is summed over members and samples. Perplexity uses the mean of members' probabilities.
     """
 
     def __init__(self, task: Any, options: CMCLConfig) -> None:
@@ -47,7 +47,7 @@ class CMCLCriterion(FairseqCriterion):
     ) -> tuple[Tensor, int, dict[str, Any]]:
         """Return the loss, the sample size and the logging output of a batch."""
         options, target_N = self.options, sample["target"].reshape(-1)
-        counts_N = target_N != self.padding_idx  # for images, padding_idx is -100
+        counts_N = target_N != self.padding_idx  # padding_idx is -100 for images.
         net_output = model(**sample["net_input"])
         logits_MNC = self._member_logits(net_output).flatten(1, -2)
         logs_XC = model.get_normalized_probs(net_output, log_probs=True)  # type: ignore[operator]
@@ -61,7 +61,7 @@ class CMCLCriterion(FairseqCriterion):
         return loss, sample["ntokens"], log
 
     def _member_logits(self, net_output: Any) -> Tensor:
-        """Return the logits [M, …, C] of all members; refuse models other than large enough ensembles."""
+        """Return the logits [M, …, C] of all members; raise an error if the model is no ensemble."""
         extra = net_output[1] if isinstance(net_output, tuple) and len(net_output) > 1 else None
         logits_MXC = extra.get("member_logits") if isinstance(extra, dict) else None
         if logits_MXC is None:

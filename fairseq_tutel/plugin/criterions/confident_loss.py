@@ -1,11 +1,10 @@
-"""Confident multiple choice learning: K members learn a sample, and M - K learn to predict uniformly.
+"""Confident multiple choice learning: K of M ensemble members learn a sample, the others predict uniformly.
 
-The largest tensors are the members' logits and their gradients. Intermediate values are computed for one
-member at a time, in fp32 or wider, and again in backward.
-M members, N samples (images, tokens), C classes (words), K members that learn a sample.
+The largest tensors are the members' logits and their gradients. Losses and probabilities are computed for
+one member at a time, in fp32 or wider, and again in backward. Shape suffixes are M (members), N (samples:
+images or tokens) and C (classes or words). K members learn each sample.
 
-Source: Lee et al. 2017, "Confident Multiple Choice Learning", equations 2 to 4; section 3 has the
-assignment of the exact loss, and stochastic labeling.
+The loss is from Lee et al. 2017, "Confident Multiple Choice Learning", equations 2 to 4 and section 3.
 """
 
 import math
@@ -23,7 +22,8 @@ from fairseq_tutel.kernels.first_order import first_order
 def _scores(logits_NC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return a member's cross entropy and divergence from a uniform prediction, for each sample.
 
-    CE = -log P(target) and KL(U || P) = -log C - mean over the classes of log P, in nats.
+    The cross entropy of a member is CE = -log P(target). The divergence from a uniform prediction is KL(U
+    || P) = -log C - (mean of log P over the classes), in nats.
     """
     z_NC = logits_NC.to(_wide(logits_NC))
     log_sum_N = z_NC.logsumexp(dim=1)
@@ -34,8 +34,9 @@ def _scores(logits_NC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
 def assign(ce_MN: Tensor, kl_MN: Tensor, overlap: int, beta: float) -> Tensor:
     """Return a bool mask [M, N] that is true for the `overlap` members that learn each sample.
 
-    These members have the smallest CE - beta KL. This choice minimizes the confident loss, since the sum of
-    all members' KL does not depend on it. In a tie, the member with the smaller index learns.
+    A sample is learned by the members with the smallest CE - beta KL (cross entropy minus scaled
+    divergence). Choosing these members minimizes the confident loss, since the sum of all members' KL is
+    always the same. If two members have equal losses, the member with the smaller index learns the sample.
     """
     order_MN = (ce_MN - beta * kl_MN).argsort(dim=0, stable=True)
     chosen_MN = torch.zeros_like(ce_MN, dtype=torch.bool)
@@ -58,15 +59,16 @@ def confident_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of confident multiple choice learning, and a mask of the members that learn a sample.
 
-    The loss is in nats, summed over samples and members. The loss of a member that learns a sample is the
-    cross entropy. The loss of other members is beta * KL(U || P) or, with labels, beta * CE at the label.
-    Averaged over uniform labels, CE is KL + log C, so its gradient equals KL's. With K = M, members are
-    independent. With beta = 0, the method is multiple choice learning.
+    The confident loss is in nats, summed over samples and members. The loss of a member that learns a
+    sample is the cross entropy. Every other member has the loss beta * KL(U || P) or, with `labels_MN`,
+    beta * CE(label). The mean of CE over uniformly drawn labels is KL + log C, so this mean has KL's
+    gradient. With K = M, all ensemble members learn every sample independently. With beta = 0, the loss is
+    that of multiple choice learning.
 
     Args:
         logits_MNC: any float dtype.
         target_N: int64.
-        overlap: K, from 1 to M.
+        overlap: the number K of members that learn a sample, from 1 to M.
         beta: weight of the losses of members that do not learn a sample.
         labels_MN: from `random_labels`; None for the exact loss.
         counts_N: bool, False for ignored samples; None if no sample is ignored.
@@ -84,7 +86,7 @@ def confident_loss(
 
 
 def _of_members(logits_MNC: Tensor, labels_MN: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the `_scores` of all members, [M, N] each; backward computes them again."""
+    """Return the cross entropies and divergences of all members, [M, N] each; backward recomputes both."""
     again = partial(checkpoint, _scores, use_reentrant=False, preserve_rng_state=False)
     ce, kl = zip(*map(again, logits_MNC, labels_MN), strict=True)
     return torch.stack(ce), torch.stack(kl)
@@ -113,7 +115,7 @@ class _MeanLogProbs(torch.autograd.Function):
         dlogits_MXC = torch.empty_like(logits_MXC)
         for m, logits_XC in enumerate(logits_MXC):
             logs_XC = torch.log_softmax(logits_XC, dim=-1, dtype=dmean_XC.dtype)
-            # A class with probability 0 for all members gives exp(-inf + inf).
+            # If all members give a class probability 0, its logarithm would be exp(-inf + inf) = NaN.
             share_XC = (logs_XC - mean_XC).exp().nan_to_num(nan=0.0) / logits_MXC.shape[0]
             d_XC = dmean_XC * share_XC
             dlogits_MXC[m] = d_XC - logs_XC.exp() * d_XC.sum(dim=-1, keepdim=True)

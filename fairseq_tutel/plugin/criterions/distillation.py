@@ -1,8 +1,8 @@
 """The criterion moe_distillation, which adds a distillation loss to another criterion's loss.
 
---distill-criterion names the other criterion; its class is combined with `DistillationMixin`. The
-distillation loss is T² KL(teacher || student). It is added until the update --distill-until.
-N tokens of a micro-batch, padding included, V words.
+--distill-criterion names the criterion to extend, whose class is combined with `DistillationMixin`. The
+distillation loss is T² KL(teacher || student). After the update --distill-until, the distillation loss is
+no longer added. Shape suffixes are N (tokens of a micro-batch, padding included) and V (words).
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ from fairseq_tutel.plugin.training.task import give_mixin
 
 logger = logging.getLogger(__name__)
 
-# Criterions that can be combined with distillation. They call the model once and sum the loss over rows of
-# scores, one row per target. Their MoE variants can be combined, too. docs/ensembles.md explains why other
-# criterions cannot.
+# Criterions that can be combined with distillation. Each criterion in STOCK calls the model once and sums
+# the loss over rows of scores, one row per target. docs/ensembles.md explains why others cannot be
+# combined.
 STOCK = (
     "cross_entropy",
     "label_smoothed_cross_entropy",
@@ -54,7 +54,7 @@ class DistillationMixin:
     task: Any
     padding_idx: int
     training: bool
-    _teacher: Teacher | None = None  # not an nn.Module, so its parameters are not trained or saved
+    _teacher: Teacher | None = None  # The teacher is not trained or saved.
     _update, _is_dummy = 0, False
 
     @classmethod
@@ -62,8 +62,8 @@ class DistillationMixin:
         """Build the wrapped criterion, and check the options of the teacher."""
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
         criterion.distillation = read(DistillationConfig, cfg)
-        if not is_opened(config_of(task)):  # fairseq-validate needs no teacher
-            give_mixin(task)  # fairseq's own tasks do not call `begin_step`
+        if not is_opened(config_of(task)):  # fairseq-validate needs no teacher.
+            give_mixin(task)  # Tasks of fairseq do not call `begin_step`.
             criterion._teacher = Teacher(criterion.distillation, task)
         return criterion
 
@@ -98,7 +98,7 @@ class DistillationMixin:
                     f"gives {tuple(scores_NV.shape)}; give a teacher with the same task and dictionary."
                 )
             counts_N = self._counting(sample["target"]).flatten()
-            if len(counts_N) != len(scores_NV):  # the model scores only positions with a target
+            if len(counts_N) != len(scores_NV):  # The model scores only positions that have a target.
                 counts_N = counts_N.new_ones(len(scores_NV))
             kl = distillation_loss(scores_NV, teacher_NV, counts_N, options.distill_temperature)
             loss = loss + options.distill_alpha * kl
@@ -108,7 +108,7 @@ class DistillationMixin:
 
     def _counting(self, target: Tensor) -> Tensor:
         """Return a bool mask [...] of targets that are neither padding nor part of an ignored prefix."""
-        if hasattr(self, "classification_head_name"):  # a class may have the number of padding
+        if hasattr(self, "classification_head_name"):  # Class labels have no padding.
             return torch.ones_like(target, dtype=torch.bool)
         counts = target != self.padding_idx
         counts[..., : getattr(self, "ignore_prefix_size", 0)] = False
@@ -125,8 +125,8 @@ class DistillationMixin:
             metrics.log_scalar(key, total / size / math.log(2), size, round=3)
 
 
-# Each class has the name of the wrapped criterion: fairseq resumes only with a criterion of the same name,
-# and after --distill-until a run may resume with the wrapped criterion.
+# A criterion with distillation keeps the name of the wrapped criterion, because fairseq resumes a run only
+# with a criterion of the same name. After --distill-until, a run may resume with the wrapped criterion.
 _WITH_MIXIN = {
     name: type(
         CRITERION_REGISTRY[name].__name__,
@@ -136,7 +136,7 @@ _WITH_MIXIN = {
     for name in WRAPPED
 }
 DistillationOptions = made("DistillationOptions", options_in(DistillationConfig))
-# The flags of every criterion that can be wrapped, MoE variants first.
+# The options of moe_distillation include those of every criterion that can be wrapped, MoE variants first.
 _Options = dataclasses.make_dataclass(
     "MoEDistillationConfig",
     [],

@@ -1,7 +1,7 @@
-"""The distillation loss T² KL(teacher || student), which stores no table of probabilities.
+"""The distillation loss T² KL(teacher || student), computed without a table of probabilities.
 
-Row chunks are processed in fp32 or wider. For backward, only both models' scores are saved.
-N rows, V words, T temperature.
+The distillation loss is computed in row chunks, in fp32 or wider. For backward, only the scores of teacher
+and student are saved. Shape suffixes are N (rows) and V (words). T is the temperature.
 """
 
 from collections.abc import Iterator
@@ -19,10 +19,11 @@ def distillation_loss(
 ) -> Tensor:
     """Return T² KL(p || q), summed over rows, with p = softmax(teacher / T) and q = softmax(scores / T).
 
-    The result is a scalar in fp32 or wider; only the student's scores have a gradient. `counts_N` is False
-    for rows that are ignored.
+    The returned loss is a scalar in fp32 or wider; only the student's scores have a gradient. The mask
+    `counts_N` is False for rows that are ignored.
 
-    Source: Hinton et al. 2015, section 2; Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.2.
+    The loss is from Hinton et al. 2015, section 2, and Rajbhandari et al. 2022 (DeepSpeed-MoE), section
+    4.2.
     """
     return _Distillation.apply(scores_NV, teacher_NV, counts_N, float(temperature))
 
@@ -45,7 +46,7 @@ class _Distillation(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         scores_NV, teacher_NV, counts_N = ctx.saved_tensors
         dscores_NV = torch.empty_like(scores_NV)
-        # The factor T is T² (from the loss) times 1 / T (from the scores).
+        # The gradient has the factor T, which is T² (from the loss) times 1 / T (from the scores).
         scales_N = torch.where(counts_N, dloss * ctx.temperature, 0.0)
         for rows, q_nV, p_nV in _logs(scores_NV, teacher_NV, ctx.temperature):
             d_nV = q_nV.exp_().sub_(p_nV.exp_())
@@ -58,7 +59,7 @@ class _Distillation(torch.autograd.Function):
 def _logs(
     scores_NV: Tensor, teacher_NV: Tensor, temperature: float
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield each row chunk's slice and both models' log-probabilities, which the caller may overwrite."""
+    """Yield each row chunk's slice and both models' log-probabilities, which callers may overwrite."""
     for rows in row_chunks(scores_NV):
         yield rows, _log_softmax(scores_NV[rows], temperature), _log_softmax(teacher_NV[rows], temperature)
 

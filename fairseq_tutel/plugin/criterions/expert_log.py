@@ -1,10 +1,10 @@
 """Logs metrics of the experts: averages over layers and, if enabled, values of each layer and expert.
 
-fairseq sums logged values with the same key over micro-batches and ranks. It passes the sums to a class
-method, which has no access to the model. Therefore one log entry holds all numbers as a vector, and the key
-of the entry is the `Layout` of the vector as JSON. A vector needs only one addition and one host read.
+fairseq sums logged values that have the same key over micro-batches and ranks. fairseq passes the sums to a
+class method, which has no access to the model. One log entry therefore holds all expert metrics as a
+vector, and the entry's key is the vector's `Layout` as JSON.
 
-L MoE layers, E experts, N metrics of a layer.
+Shape suffixes are L (MoE layers), E (experts) and N (metrics of a layer).
 """
 
 import json
@@ -23,40 +23,41 @@ from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, MoERecord
 
 PREFIX = "moe_numbers "
-# Prefixes of the keys that `expert_log` returns.
+# Prefixes of the logging keys that `expert_log` returns.
 OURS = ("moe_", "all_to_all_")
-# Priority of the numbers in a log line: after fairseq's own numbers.
+# In a log line, expert metrics come after fairseq's metrics.
 PRIORITY = 900
-# A function that converts sums to a list; the list has None for a layer without tokens.
+# A function that converts summed metrics to a list, with None for a layer without tokens.
 View = Callable[[Tensor], list[float | None]]
 
 
 class Layout(NamedTuple):
     """Describes the order of the numbers in the vector that holds a micro-batch's expert metrics.
 
-    The order is: number of real tokens; averages over layers (losses, then N metrics); metrics and tokens
-    of each logged layer; assignments of each expert in the logged layers; dropped assignments of each
-    expert. Averages and metrics are multiplied by the number of real tokens.
+    The vector has these entries in this order: number of real tokens; averages over layers (losses, then N
+    metrics); metrics and tokens of each logged layer; assignments of each expert in the logged layers;
+    dropped assignments of each expert. All averages and metrics are multiplied by the number of real
+    tokens.
     """
 
     losses: Sequence[str]
-    top_k: int  # experts per token; the names of metrics depend on it
-    layers: Sequence[str]  # labels of the logged layers
-    experts: Sequence[int]  # number of experts in each logged layer
-    limited: Sequence[bool]  # for each logged layer, whether its experts have a limited capacity
+    top_k: int  # The number of experts per token.
+    layers: Sequence[str]  # The labels of the logged layers.
+    experts: Sequence[int]  # The number of experts in each logged layer.
+    limited: Sequence[bool]  # Whether the experts of each logged layer have a capacity.
 
     @property
     def averages(self) -> list[str]:
-        """The names of the metrics that are averaged over layers, in the order of the vector."""
+        """The names of the metrics that are averaged over layers, in the order of the metrics vector."""
         return [*self.losses, *metric_names(self.top_k)]
 
 
 def expert_log(layers: list[MoEFeedForward], combined: dict[str, Tensor], lists: bool) -> dict[str, Any]:
     """Return the expert metrics of a micro-batch as entries of the logging output.
 
-    With `lists`, the values of each layer and expert are logged, too. `combined` has the losses that are
-    combined over layers, by log name. A layer that layerdrop skipped has weight 0, and so does a batch
-    without real tokens.
+    With `lists`, the metrics of each layer and expert are logged, too. `combined` has the losses that are
+    combined over layers; their keys are names in the log. A layer that LayerDrop skipped has weight 0, and
+    a batch without real tokens has weight 0.
     """
     each = layers if lists else []
     of_layers = [f"moe_{name}_loss" for name in layers[0].balance_weights]
@@ -94,10 +95,10 @@ def without_experts(logging_outputs: list[dict[str, Any]]) -> list[dict[str, Any
 def reduce_expert_log(logging_outputs: list[dict[str, Any]]) -> None:
     """Log the expert metrics as averages over micro-batches and ranks, weighted by real tokens."""
     keys = dict.fromkeys(k for log in logging_outputs for k in log if k.startswith(PREFIX))
-    for index, key in enumerate(keys):  # models for several language pairs have several keys
+    for index, key in enumerate(keys):  # Each language pair has a separate key.
         numbers = sum(log[key] for log in logging_outputs if key in log)
         layout = Layout(*json.loads(key.removeprefix(PREFIX)))
-        _log_numbers(layout, numbers.cpu().double(), index)  # the only host read
+        _log_numbers(layout, numbers.cpu().double(), index)
     batches = sum(log.get("moe_micro_batches", 0) for log in logging_outputs)
     for name in ("all_to_all_cpu_time_ms", "all_to_all_cuda_time_ms"):
         if any(name in log for log in logging_outputs):
@@ -106,7 +107,7 @@ def reduce_expert_log(logging_outputs: list[dict[str, Any]]) -> None:
 
 
 def _numbers(seen: list[MoEFeedForward], combined: list[Tensor], each: list[MoEFeedForward]) -> Tensor:
-    """Return the expert metrics as a vector in the order of `Layout`; `seen` are the layers that ran."""
+    """Return the expert metrics as a vector in the order of `Layout`; `seen` has the layers that ran."""
     records = [layer.record for layer in seen]
     rows_LN, tokens_L1 = metric_rows([record.tally for record in records])
     of_losses = [value for record in records for value in _averaged(record)]
@@ -130,7 +131,7 @@ def _numbers(seen: list[MoEFeedForward], combined: list[Tensor], each: list[MoEF
 
 
 def _averaged(record: MoERecord) -> list[Tensor]:
-    """Return the values of a layer that are averaged over layers: its losses, and the mean CMR gate."""
+    """Return the metrics of a layer that are averaged over layers: its losses and the mean CMR gate."""
     values = list(record.losses.values())
     if record.cmr_sum is not None:
         values.append(record.cmr_sum / record.tally.num_tokens.clamp_min(1))
@@ -149,7 +150,7 @@ def _log_numbers(layout: Layout, numbers: Tensor, index: int) -> None:
         "layers": numbers[count:-of_experts].view(len(layout.layers), -1),
         "experts": numbers[-of_experts:].view(2, -1),
     }
-    # fairseq's meters cannot hold lists, so lists are computed from two meters of sums, which are hidden.
+    # fairseq's meters cannot hold lists. Lists are therefore computed from two hidden meters of sums.
     meters = {name: _sum_up(name, table, index) for name, table in tables.items()}
     for table, name, digits, view in _views(layout):
         rounded = partial(_rounded, meter=meters[table], view=view, digits=digits)
@@ -160,8 +161,8 @@ def _views(layout: Layout) -> Iterator[tuple[str, str, int, View]]:
     """Yield a description of each metric that has one value per layer or one value per expert.
 
     Yields:
-        The key of the table of sums, the name of the list, the number of decimal places, and a function
-        that computes the list from the table.
+        A metric's description has the key of the table of sums, the name of the list, the number of decimal
+        places, and a function that computes the list from the table.
     """
     columns = metric_names(layout.top_k)
     for metric in METRICS:
@@ -182,20 +183,20 @@ def _averages(sums_LN: Tensor, column: int) -> list[float | None]:
 
 
 def _loads(sums_2E: Tensor, part: slice) -> list[float | None]:
-    """Return each expert's load relative to an even share."""
+    """Return the load of each expert, relative to an even share of the assignments."""
     assigned_E = sums_2E[0, part].tolist()
     return [n / (max(sum(assigned_E), 1) / len(assigned_E)) for n in assigned_E]
 
 
 def _dropped(sums_2E: Tensor, part: slice) -> list[float | None]:
-    """Return each expert's fraction of dropped assignments."""
+    """Return the fraction of dropped assignments of each expert."""
     assigned_E, dropped_E = sums_2E[:, part].tolist()
     return [n / max(of, 1) for of, n in zip(assigned_E, dropped_E, strict=True)]
 
 
 def _sum_up(name: str, sums: Tensor, index: int) -> str:
-    """Add sums to a fairseq meter, and return its key, which depends on name, shape and index."""
-    # Checkpoints contain meters. The key ensures that sums with different shapes or indices are not added.
+    """Add sums to a fairseq meter and return the meter's key, which depends on name, shape and index."""
+    # Checkpoints contain meters. Sums with different shapes or indices have different keys.
     key = "_moe_" + name + "_" + "x".join(map(str, sums.shape)) + (f"_{index}" if index else "")
     metrics.log_scalar(key, sums, 1)
     return key
@@ -203,6 +204,6 @@ def _sum_up(name: str, sums: Tensor, index: int) -> str:
 
 def _rounded(meters: Any, meter: str, view: View, digits: int) -> list[float | None]:
     sums = meters[meter].sum
-    if not torch.is_tensor(sums):  # nothing was logged since the last reset
+    if not torch.is_tensor(sums):  # No metric was logged since the last reset.
         return []
     return [None if value is None else round(value, digits) for value in view(sums)]

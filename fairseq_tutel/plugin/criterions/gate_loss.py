@@ -23,15 +23,14 @@ from fairseq_tutel.plugin.run_state import root_of
 class GateLossMixin:
     """Mixin that adds the balance loss to a fairseq criterion, and logs it with the expert metrics."""
 
-    gate_loss: Any  # GateLossOptions
+    gate_loss: Any  # The type of gate_loss is GateLossOptions.
     logs_lists: bool = False
-    keeps_loss: bool = True  # log the loss without the balance loss as nll_loss
+    keeps_loss: bool = True  # Whether to log the loss without balance loss as nll_loss.
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
         """Build the fairseq criterion with the options of the balance loss."""
         refuse_bad_values(read(CriterionConfig, cfg))
-        # A model with experts sets this attribute when it is built. Tasks of fairseq do not define it.
         if not getattr(task, "_has_experts", False):
             name = getattr(cfg, "_name", None) or cfg.criterion
             raise ValueError(
@@ -48,19 +47,19 @@ class GateLossMixin:
     def forward(self, model: nn.Module, sample: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the loss with the balance loss added, the sample size and the logging output.
 
-        The balance loss is not added to a loss that is not summed over tokens.
+        The balance loss is added only to a loss that is summed over tokens.
         """
         loss, sample_size, log = super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
         all_layers = moe_layers(model)
         if self.keeps_loss:
             log.setdefault("nll_loss", log["loss"])
-        # Layers that layerdrop skips have no balance loss in this micro-batch.
+        # A layer that LayerDrop skips has no balance loss in this micro-batch.
         layers = [layer for layer in all_layers if layer.seen]
         terms = self._terms(layers, all_layers[0].config.cmr, loss.new_zeros(()))
         combined = {term.name: term.value.detach() for term in terms}
         log |= expert_log(all_layers, combined, self.logs_lists)
         log = {key: _logged(value) for key, value in log.items()}
-        if not layers or loss.numel() > 1:  # adaptive_loss has shape [1]
+        if not layers or loss.numel() > 1:  # The loss of adaptive_loss has shape [1].
             return loss, sample_size, log
         for term in terms:
             scale = sample_size * term.weight
@@ -71,7 +70,7 @@ class GateLossMixin:
         return loss, sample_size, log
 
     def _terms(self, layers: list[MoEFeedForward], has_cmr: bool, nothing: Tensor) -> list["_Term"]:
-        """Return the losses of the layers that ran; each is `nothing` if no layer ran."""
+        """Return the losses of the MoE layers that ran, or `nothing` if no layer ran."""
         options, empty = self.gate_loss, (nothing, list[Tensor]())
         balance = self._combine(layers) if layers else empty
         terms = [_Term("moe_gate_loss", BALANCE, options.moe_gate_loss_wt, *balance)]
@@ -81,7 +80,7 @@ class GateLossMixin:
         return terms
 
     def _budget(self, layers: list[MoEFeedForward]) -> tuple[Tensor, list[Tensor]]:
-        """Return the budget loss |mean of the CMR gates - p| over all tokens and layers, and its inputs.
+        """Return the budget loss |mean of the CMR gates - p| over all tokens and layers, and all cmr_sums.
 
         Source: Meta's nllb branch.
         """
@@ -92,7 +91,7 @@ class GateLossMixin:
             return (mean - self.gate_loss.cmr_gate_loss_p).abs(), leaves
 
     def _combine(self, layers: list[MoEFeedForward]) -> tuple[Tensor, list[Tensor]]:
-        """Return the balance loss combined over layers, and its inputs: one detached tensor per layer."""
+        """Return the balance loss combined over layers, and its detached inputs, one per layer."""
         with torch.enable_grad():
             leaves = [layer.record.balance_loss.requires_grad_() for layer in layers]
             combined = torch.stack(leaves).sum()
@@ -100,7 +99,7 @@ class GateLossMixin:
                 combined = combined / len(leaves)
             has_losses = any(layer.balance_weights for layer in layers)
             if has_losses and str(self.gate_loss.moe_gate_loss_transform) == "neg_log":
-                # A batch without tokens has loss 0; the clamp keeps its unused logarithm finite.
+                # A batch without tokens has loss 0; the clamp keeps the unused logarithm of 0 finite.
                 combined = -combined.clamp_min(torch.finfo(combined.dtype).tiny).log()
         return combined, leaves
 
@@ -112,9 +111,9 @@ class GateLossMixin:
 
 
 def _logged(value: Any) -> Any:
-    """Return a value of the logging output without a graph, because fairseq's meters keep such values.
+    """Return a logged value without its autograd graph, because fairseq's meters keep logged values.
 
-    Half precision becomes fp32: a half-precision sum over one rank's micro-batches would be rounded.
+    Half-precision values are converted to fp32, because sums over micro-batches would be rounded.
     """
     if not torch.is_tensor(value):
         return value
@@ -122,20 +121,20 @@ def _logged(value: Any) -> Any:
 
 
 class _Term(NamedTuple):
-    """A loss that is combined over layers and added to the criterion's loss."""
+    """A loss that is combined over MoE layers and added to the loss of a criterion."""
 
-    name: str  # name in the log
-    kind: str  # BALANCE or BUDGET
+    name: str  # The name of the loss in the log.
+    kind: str  # The kind is BALANCE or BUDGET.
     weight: float
     value: Tensor
-    leaves: list[Tensor]  # the inputs of `value`: one detached tensor per layer
+    leaves: list[Tensor]  # The detached inputs of the loss, one tensor per layer.
 
 
 class _AddGateLoss(torch.autograd.Function):
-    """Autograd function that adds a loss of the layers; backward sets the coefficient of each layer.
+    """Autograd function that adds a loss of the MoE layers; backward sets the coefficient of each layer.
 
-    In a backward pass, this node runs before the nodes of the layers. The coefficients are removed at the
-    end of the pass, so a backward pass without a criterion's loss adds no balance loss.
+    In a backward pass, the node of _AddGateLoss runs before the nodes of the MoE layers. The coefficients
+    are removed after the backward pass, so a later backward pass without a loss node adds none.
     """
 
     @staticmethod

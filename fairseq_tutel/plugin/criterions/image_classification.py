@@ -1,6 +1,6 @@
 """The criterion image_classification: cross entropy and accuracy, also for mixed images.
 
-B images, C classes.
+Shape suffixes are B (images) and C (classes).
 """
 
 import math
@@ -27,7 +27,7 @@ class ImageClassificationCriterionConfig(FairseqDataclass):
 class ImageClassificationCriterion(FairseqCriterion):
     """Criterion that sums the cross entropy over the images of a batch."""
 
-    takes_mixed = True  # the task applies mixup only with criterions that have this attribute
+    takes_mixed = True  # The task applies mixup if this is True.
 
     def __init__(self, task: Any, label_smoothing: float) -> None:
         super().__init__(task)
@@ -38,7 +38,7 @@ class ImageClassificationCriterion(FairseqCriterion):
     ) -> tuple[Tensor, int, dict[str, Any]]:
         """Return the loss, the number of images and the logging output.
 
-        The loss of a mixed image is the weighted mean of the losses for both labels.
+        A mixed image has two labels; its loss is the weighted mean of the losses for the two labels.
         """
         net_output = model(**sample["net_input"])
         logprobs_BC, target_B = model.get_normalized_probs(net_output, log_probs=True), sample["target"]

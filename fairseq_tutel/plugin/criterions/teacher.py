@@ -1,4 +1,4 @@
-"""The teacher model for distillation: opens its checkpoint and runs it on the student's inputs."""
+"""Defines the teacher of distillation, which opens a checkpoint and scores the student's inputs."""
 
 import ast
 import copy
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Teacher:
-    """The frozen teacher model in eval mode; its parameters are not in the criterion or in checkpoints."""
+    """The frozen teacher model in eval mode; neither the criterion nor checkpoints have its parameters."""
 
     def __init__(self, options: DistillationConfig, task: Any) -> None:
         self.options, self.task = options, task
@@ -52,7 +52,7 @@ class Teacher:
     def _opened(self, device: torch.device) -> nn.Module:
         path = self.options.distill_teacher
         state = checkpoint_utils.load_checkpoint_to_cpu(path, self.overrides)
-        state.pop("task_state", None)  # the student's task has its own state
+        state.pop("task_state", None)  # The teacher needs a task object with separate state.
         task = self._task_of()
         # Opening the teacher must not change the random numbers of training.
         with torch.random.fork_rng():
@@ -63,7 +63,7 @@ class Teacher:
         return model.eval()
 
     def _task_of(self) -> Any:
-        """Return a copy of the student's task with the teacher's overrides, for building the teacher."""
+        """Return a copy of the student's task with the teacher's overridden options."""
         task, given = copy.copy(self.task), copy.deepcopy(config_of(self.task))
         of_task = {option.key for option in options_of("task")}
         values = {key: value for key, value in self.overrides.items() if key in of_task}
@@ -79,6 +79,6 @@ class Teacher:
 
 
 def scores_of(output: Any) -> Tensor:
-    """Return scores [N, V] from a model's output; the softmax of a row gives the model's probabilities."""
+    """Return scores [N, V] from a model's output; their softmax gives the model's probabilities."""
     first = output if torch.is_tensor(output) else output[0]
     return first.flatten(end_dim=-2)

@@ -1,8 +1,8 @@
-"""Label-smoothed cross entropy of logits that saves memory: it stores no table of log-probabilities.
+"""Label-smoothed cross entropy of logits without a stored table of log-probabilities.
 
-Row chunks are processed in fp32 or wider. Only the logits are saved for backward. fairseq also saves an
-fp32 table of log-probabilities, and fills two more tables in backward.
-N rows, V words.
+The cross entropy is computed in row chunks, in fp32 or wider. Only the logits are saved for backward.
+fairseq would also save an fp32 table of log-probabilities, and fill two more tables in backward. Shape
+suffixes are N (rows) and V (words).
 """
 
 from typing import Any
@@ -21,11 +21,12 @@ def token_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the label-smoothed cross entropy and the negative log-likelihood (nll), each summed over rows.
 
-    Rows whose target is `ignored` are left out. nll = -log p(target), and
-    loss = (1 - s - s / (V - 1)) nll - s / (V - 1) * sum over words of log p. Both are scalars in fp32 or
-    wider; nll has no gradient.
+    Rows whose target is `ignored` add no loss. The losses are nll = -log p(target), and loss = (1 - s - s /
+    (V - 1)) nll - s / (V - 1) * sum over words of log p. Both losses are scalars in fp32 or wider; nll has
+    no gradient.
 
-    Source: Szegedy et al. 2016, section 7, but as in fairseq, the target's weight is exactly 1 - s.
+    The loss is from Szegedy et al. 2016, section 7, but as in fairseq, the target's weight is exactly 1 -
+    s.
     """
     return _TokenLoss.apply(logits_NV, target_N, float(smoothing), ignored)
 
@@ -47,12 +48,12 @@ class _TokenLoss(torch.autograd.Function):
             if smoothing:
                 spread -= logs_nV.sum(dim=1).masked_fill(~counts_N[rows], 0.0).sum()
         ctx.save_for_backward(logits_NV, at_target_N, counts_N)
-        # The weight of each word's log-probability, and the weight that is added for the target word.
+        # Each word's log-probability has the weight of_each, the target word's of_each + of_target.
         of_each = smoothing / (logits_NV.shape[1] - 1) if smoothing else 0.0
         of_target = 1 - smoothing - of_each
         ctx.factors = of_target, of_each
         ctx.mark_non_differentiable(nll)
-        # The two results are separate tensors, because fairseq adds to the loss in place.
+        # Loss and nll are separate tensors, because fairseq adds to the loss in place.
         return of_target * nll + of_each * spread, nll
 
     @staticmethod
@@ -80,14 +81,14 @@ class _TokenLoss(torch.autograd.Function):
 class TokenLossMixin:
     """Mixin that computes a fairseq criterion's loss without storing tables of log-probabilities."""
 
-    eps = 0.0  # cross_entropy has no smoothing
+    eps = 0.0  # The criterion cross_entropy has no label smoothing.
     ignore_prefix_size = 0
     padding_idx: int
 
     def compute_loss(
         self, model: Any, net_output: Any, sample: Any, reduce: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the summed loss and nll loss; models without a plain softmax use fairseq's own code."""
+        """Return the summed loss and nll loss; a model without a plain softmax uses fairseq's code."""
         if not reduce or self.ignore_prefix_size or not _normalizes_logits(model):
             return super().compute_loss(model, net_output, sample, reduce=reduce)  # type: ignore[misc]
         target = model.get_targets(sample, net_output)
@@ -96,7 +97,7 @@ class TokenLossMixin:
 
 
 def _normalizes_logits(model: Any) -> bool:
-    """Return whether the model's log-probabilities are the plain log-softmax of its first output."""
+    """Return whether a model's log-probabilities are the plain log-softmax of its first output."""
     model = unwrapped(model)
     decoder = getattr(model, "decoder", None)
     return (

@@ -23,11 +23,11 @@ from fairseq_tutel.plugin.registration.variants import variant_of
 class _PerplexityMixin(GateLossMixin):
     """Mixin that computes perplexity from nll_loss, because the loss includes the balance loss."""
 
-    predicted = "ntokens"  # key of the number of tokens in nll_loss
+    predicted = "ntokens"  # The number of tokens is logged under this key.
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log losses in bits (`loss` includes the balance loss), perplexity and the expert metrics."""
+        """Log losses in bits (`loss` includes the balance loss), perplexity and expert metrics."""
         loss, nll, tokens, sample_size = (
             sum(log.get(key, 0) for log in logging_outputs)
             for key in ("loss", "nll_loss", cls.predicted, "sample_size")
@@ -40,7 +40,7 @@ class _PerplexityMixin(GateLossMixin):
 
 
 class _FlagsMixin(GateLossMixin):
-    """Mixin for criterions without an options dataclass; fairseq passes them the complete command line."""
+    """Mixin for criterions without an options dataclass, to which fairseq passes the command line."""
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
@@ -48,16 +48,17 @@ class _FlagsMixin(GateLossMixin):
         gen_parser_from_dataclass(parser, GateLossOptions())
 
 
-# Criterions that need more than `GateLossMixin`: mixins and attributes of their MoE variants.
+# The MoE variants of the criterions in SPECIAL have additional mixins and attributes.
 SPECIAL: dict[str, tuple[tuple[type, ...], dict[str, Any]]] = {
     "cross_entropy": ((_PerplexityMixin, TokenLossMixin), {}),
     "label_smoothed_cross_entropy": ((GateLossMixin, TokenLossMixin), {}),
     "masked_lm": ((_PerplexityMixin,), {"predicted": "sample_size"}),
-    # This criterion treats every log key that ends with _loss as one of its losses.
+    # fairseq's speech_dlm_criterion treats every log key that ends with _loss as one of its losses.
     "speech_dlm_criterion": ((GateLossMixin,), {"keeps_loss": False}),
 }
-# composite_loss passes a substitute model to another criterion, which may be a MoE variant. The task
-# sentence_ranking requires the criterion of the same name. vocab_parallel_cross_entropy needs Megatron.
+# Criterions without a MoE variant: composite_loss passes a substitute model to another criterion, which may
+# be a MoE variant. The task sentence_ranking requires the criterion sentence_ranking.
+# vocab_parallel_cross_entropy needs Megatron.
 WITHOUT_VARIANT = ("composite_loss", "sentence_ranking", "vocab_parallel_cross_entropy")
 
 

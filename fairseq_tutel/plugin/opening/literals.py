@@ -1,7 +1,7 @@
 """Refuses checkpoints whose options contain code, because fairseq passes some options to eval().
 
-fairseq evaluates these options when it builds the task, model or criterion. Without this check, a
-checkpoint could run code even if it contains no pickled code.
+fairseq evaluates options as Python code when it builds the task, model or criterion. Without the check for
+literals, a checkpoint could run code even if it contains no pickled code.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from fairseq_tutel.checkpoint.files import walk
 from fairseq_tutel.files import shown
 
-# All options that fairseq 0.12 passes to eval().
+# Names of all options that fairseq 0.12 passes to eval().
 EVALUATED = frozenset({
     "adafactor_eps", "adam_betas", "adamax_betas", "adaptive_input_cutoff", "adaptive_softmax_cutoff",
     "character_filters", "conv_aggregator_layers", "conv_dec_config", "conv_enc_config",
@@ -33,17 +33,17 @@ EVALUATED = frozenset({
 })  # fmt: skip
 # fairseq passes the options encoder_KEY and decoder_KEY as KEY to its encoder and decoder.
 PREFIXES = ("encoder_", "decoder_")
-# Node types of a literal. Addition and multiplication are included, because wav2vec's options use them.
+# Syntax tree nodes of literals, and of addition and multiplication, which wav2vec's options contain.
 LITERAL = (
     ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.UAdd, ast.USub,
     ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Load,
 )  # fmt: skip
-# Types that options in a checkpoint may have. Attributes of other objects are not read.
+# Types that options in a checkpoint may have. The check reads no attributes of objects of other types.
 PLAIN = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, Enum, argparse.Namespace,
     np.generic, np.ndarray, torch.Tensor, torch.dtype, torch.device,
 )  # fmt: skip
-# The only accepted interpolation: the name of another option, which is also checked.
+# An option may refer to another option by ${NAME}; the other option is checked, too.
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
 
@@ -51,7 +51,7 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
     """Raise an error if an option that fairseq passes to eval() is not a literal.
 
     Lists and tuples may be added and multiplied, as in wav2vec's "[(512, 10, 5)] + [(512, 3, 2)] * 4".
-    Values that equal the user's own overrides (`given`) are accepted.
+    An option is accepted if it equals an override (`given`) of the user.
     """
     for key, value in options_within({name: state.get(name) for name in ("cfg", "args")}):
         name = key if key in EVALUATED else key.partition("_")[2] if key.startswith(PREFIXES) else ""
@@ -74,7 +74,7 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
 def is_literal(text: str) -> bool:
     """Return whether eval(text) runs no code: the text consists of numbers, strings and containers."""
     if not text.strip():
-        return True  # accepted, because eval() raises an error for this text
+        return True  # eval() fails for this text, too.
     try:
         parsed = ast.parse(text.lstrip(" \t"), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -98,6 +98,6 @@ def _is_harmless(value: Any) -> bool:
     if isinstance(value, str):
         is_reference = REFERENCE.fullmatch(value) is not None
         return is_literal(value) or (is_reference and value[2:-1].rpartition(".")[2] in EVALUATED)
-    # Other types are refused, because eval() also runs bytes and code objects.
+    # bytes and code objects are refused, because eval() runs them, too.
     is_plain = value is None or isinstance(value, bool | int | float | np.generic | list | tuple | dict)
     return is_plain or OmegaConf.is_config(value)

@@ -35,9 +35,9 @@ from fairseq_tutel.plugin.registration.flags import refuse_misspelt
 from fairseq_tutel.plugin.registration.process import is_machine_error
 from fairseq_tutel.plugin.run_state import OPENED, RUN
 
-# Environment variable that permits opening damaged files.
+# Environment variable that makes damaged files be opened.
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
-# Errors that fairseq and torch raise for a file that is not a checkpoint; see `is_machine_error`.
+# Errors of fairseq and torch for a file that is not a checkpoint; `is_machine_error` excludes some.
 FOREIGN_FILE_ERRORS = (
     LookupError, TypeError, AttributeError, RuntimeError, EOFError, pickle.UnpicklingError,
     OmegaConfBaseException,
@@ -51,8 +51,8 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
     def wrapper(path: str, arg_overrides: Any = None, load_on_all_ranks: Any = None) -> Any:
         overrides = arg_overrides or {}
         refuse_misspelt(overrides)
-        # Only the Trainer passes load_on_all_ranks. The Trainer's file was already checked, and its options
-        # come from the command line.
+        # Only fairseq's Trainer passes load_on_all_ranks. The checkpoint of the Trainer was already
+        # checked, and its options come from the command line.
         is_for_use = load_on_all_ranks is None
         if is_not_a_file(path):
             raise ValueError(f"{path} is {NOT_A_FILE}, not a checkpoint; give a file.")
@@ -61,7 +61,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
                 _refuse_damaged(path)
             with _mapped_files() if is_for_use else nullcontext():
                 state = original(path, arg_overrides, bool(load_on_all_ranks))
-            # A checkpoint may repeat values of the run's own configuration, which are trusted.
+            # A checkpoint's options may repeat values of the run's configuration, which are trusted.
             given = overrides if is_for_use else {**dict(options_within(RUN.cfg)), **overrides}
             refuse_code(state, path, given)
             refuse_malformed(state, path)
@@ -73,7 +73,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             if is_for_use:
                 _refuse_unknown_classes(state, path, overrides)
                 if mark_as_opened(state):
-                    refuse_code(state, path, overrides)  # again, for the converted options
+                    refuse_code(state, path, overrides)  # The converted options are checked, too.
                 _update_task(state, overrides)
             else:
                 _begin_average(state)
@@ -88,7 +88,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
 
 @contextmanager
 def _mapped_files() -> Iterator[None]:
-    """Context manager in which torch.load maps files, so only the model's copy of the weights is in memory.
+    """Context manager in which torch.load maps files, so weights are in memory only once, in the model.
 
     fairseq passes an open file to torch.load, but torch can map a file only by its path.
     """
@@ -105,7 +105,7 @@ def _mapped_files() -> Iterator[None]:
 
 
 def _refuse_damaged(path: str) -> None:
-    """Raise an error if a local checkpoint file is damaged, because its weights cannot be trusted."""
+    """Raise an error if a local checkpoint file is damaged, because its weights may be wrong."""
     if os.path.isfile(path) and not os.environ.get(OPEN_DAMAGED) and not is_whole(path):
         raise ValueError(
             f"{path} is not a checkpoint, or one that {IS_CORRUPT}; give another file, or set "
@@ -122,16 +122,16 @@ def _foreign_file(path: str, error: BaseException) -> ValueError:
 
 
 def mark_as_opened(state: Any) -> bool:
-    """Mark the configuration of a checkpoint, in place, as opened for inference.
+    """Mark the configuration in a checkpoint as opened for inference.
 
-    Older files have a command line, which is converted to a configuration before fairseq does so. Return
-    whether it was converted.
+    Older files have an argparse command line, which this function converts to a configuration before
+    fairseq does. The return value is true if a command line was converted.
     """
     is_older = state.get("args") is not None
     if is_older:
         state["cfg"], state["args"] = convert_namespace_to_omegaconf(state["args"]), None
     if OmegaConf.is_config(state.get("cfg")):
-        state["cfg"]._set_flag(OPENED, True)  # nested configurations inherit the flag
+        state["cfg"]._set_flag(OPENED, True)  # Nested configurations inherit the flag.
     model = (state.get("cfg") or {}).get("model")
     if isinstance(model, argparse.Namespace):
         setattr(model, OPENED, True)
@@ -162,10 +162,10 @@ def _is_imported(name: str) -> bool:
 
 
 def _update_task(state: Any, overrides: Mapping[str, Any]) -> None:
-    """Update the task's options of a checkpoint, in place.
+    """Update the task options of a checkpoint in place.
 
-    The removed backend grouped_mm becomes auto. Overrides of system options are added, because fairseq
-    overrides only options that the file already has.
+    The value grouped_mm of the backend option, which no longer exists, becomes auto. Overrides of system
+    options are added, because fairseq overrides only options that the file already has.
     """
     task: Any = (state.get("cfg") or {}).get("task")
     values = vars(task) if isinstance(task, argparse.Namespace) else task
@@ -180,7 +180,7 @@ def _update_task(state: Any, overrides: Mapping[str, Any]) -> None:
 def _begin_average(state: Any) -> None:
     """With --store-ema, start the moving average at the weights of a checkpoint that has no average.
 
-    fairseq would read the weights after it has deleted them.
+    Without _begin_average, fairseq would start the average at weights that it has already deleted.
     """
     extra, cfg = state.get("extra_state"), RUN.cfg
     if cfg is not None and cfg.ema.store_ema and isinstance(extra, dict):

@@ -1,6 +1,6 @@
 """Builds the experts of an opened model without memory; the checkpoint later provides their weights.
 
-With --moe-expert-store, the experts stay offloaded. All models of a command share one store.
+With --moe-expert-store, the experts stay offloaded in an expert store, which all models of a command share.
 """
 
 import atexit
@@ -33,12 +33,12 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.run_state import config_of, is_opened
 
 logger = logging.getLogger(__name__)
-# Logs JSON lines like fairseq's, under a short name: "… | INFO | expert_store | {"calls": …}".
+# This logger writes JSON lines in fairseq's format: "… | INFO | expert_store | {"calls": …}".
 counters_logger = logging.getLogger("expert_store")
-# Elements. Larger matrices of an opened model are not initialized.
+# Elements. In an opened model, larger matrices are not initialized.
 SMALL_MATRIX = 2**20
 DRAWS = (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaiming_uniform_)
-# The open stores, which models of an ensemble share.
+# The open expert stores, which models of an ensemble share.
 STORES: "WeakValueDictionary[StoreConfig, ExpertStore]" = WeakValueDictionary()
 
 
@@ -64,12 +64,12 @@ def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.dev
 
 
 def is_offloaded(options: StoreConfig) -> bool:
-    """Return whether the options keep experts in an expert store instead of the model."""
+    """Return whether the task options keep experts in an expert store instead of the model."""
     return options.moe_expert_store != "resident"
 
 
 def meta_experts(config: MoEConfig, topology: Topology, options: StoreConfig) -> ExpertStack:
-    """Build experts on torch's meta device, without memory; a state dict later provides their weights."""
+    """Build experts without memory, on torch's meta device; a state dict later provides their weights."""
     stack = build_experts(config, topology.part(config.num_experts), device="meta")
     stack.load_later(keep_sources=is_offloaded(options))
     return stack
@@ -77,10 +77,10 @@ def meta_experts(config: MoEConfig, topology: Topology, options: StoreConfig) ->
 
 @contextlib.contextmanager
 def for_loading(model_cfg: Any, task: Any) -> Iterator[None]:
-    """Context manager that builds an opened model for the weights of its checkpoint.
+    """Context manager for building a model that a checkpoint will overwrite.
 
-    The model has the dtype of --moe-inference-dtype; otherwise, its fp32 weights would be in memory until
-    they are converted. Its large matrices are not initialized.
+    The model is built in the dtype of --moe-inference-dtype, because fp32 weights would need more memory.
+    The large matrices of the built model are not initialized.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(inference_dtype(model_cfg, task) or before)
@@ -92,9 +92,9 @@ def for_loading(model_cfg: Any, task: Any) -> Iterator[None]:
 
 
 class _SkipLargeDraws(TorchFunctionMode):
-    """Mode in which random numbers are not drawn for large matrices.
+    """Torch function mode that skips drawing random numbers for large matrices.
 
-    Drawing random numbers for them takes longer than loading the weights, and allocates their memory.
+    Drawing random numbers for a large matrix takes longer than loading its weights, and allocates memory.
     """
 
     def __torch_function__(
@@ -108,7 +108,7 @@ class _SkipLargeDraws(TorchFunctionMode):
 
 
 def inference_dtype(model_cfg: Any, task: Any) -> torch.dtype | None:
-    """Return the dtype of --moe-inference-dtype for an opened model; None to keep the model's dtype."""
+    """Return the dtype of --moe-inference-dtype for an opened model, or None to keep the model's dtype."""
     options = read(StoreConfig, config_of(task)) if is_opened(model_cfg) else StoreConfig()
     refuse_bad_values(options)
     return None if options.moe_inference_dtype == "auto" else torch.bfloat16
@@ -118,7 +118,7 @@ def quantize_when_loaded(model: nn.Module, task: Any, device: torch.device) -> N
     """With --moe-inference-dtype int8, quantize the decoder's linear layers as soon as they are loaded.
 
     Raises:
-        ValueError: --moe-inference-dtype is int8 on a GPU, or for a model without a decoder.
+        ValueError: ValueError: int8 is given on a GPU, or for a model without a decoder.
     """
     if read(StoreConfig, config_of(task)).moe_inference_dtype != "int8":
         return
@@ -150,7 +150,7 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
     """Register a hook that adds the experts of the next loaded state dict to the expert store."""
 
     def attach(module: nn.Module, keys: Any) -> None:
-        if any(".experts." in key for key in keys.missing_keys):  # torch will raise an error
+        if any(".experts." in key for key in keys.missing_keys):  # torch reports missing experts.
             return
         store, layers = _store_of(options), moe_layers(module)
         sources = [layer.experts.take_sources() for layer in layers]
@@ -171,7 +171,7 @@ def _store_of(options: StoreConfig) -> ExpertStore:
             options.moe_expert_cache_policy,
             options.moe_expert_compute,
         )
-        # fairseq-generate has no hook at its end, so the counters are logged when the process ends.
+        # fairseq-generate has no hook at its end, so the store's counters are logged when the process ends.
         atexit.register(functools.partial(_log_counters, options, store.counters))
     return store
 

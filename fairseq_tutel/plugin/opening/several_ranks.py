@@ -1,7 +1,7 @@
 """Runs commands that use a model on several ranks, such as fairseq-generate.
 
-With --moe-expert-parallel-size P > 1 on the command line, P ranks share the experts of every model that the
-command opens, and run in lockstep.
+With --moe-expert-parallel-size P > 1 on the command line, P ranks share each model's experts, and run in
+lockstep.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class NoSentences(Exception):  # noqa: N818 - not an error
-    """Raised on a rank without sentences, to skip generation; fairseq would divide by zero."""
+    """Raised on a rank without sentences to skip generation, where fairseq would divide by zero."""
 
 
 class Command:
@@ -35,13 +35,13 @@ class Command:
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
-        # All models use the value of the command line; the value in a checkpoint is ignored.
+        # All models use the command line's --moe-expert-parallel-size, not the value in a checkpoint.
         self.expert_parallel_size = read(TaskConfig, cfg.task).moe_expert_parallel_size or 1
         self.lockstep: Lockstep | None = None
         self._turns: dict[MoEFeedForward, int] = {}
 
     def keep_in_step(self, layers: Sequence[MoEFeedForward]) -> None:
-        """Make a model's MoE layers wait for the same call on other ranks, if its experts are spread."""
+        """If experts are spread over ranks, make MoE layers wait for the same call on other ranks."""
         if layers[0].topology.expert_parallel_size == 1:
             return
         facts: dict[str, Any] = {
@@ -56,7 +56,7 @@ class Command:
         self._turns |= {layer: self.lockstep.add(layer.run_without_tokens) for layer in layers}
 
     def wait_for_turn(self, layer: MoEFeedForward) -> None:
-        """Block until all ranks call this layer."""
+        """Block until all ranks call this MoE layer."""
         if layer in self._turns:
             assert self.lockstep is not None
             self.lockstep.wait_for_turn(self._turns[layer])
@@ -67,7 +67,7 @@ class Command:
             self.lockstep.rest()
 
     def end(self) -> None:
-        """Run this rank's experts for other ranks until all ranks finish."""
+        """Run this rank's experts for other ranks until all ranks finish the command."""
         if self.lockstep is not None:
             self.lockstep.end()
             logger.info(
@@ -76,17 +76,17 @@ class Command:
             )
 
 
-# Contains the running command if it uses models on several ranks; otherwise empty.
+# A list with the running command if the command uses models on several ranks, else an empty list.
 _running: list[Command] = []
 
 
 def running_command() -> Command | None:
-    """Return the command that uses its models on several ranks, or None."""
+    """Return the running command if it uses models on several ranks, else None."""
     return _running[-1] if _running else None
 
 
 def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
-    """Run a command's `main` on this rank's sentences, then run this rank's experts for the others."""
+    """Run a command's `main` on this rank's sentences, then run this rank's experts for other ranks."""
     if world.size() == 1:
         main(cfg, **kwargs)
         return
@@ -94,7 +94,7 @@ def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
     if cfg.common_eval.results_path is not None:
         cfg.common_eval.results_path = os.path.join(cfg.common_eval.results_path, f"rank{rank}")
     if command.expert_parallel_size > 1 and rank > 0:
-        cfg.interactive.input = os.devnull  # only rank 0 reads the input
+        cfg.interactive.input = os.devnull  # Only rank 0 reads the input.
     allocate_gather_buffers(cfg)
     _running.append(command)
     try:
@@ -111,10 +111,10 @@ def topology_of_opened(
 ) -> Topology:
     """Return which ranks hold which experts of a model that is opened for inference.
 
-    `requested` is the --moe-expert-parallel-size of the model's task; it has no effect in a command on one
-    rank. For the other arguments and the errors, see `make_topology`.
+    `requested` is the --moe-expert-parallel-size of the model's task; a command on one rank ignores
+    `requested`. `make_topology` documents the other arguments and the errors.
     """
-    if is_teacher:  # all ranks call a teacher in step; RUN.topology is for the student
+    if is_teacher:  # RUN.topology belongs to the student.
         return make_topology(expert_counts, requested or 1, ranks_per_node)
     command = running_command()
     if command is None or command.expert_parallel_size == 1:

@@ -1,4 +1,4 @@
-"""moe_adam: fairseq's Adam with torch's fused kernel for fp32 parameters, and optional fp16 moments."""
+"""The optimizer moe_adam: fairseq's Adam with torch's fused kernel for fp32, and optional fp16 moments."""
 
 import math
 from collections import defaultdict
@@ -19,14 +19,14 @@ FLOAT16_MAX = torch.finfo(torch.float16).max
 class FusedAdam(Adam):
     """fairseq's Adam, with torch's fused AdamW kernel for fp32 and fp64 parameters.
 
-    The state dict is the same. fairseq adds eps to sqrt(v), but AdamW to sqrt(v) / sqrt(1 - beta2^t), so
-    eps is divided by sqrt(1 - beta2^t). Half-precision parameters, and sparse or strided gradients, use
-    fairseq's loop: the kernel ignores strides.
+    The state dict has the format of fairseq's Adam. fairseq adds eps to sqrt(v), but AdamW adds eps to
+    sqrt(v) / sqrt(1 - beta2^t). moe_adam therefore divides eps by sqrt(1 - beta2^t). Half-precision
+    parameters, and sparse or strided gradients, use fairseq's loop: the fused kernel ignores strides.
 
-    With `fp16_stats` the moments are stored in fp16. Each is divided by a scale that maps its largest
-    element to the largest fp16 number. There is one scale per dense parameter and one per expert, so scales
-    do not depend on an expert's rank. The state has the same keys as in fairseq's class, which needs apex.
-    Source: OpenAI's Jukebox.
+    With `fp16_stats`, Adam's moments are stored in fp16. Each fp16 moment is divided by a scale that maps
+    its largest element to the largest fp16 number. There is one scale per dense parameter and one per
+    expert, so an expert's scale is the same on any rank. The scales have the same keys in the state dict as
+    in fairseq's class, which needs apex. Source: OpenAI's Jukebox.
     """
 
     def __init__(self, params: Any, fp16_stats: bool = False, **options: Any) -> None:
@@ -35,7 +35,7 @@ class FusedAdam(Adam):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient."""
+        """Update each parameter that has a gradient."""
         if self.fp16_stats:
             return self._step_with_fp16_stats(closure)
         self._leave_fp16_stats()
@@ -53,7 +53,7 @@ class FusedAdam(Adam):
         return loss
 
     def _step_with_fp16_stats(self, closure: Any) -> Any:
-        """Update one parameter at a time, so only the moments of one parameter are in fp32."""
+        """Update parameters one at a time, so at most one parameter's moments are in fp32."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             for p in group["params"]:
@@ -61,7 +61,7 @@ class FusedAdam(Adam):
                     continue
                 step, state = self._advance(p, group), self.state[p]
                 wide = {key: _widened(state, key, p.device) for key in MOMENTS}
-                # fp32 tensors are updated in place.
+                # The kernel changes fp32 tensors in place.
                 p32, grad32 = p.float().contiguous(), p.grad.float().contiguous()
                 self._fused_step(group, [p32], [grad32], [wide], step)
                 if p32 is not p:
@@ -75,7 +75,7 @@ class FusedAdam(Adam):
         return loss
 
     def _leave_fp16_stats(self) -> None:
-        """Convert fp16 moments, which a checkpoint may have, to fp32."""
+        """Convert the fp16 moments of a checkpoint to fp32."""
         for p, state in self.state.items():
             for key in MOMENTS:
                 if key + "_scale" in state:
@@ -110,9 +110,9 @@ class FusedAdam(Adam):
         states: list[dict[str, Tensor]],
         step: int,
     ) -> None:
-        """Update parameters and moments in place; all have the same device, dtype and step count."""
+        """Update parameters and moments of equal device, dtype and step count in place."""
         beta1, beta2 = group["betas"]
-        # The tensor is created on the device, because a copy from the host would synchronize.
+        # The step tensor is created on the device, because a copy from the host would synchronize.
         step_tensor = torch.full((), float(step), device=params[0].device)
         torch._fused_adamw_(
             params,
@@ -132,9 +132,9 @@ class FusedAdam(Adam):
 
 
 def _widened(state: dict[str, Any], key: str, device: torch.device) -> Tensor:
-    """Return a moment in fp32 on `device`, multiplied by its scale if it has one.
+    """Return a moment of Adam in fp32 on `device`, multiplied by its scale if it has one.
 
-    fairseq's memory-efficient wrapper keeps tensors of a checkpoint on the host.
+    fairseq's memory-efficient wrapper keeps the optimizer tensors of a checkpoint on the host.
     """
     scale = torch.as_tensor(state.get(key + "_scale", 1.0), device=device)
     return state[key].to(device, torch.float32) * scale
@@ -144,7 +144,7 @@ def _widened(state: dict[str, Any], key: str, device: torch.device) -> Tensor:
 class MoEFairseqAdam(MoEOptimizerMixin, FairseqAdam):
     """fairseq's Adam (decoupled weight decay) for experts on several ranks, with a fused fp32 kernel.
 
-    On a GPU with apex, this class uses apex's fused class, as fairseq does, except with these options:
+    On a GPU with apex, moe_adam uses apex's fused class, as fairseq does, except with these options:
 
     - --fp16-adam-stats, because apex has one scale for all experts of a rank;
     - ZeRO and offload, because partitions may be in host memory.
@@ -152,7 +152,7 @@ class MoEFairseqAdam(MoEOptimizerMixin, FairseqAdam):
 
     def __init__(self, cfg: FairseqAdamConfig, params: Any) -> None:
         if cfg.fp16_adam_stats:
-            FairseqOptimizer.__init__(self, cfg)  # skips FairseqAdam.__init__, which needs apex
+            FairseqOptimizer.__init__(self, cfg)  # FairseqAdam.__init__ needs apex.
             self._optimizer = FusedAdam(params, True, **self.optimizer_config)
             return
         super().__init__(cfg, params)

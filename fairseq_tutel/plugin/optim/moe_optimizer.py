@@ -1,7 +1,7 @@
 """A mixin that adds experts on several ranks, ZeRO and offload to fairseq's optimizers.
 
-fairseq's fp16 and memory-efficient wrappers use such an optimizer like any optimizer of the model's
-parameters. Its state in a checkpoint has the same format as fairseq's.
+fairseq's fp16 and memory-efficient wrappers can wrap an optimizer with this mixin. The optimizer state in a
+checkpoint has the same format as fairseq's.
 """
 
 import logging
@@ -29,20 +29,17 @@ logger = logging.getLogger(__name__)
 
 
 class MoEOptimizerMixin:
-    """Adds experts on several ranks and ZeRO to a FairseqOptimizer class; it is the first base class.
+    """Mixin that adds experts on several ranks, ZeRO and offload to a FairseqOptimizer class."""
 
-    The mixin changes nothing for a model without experts, or on one rank without offload.
-    """
-
-    optimizer: Any  # torch's optimizer
+    optimizer: Any  # The torch optimizer.
     params: Any
     cfg: Any
-    # Under ZeRO or offload, the optimizer updates these partitions instead of the parameters.
+    # With ZeRO or offload, the optimizer updates the partitions in this ZeroState instead of parameters.
     zero: ZeroState | None = None
     _gathered_state: dict[int, dict[str, Any]] | None = None
-    # Whether the parameters are fp32 master copies of half-precision parameters, which are saved.
+    # Whether the optimizer's parameters are fp32 master copies of half-precision parameters.
     holds_masters: bool = False
-    # Increases once per update, also if an overflow skips its step.
+    # `times_clipped` increases once per update, even if an overflow skips the optimizer step.
     times_clipped: int = 0
 
     def __init__(self, cfg: Any, params: Any) -> None:
@@ -60,7 +57,7 @@ class MoEOptimizerMixin:
 
     @property
     def supports_memory_efficient_fp16(self) -> bool:
-        """Whether half-precision parameters are accepted; ZeRO accepts them, as its partitions are fp32."""
+        """Whether the optimizer accepts half-precision parameters; with ZeRO, it accepts them."""
         return self.zero is not None or super().supports_memory_efficient_fp16  # type: ignore[misc]
 
     @property
@@ -69,32 +66,32 @@ class MoEOptimizerMixin:
         return self.zero is not None and any(bucket.share.size > 1 for bucket in self.zero.buckets)
 
     def model_params(self) -> list[nn.Parameter]:
-        """Return the model's parameters, in the order of the indices of the optimizer state."""
+        """Return the model's parameters, ordered by their indices in the optimizer state."""
         if self.zero is None:
             return list(self.params)
         return [partition.parameter for partition in self.zero.partitions]
 
     def zero_grad(self) -> None:
-        """Reset the gradients of the model's parameters and of their partitions."""
+        """Reset the gradients of the model's parameters and of their ZeRO partitions."""
         super().zero_grad()  # type: ignore[misc]
         if self.zero is not None:
             self.zero.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass; under ZeRO stage 2, reduce gradients during it."""
+        """Run the backward pass; under ZeRO stage 2, reduce gradients during the backward pass."""
         super().backward(loss)  # type: ignore[misc]
         self.finish_backward()
 
     def finish_backward(self) -> None:
-        """Reduce the remaining gradients after a wrapper has run the backward pass."""
+        """Reduce the remaining gradients after an fp16 wrapper has run the backward pass."""
         if self.zero is not None:
             self.zero.reducer.finish_backward()
 
     def all_reduce_grads(self, module: Any) -> None:
         """Reduce the gradients of dense parameters and experts over the ranks. Collective.
 
-        Under ZeRO, each rank gets the sum of the gradients that it owns, including a criterion's gradients.
-        Otherwise the data-parallel wrapper or a collective plan reduces dense gradients, and then this
+        Under ZeRO, each rank gets the summed gradients of its partitions, including those of a criterion.
+        Without ZeRO, the data-parallel wrapper or a collective plan reduces dense gradients, and this
         method reduces expert gradients.
         """
         if self.zero is not None and self.zero.stage > 0:
@@ -111,14 +108,14 @@ class MoEOptimizerMixin:
             gradients.rescale_expert_gradients(module.parameters(), topology.world_size)
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Multiply the gradients by c; under ZeRO, the step does this when it converts them to fp32."""
+        """Multiply the gradients by c; under ZeRO, `step` multiplies when it converts gradients to fp32."""
         if self.zero is None:
             super().multiply_grads(c)  # type: ignore[misc]
         else:
             self.zero.multiply(c)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """Clip gradients by their norm over dense parameters and all ranks' experts; return the norm."""
+        """Clip gradients by their norm over dense parameters and all ranks' experts; return this norm."""
         self.times_clipped += 1
         if self.zero is not None:
             return self.zero.clip(max_norm)
@@ -133,7 +130,7 @@ class MoEOptimizerMixin:
         return norm
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Update the parameters, under ZeRO bucket by bucket; free state gathered for a checkpoint."""
+        """Update the parameters, and free optimizer state that was gathered for a checkpoint."""
         if self.zero is None:
             self._step(*args, **kwargs)
         else:
@@ -144,10 +141,10 @@ class MoEOptimizerMixin:
         super().step(*args, **kwargs)  # type: ignore[misc]
 
     def expert_state(self, index: int) -> dict[str, Tensor]:
-        """Return this rank's experts' optimizer state [e, ...], with fp32 master weights. Collective.
+        """Return the optimizer state [e, ...] of this rank's experts, with fp32 master weights. Collective.
 
-        Some tensors may be in host memory: an offloaded state, and until the first step, a checkpoint's
-        tensors in fairseq's memory-efficient wrapper.
+        Some returned tensors may be in host memory: offloaded state and, until the first step, a
+        checkpoint's tensors in fairseq's memory-efficient wrapper.
         """
         parameter = self.model_params()[index]
         if self.zero is not None:
@@ -162,7 +159,7 @@ class MoEOptimizerMixin:
         return state
 
     def gather_state(self, topology: Topology) -> None:
-        """Gather the experts' optimizer state to rank 0 for its next `state_dict`. Collective."""
+        """Gather the experts' optimizer state to rank 0 for rank 0's next `state_dict`. Collective."""
         gathered: dict[int, dict[str, Any]] = {}
         for index, parameter in enumerate(self.model_params()):
             if gradients.is_expert(parameter):
@@ -173,10 +170,10 @@ class MoEOptimizerMixin:
         self.save_state(gathered, topology)
 
     def save_state(self, state: dict[int, dict[str, Any]], topology: Topology) -> None:
-        """Set the state that rank 0's next `state_dict` contains instead of local values.
+        """Set the optimizer state that rank 0's next `state_dict` contains instead of local state.
 
-        `state` has values by parameter index and key. Under ZeRO this also gathers the state of all other
-        parameters, and is collective.
+        The dict `state` has an inner dict for each parameter index. With ZeRO, this method is a collective
+        that also gathers the optimizer state of all other parameters.
         """
         self._gathered_state = state if topology.rank == 0 else None
         if not self.is_apart:
@@ -198,11 +195,11 @@ class MoEOptimizerMixin:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer state for a checkpoint.
 
-        The state includes fp32 masters. fairseq saves only half-precision weights, from which a run could
-        not resume exactly.
+        The optimizer state includes fp32 masters, because fairseq saves only half-precision weights, from
+        which a run could not resume exactly.
         """
         state_dict = super().state_dict()  # type: ignore[misc]
-        state = state_dict.get("state", {})  # a composite optimizer has one state per group
+        state = state_dict.get("state", {})  # A composite optimizer has several states.
         if self.holds_masters and "state" in state_dict:
             for index, parameter in enumerate(self.params):
                 state[index] = {**state.get(index, {}), MASTER: parameter.data}
@@ -215,14 +212,14 @@ class MoEOptimizerMixin:
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None) -> None:
-        """Load a complete optimizer state; keep this rank's part, and restore fp32 master weights."""
+        """Load this rank's part of a complete optimizer state, and restore fp32 master weights."""
         topology = RUN.topology
-        # The dict is changed in place, because fairseq's memory-efficient fp16 wrapper reads it afterwards.
+        # The state dict is changed in place, because fairseq's memory-efficient fp16 wrapper reads it.
         state = state_dict.get("state", {})
         for index, parameter in enumerate(self.model_params()):
             if topology.expert_parallel_size > 1 and gradients.is_expert(parameter) and index in state:
                 state[index] = own_part(state[index], parameter, topology)
-        unbind(state)  # reads the tensors that are still in shard files
+        unbind(state)  # Tensors are read from shard files.
         if self.zero is not None:
             for index in state.keys() & range(len(self.zero.partitions)):
                 state[index] = self.zero.own_state(index, state[index])
@@ -236,28 +233,28 @@ class MoEOptimizerMixin:
 def _reduces_here(module: Any) -> bool:
     """Return whether a collective plan, instead of torch's wrapper, sums dense gradients."""
     while not isinstance(module, LegacyDistributedDataParallel):
-        module = getattr(module, "module", None)  # the model inside one of fairseq's wrappers
+        module = getattr(module, "module", None)  # fairseq's wrappers have a model as `module`.
         if module is None:
             return False
     return not module.accumulate_grads and is_replaced("all_reduce", None)
 
 
 def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
-    """Return whether a value of an optimizer state has one entry per expert along dimension 0."""
+    """Return whether a tensor of optimizer state has one entry per expert along dimension 0."""
     if not isinstance(value, Tensor | ShardedTensor):
         return False
     return len(value.shape) == parameter.dim() and value.shape[0] == num_experts
 
 
 def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> dict[str, Any]:
-    """Return this rank's part of an expert parameter's state; `state` contains all experts."""
+    """Return this rank's experts' part of a parameter's optimizer state; `state` has all experts."""
     slicing, shape = slice_of(parameter), list(parameter.shape)
     shape[0] = shape[0] * topology.expert_parallel_size // slicing.count
     shape[slicing.dim] *= slicing.count
     part = topology.part(shape[0])
 
     def own(value: Tensor | ShardedTensor) -> Tensor:
-        # A tensor with a different shape, such as a scale, is the same for all shards.
+        # A tensor of another shape, such as a scale, is the same for all expert shards.
         cut_as = slicing if list(value.shape) == shape else Slice()
         index = part.index if cut_as.count > 1 else 0
         if isinstance(value, ShardedTensor):
@@ -286,7 +283,7 @@ def variant_name(name: str) -> str:
 
 
 def register_variants() -> None:
-    """Register an MoE variant of every fairseq optimizer that does not have one yet."""
+    """Register a MoE variant of every fairseq optimizer that has no MoE variant yet."""
     for name, stock in list(OPTIMIZER_REGISTRY.items()):
         if name.startswith("moe_") or variant_name(name) in OPTIMIZER_REGISTRY:
             continue

@@ -14,24 +14,24 @@ from fairseq_tutel.plugin.training.options import TaskConfig
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """The ZeRO stage (0 to 2), and whether the optimizer state is in host memory; see `ZeroState`."""
+    """The ZeRO stage (0 to 2), and whether the optimizer state is in host memory, as in `ZeroState`."""
 
     stage: int
     offload: bool
 
 
 def zero_options(cfg: Any) -> ZeroOptions | None:
-    """Return the ZeRO and offload options; None if neither is used or the model has no experts.
+    """Return the ZeRO and offload options, or None if neither is used or the model has no experts.
 
-    `cfg` is a FairseqConfig, its optimizer section, or an old optimizer's namespace. On one rank the stage
-    is 0.
+    `cfg` is a FairseqConfig, its section `optimizer`, or an old optimizer's namespace. On one rank, the
+    returned ZeRO stage is 0.
     """
     if hasattr(cfg, "_get_root"):
         root = cfg._get_root()
         cfg = root.task if "task" in root else cfg
     options = read(TaskConfig, cfg)
     refuse_bad_values(options)
-    # A model without experts created no groups; the task warns that these options have no effect.
+    # A model without experts creates no process groups; the task warns that ZeRO has no effect.
     ranks = world.size()
     stage = options.moe_zero_stage if ranks > 1 else 0
     if not (stage or options.moe_offload_optimizer) or RUN.topology.world_size != ranks:
@@ -40,10 +40,10 @@ def zero_options(cfg: Any) -> ZeroOptions | None:
 
 
 class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
-    """The fp16 and bf16 optimizer for ZeRO, which replaces fairseq's FP16Optimizer.
+    """The fp16 and bf16 optimizer for ZeRO, a replacement of fairseq's FP16Optimizer.
 
-    FP16Optimizer copies all parameters and gradients to fp32. In this class, the wrapped optimizer gets
-    half-precision parameters and keeps fp32 partitions. The results are the same.
+    FP16Optimizer copies all parameters and gradients to fp32. In ZeroFP16Optimizer, the wrapped optimizer
+    gets half-precision parameters, keeps fp32 partitions, and makes equal updates.
     """
 
     def backward(self, loss: Tensor) -> None:
@@ -52,7 +52,7 @@ class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
         self.wrapped_optimizer.finish_backward()
 
     def load_state_dict(self, state_dict: dict, optimizer_overrides: dict | None = None) -> Any:
-        """Load an optimizer state, and prevent fairseq from replacing its tensors by those of the file."""
+        """Load an optimizer state, and keep fairseq from replacing its tensors by those of the file."""
         self.optimizer.disable_mem_eff_fp16_loading_hack = True
         super().load_state_dict(state_dict, optimizer_overrides)
 
@@ -60,9 +60,9 @@ class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
 def half_optimizer(cfg: Any, params: list[Any]) -> Any:
     """Build the MoE optimizer of half-precision parameters that a FairseqConfig names.
 
-    fairseq's two wrappers do not work with ZeRO. FP16Optimizer copies all parameters to fp32, although a
-    rank needs only its partition. The wrapper of --memory-efficient-fp16 saves another optimizer name, so
-    runs with and without ZeRO could not read each other's checkpoints.
+    fairseq's two half-precision wrappers do not work with ZeRO. FP16Optimizer copies all parameters to
+    fp32, although a rank needs only its partition. The wrapper of --memory-efficient-fp16 saves another
+    optimizer name, so runs with and without ZeRO could not read each other's checkpoints.
     """
     if zero_options(cfg) is not None:
         return ZeroFP16Optimizer.build_optimizer(cfg, params)
@@ -71,5 +71,6 @@ def half_optimizer(cfg: Any, params: list[Any]) -> Any:
     return optimizer
 
 
-# fairseq's Trainer rejects a checkpoint if the optimizer's class name differs. Both classes can read it.
+# fairseq's Trainer rejects a checkpoint with another optimizer class name, but ZeroFP16Optimizer and
+# FP16Optimizer can read each other's checkpoints.
 ZeroFP16Optimizer.__name__ = "FP16Optimizer"

@@ -1,8 +1,7 @@
 """Defines the command-line flags and hydra keys of this package.
 
-Every MoE model has the fields of `ModelOptions`, every task has `SystemOptions`, and every MoE criterion
-has `GateLossOptions`. `layer_config` makes the MoEConfig of one layer from the configurations of the model
-and the task.
+Every MoE model has the options `ModelOptions`, every task `SystemOptions`, and every MoE criterion
+`GateLossOptions`. `layer_config` makes a layer's MoEConfig from model and task options.
 """
 
 import dataclasses
@@ -56,8 +55,8 @@ def refuse_misspelt(overrides: dict[str, Any]) -> None:
 def drop_is_moe(argv: list[str]) -> None:
     """Remove --is-moe from a fairseq command line, in place.
 
-    Meta's evaluation commands need the flag; this package recognizes MoE checkpoints itself. The parser of
-    fairseq-eval-lm cannot be extended, so the flag is removed from sys.argv, which it reads later.
+    Meta's evaluation commands need the flag --is-moe, but this package recognizes MoE checkpoints itself.
+    The parser of fairseq-eval-lm cannot be extended, so --is-moe is removed from sys.argv.
     """
     if "--is-moe" in argv and any(word.split("=")[0] == "--user-dir" for word in argv):
         argv.remove("--is-moe")
@@ -65,7 +64,7 @@ def drop_is_moe(argv: list[str]) -> None:
 
 
 def fill_in(args: Any, options: type) -> None:
-    """Set every option that a model's arguments lack to its default value, in place."""
+    """Set each option that a model's arguments lack to its default value, in place."""
     for key, value in defaults(options).items():
         setattr(args, key, getattr(args, key, value))
 
@@ -94,7 +93,7 @@ def expert_counts(text: str, num_layers: int) -> list[int]:
 def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) -> MoEConfig:
     """Return the MoEConfig of one layer from the configurations of its model and its task.
 
-    A saved `model_cfg` may lack newer keys. `layer` has the properties of the stock layer, such as
+    A `model_cfg` from a checkpoint may lack newer keys. `layer` has properties of the stock layer, such as
     model_dim, hidden_dim and activation.
     """
     model, task = read(ModelConfig, model_cfg), read(TaskConfig, task_cfg)

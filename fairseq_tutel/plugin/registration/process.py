@@ -1,4 +1,4 @@
-"""Ends a process without a traceback if the error is the user's, and ends fairseq's reader threads."""
+"""Prints errors that a user can fix without a traceback, and ends fairseq's reader threads."""
 
 import contextlib
 import functools
@@ -22,15 +22,14 @@ from fairseq_tutel.parallel.guard import CommunicationError
 
 logger = logging.getLogger(__name__)
 
-# Maximum time that the exit waits for reader threads, which may hang in a file system.
+# Maximum time for which the exit waits for reader threads, which may hang in a file system.
 SECONDS_FOR_READERS = 10.0
-REASON = 300  # maximum number of characters of an original error that a message quotes
-# Errors whose message is for users: bad options and files, NaN in training, failed writes, lack of memory,
-# and failures of other ranks.
+REASON = 300  # Maximum number of characters of an original error that a message quotes.
+# Errors that users can fix: bad options or files, NaN, failed writes, lack of memory, failed ranks.
 FOR_USERS = (ValueError, FloatingPointError, OSError, MemoryError, CommunicationError)
 MEMORY = re.compile(r"out of memory|can't allocate memory|Unable to allocate", re.DOTALL)
 LANGUAGES = re.compile("Could not infer language pair")
-# Errors of fairseq and torch that new users meet: the type, the message, and the sentence to print.
+# Common errors of fairseq and torch, each with a type, a pattern of the message, and a sentence to print.
 EXPLAINED: tuple[tuple[type[Exception], re.Pattern, str], ...] = (
     (
         FileNotFoundError,
@@ -68,25 +67,25 @@ EXPLAINED: tuple[tuple[type[Exception], re.Pattern, str], ...] = (
     ),
     (RuntimeError, MEMORY, "out of memory ({cause}); lower --max-tokens or --batch-size."),
 )
-# The last line of the traceback that a spawned rank passes to the process that spawned it.
+# The last line of a traceback from a rank that fairseq spawned.
 RANK_ERROR = re.compile(r"\.RankError: (error: .*)\s*\Z")
 
 
 class RankError(Exception):
-    """A user's error in a rank that fairseq spawned; the message is the last line to print."""
+    """A user's error in a rank that fairseq spawned; the exception's message is the last line to print."""
 
 
 def end_readers() -> None:
     """Stop the threads in which fairseq prefetches batches, before the Python interpreter exits.
 
-    If a training run stops in the middle of an epoch, such a thread is still running. If the thread is
-    inside a torch operation when the interpreter exits, the process aborts with exit code 134 ("terminate
-    called without an active exception").
+    If a training run stops in the middle of an epoch, a prefetch thread is still running. If the Python
+    interpreter exits while a prefetch thread is in a torch operation, the process aborts with exit code 134
+    ("terminate called without an active exception").
     """
     deadline = time.monotonic() + SECONDS_FOR_READERS
     for reader in threading.enumerate():
         if isinstance(reader, BackgroundConsumer):
-            reader._max_len = 0  # makes the thread stop after the current batch
+            reader._max_len = 0  # The reader thread stops after the current batch.
             while reader.is_alive() and time.monotonic() < deadline:
                 with contextlib.suppress(queue.Empty):
                     reader._queue.get_nowait()
@@ -95,7 +94,7 @@ def end_readers() -> None:
 
 @contextlib.contextmanager
 def refusals_are_sentences() -> Iterator[None]:
-    """Context manager that turns a user's error into its message and an exit, without a traceback."""
+    """Context manager that exits with a message instead of a traceback if a user can fix an error."""
     try:
         yield
     except Exception as error:
@@ -107,9 +106,9 @@ def refusals_are_sentences() -> Iterator[None]:
 
 
 def run_as_spawned(main: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `main` in a rank that fairseq spawned; raise RankError for a user's error.
+    """Call `main` in a rank that fairseq spawned; raise RankError for an error that a user can fix.
 
-    The process that spawned the ranks gets the traceback as text, and prints only the error sentence.
+    The process that spawned the ranks gets the rank's traceback as text, and prints only the message.
     """
     try:
         with refusals_are_sentences():
@@ -121,9 +120,9 @@ def run_as_spawned(main: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def excepthook(original: Any) -> Any:
-    """Wrap sys.excepthook so that it prints a user's error without a traceback.
+    """Wrap sys.excepthook to print an error that a user can fix without a traceback.
 
-    The hook is needed because the main function of fairseq-generate is not wrapped.
+    The excepthook is needed because the main function of fairseq-generate is not wrapped.
     """
 
     @functools.wraps(original)
@@ -146,17 +145,18 @@ def _last_line(error: BaseException) -> str | None:
     sentence = str(error) if is_refusal(error) else _explained(error)
     if sentence is None:
         return None
-    # The logger's level cannot be used, because fairseq's wav2vec2 sets the root logger to DEBUG.
+    # A traceback is logged if LOGLEVEL is DEBUG. The root logger's level is not used, because fairseq's
+    # wav2vec2 sets this level to DEBUG.
     if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
         logger.debug("traceback of the error", exc_info=error)
-    # A data set that fairseq could not open prints an error when it is deleted, so delete it before the
-    # last line is printed.
+    # A data set that fairseq could not open prints an error when it is deleted. Such a data set is
+    # therefore deleted before the error message is printed.
     traceback.clear_frames(error.__traceback__)
     return error_line(sentence.removeprefix(f"[Errno {getattr(error, 'errno', None)}] "))
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether code of this package raised an error whose message is for users."""
+    """Return whether this package raised an error whose message is written for users."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     package = __name__.partition(".")[0]
     return (
@@ -167,7 +167,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def _explained(error: BaseException) -> str | None:
-    """Return the sentence of `EXPLAINED` for an error of fairseq or torch; None for other errors."""
+    """Return the sentence of `EXPLAINED` for an error of fairseq or torch, or None for other errors."""
     for kind, pattern, sentence in EXPLAINED:
         if isinstance(error, kind) and (found := pattern.search(str(error))):
             cause = " ".join(str(error.__context__ or error).split())[:REASON].rstrip(".")

@@ -26,7 +26,7 @@ def variant_of(stock: type, *before: type, module: str, **attributes: Any) -> ty
 
 
 class _AddArgs(classmethod):
-    """Replaces `add_args` of a task without a dataclass: adds the task's flags, then the system options."""
+    """Replaces `add_args` of a task without a dataclass: adds the task's flags and the system options."""
 
     def __init__(self, stock: Any) -> None:
         def add_args(cls: type, parser: Any) -> None:
@@ -39,7 +39,7 @@ class _AddArgs(classmethod):
 def give_system_options() -> None:
     """Add the system options to every registered task that lacks them.
 
-    Call this function again after a user's tasks are registered.
+    If a user's tasks are registered later, give_system_options() must be called again.
     """
     for name, task in TASK_REGISTRY.items():
         stock = TASK_DATACLASS_REGISTRY.get(name)
@@ -47,7 +47,7 @@ def give_system_options() -> None:
         if stock is None and not isinstance(add_args, _AddArgs):
             task.add_args = _AddArgs(add_args)
         elif stock is not None and not issubclass(stock, SystemOptions):
-            # Register the task again as fairseq's `register_task` does, with the extended dataclass.
+            # Register the task again with the extended dataclass, as fairseq's `register_task` does.
             dataclass = dataclasses.make_dataclass(stock.__name__, [], bases=(SystemOptions, stock))
             TASK_DATACLASS_REGISTRY[name] = task.__dataclass = dataclass
             node = dataclass()

@@ -1,40 +1,39 @@
 """Wraps five fairseq functions that cannot be changed by a registry, an override or a hook.
 
-1. `checkpoint_utils.save_checkpoint`: all ranks call it, and only rank 0 continues to save. The wrapper
-   first gathers the experts, or lets all ranks write them. `Trainer.consolidate_optimizer` cannot do this:
-   it also runs if nothing is saved, and before crash.pt is saved, when other ranks may be gone.
-2. `checkpoint_utils.load_checkpoint_to_cpu`: fairseq loads every checkpoint with it. Shard files of experts
-   are next to the checkpoint file, but the loaded state does not contain the file's path. The wrapper
-   refuses damaged and foreign files, and marks models that are opened for use.
-3. `checkpoint_utils.torch_persistent_save`: fairseq retries a failed write by appending to the same file,
-   which then cannot be opened. Two jobs also write to the same temporary file.
-4. `PathManager.copy`: fairseq overwrites checkpoint_last and checkpoint_best in place. A kill during the
-   copy leaves a truncated file. The wrapper's copy shares disk blocks where the file system can.
-5. `distributed.utils.call_main`: it runs first in every command, so the wrapper can make these changes:
-   - Under torchrun on CPU, fairseq divides by the number of GPUs, or trains N models into one folder. On
-     GPU, it uses the GPU RANK % count, which is wrong if nodes have different numbers of ranks.
-   - fairseq-train treats --bf16 as a request for a TPU.
-   - Errors of the rendezvous and of fairseq's collectives name the missing ranks.
-   - If a rank fails, the other ranks end; otherwise all ranks end together.
-   - Each rank keeps running its experts for the other ranks of its EP group until all have finished.
-   - A training run locks its --save-dir, and chooses the checkpoint from which it resumes.
-   - A signal makes training save a checkpoint before it ends.
-   - Tasks without a dataclass get access to the run's configuration.
-The package also changes the process in these ways, in addition to the attributes in `CHANGED`:
+- `checkpoint_utils.save_checkpoint`: The wrapper gathers the experts, or lets all ranks write shard files,
+  before rank 0 saves a checkpoint. `Trainer.consolidate_optimizer` is no substitute, because it also runs
+  if nothing is saved, and before crash.pt is saved, when other ranks may have ended.
+- `checkpoint_utils.load_checkpoint_to_cpu`: fairseq loads every checkpoint with this function. The wrapper
+  finds shard files from the checkpoint's path, which the loaded state does not contain. The wrapper also
+  refuses damaged and foreign files, and marks models that are opened for use.
+- `checkpoint_utils.torch_persistent_save`: fairseq retries a failed write by appending to a damaged file.
+  Without the wrapper, two jobs would also write to the same temporary file.
+- `PathManager.copy`: fairseq overwrites checkpoint_last and checkpoint_best in place. If fairseq is killed
+  during such a copy, the checkpoint is truncated. The wrapper's copy shares disk blocks where possible.
+- `distributed.utils.call_main`: Every fairseq command begins with a call of call_main.
+  - Under torchrun on CPU, fairseq divides by the number of GPUs, or trains N models into one folder.
+  - On GPU, fairseq uses the GPU RANK % count, which is wrong if nodes have different numbers of ranks.
+  - fairseq-train treats --bf16 as a request for a TPU.
+  - With the wrapper, errors of the rendezvous and of fairseq's collectives name the missing ranks.
+  - If a rank fails, the wrapper ends all other ranks.
+  - With the wrapper, each rank runs its experts for other ranks until all ranks have finished.
+  - The wrapper locks a training run's --save-dir, and chooses the checkpoint from which the run resumes.
+  - With the wrapper, a signal makes training save a checkpoint before the run ends.
+  - With the wrapper, tasks without a dataclass can read the run's configuration.
 
-- at import: names that newer numpy lacks (`NUMPY_NAMES`); thresholds of malloc, and the classes that
-  torch.load accepts (`plugin.register`);
-  sys.excepthook (`process.py`); MoE variants in fairseq's and hydra's registries (`optim`, `criterions`,
-  `models`, `tasks`); options of every task (`variants.py`); --is-moe is removed from sys.argv (`flags.py`);
-- when a command runs: `train` and `run` change sys.argv; fairseq's main function uses a subclass of its
-  Trainer (`training/own_layers.py`); the configuration gets torchrun's ranks, and
-  torch gets a current GPU (`training/startup.py`) and time-outs (`parallel/guard.py`); each rank gets a
-  folder for results (`opening/several_ranks.py`); threads end before the process
-  (`parallel/background.py`, `process.py`);
-- when a model with experts is built: the run's configuration (`startup.complete` logs each change);
-- at a signal: handlers of Python (`parallel/signals.py`), while a training run lasts.
+`CHANGED` lists attributes that this package sets. The package also changes the process in these ways:
 
-No environment variable is set. Only the plugin's loggers are configured.
+- At import, `install` defines names that newer numpy lacks (`NUMPY_NAMES`) and sets sys.excepthook.
+- At import, `plugin.register` sets malloc's thresholds and the classes that torch.load accepts.
+- At import, fairseq's and hydra's registries get MoE variants, and every task gets options.
+- At import, `flags.py` removes --is-moe from sys.argv.
+- When a command runs, `train` and `run` change sys.argv.
+- When a command runs, fairseq's main function uses a subclass of its Trainer (`training/own_layers.py`).
+- When a command runs, `training/startup.py` sets the current GPU, and writes ranks into the configuration.
+- When a command runs, `parallel/guard.py` sets torch's time-outs.
+- When a command ends, `parallel/background.py` and `process.py` end threads.
+- When a model with experts is built, `startup.complete` changes the run's configuration and logs this.
+- While a training run lasts, `parallel/signals.py` handles signals.
 """
 
 import atexit
@@ -68,7 +67,7 @@ from fairseq_tutel.plugin.training import preemption, save, startup
 
 
 def call_main(original: Any) -> Any:
-    """Wrap fairseq's `call_main`, which starts every command; see item 5 of the module's docstring."""
+    """Wrap fairseq's `call_main`, which starts every command; this file's docstring gives the reasons."""
 
     @functools.wraps(original)
     @refusals_are_sentences()
@@ -85,7 +84,7 @@ def call_main(original: Any) -> Any:
             cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
         if distributed.distributed_init_method == "env://" and keeps_the_store():
             distributed.distributed_init_method = rendezvous.METHOD
-        # A partial can be pickled for processes that fairseq spawns.
+        # Only a partial can be pickled for the ranks that fairseq spawns; a nested function cannot.
         on_each = functools.partial(run_with_root, functools.partial(run, main))
         spawns = distributed.distributed_init_method is not None and not distributed.distributed_no_spawn
         if spawns:
@@ -108,8 +107,8 @@ def call_main(original: Any) -> Any:
 def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
     """Run the main function of a command, with its FairseqConfig in `RUN.cfg`."""
     startup.note_spawned_ranks(cfg)
-    import_user_module(cfg.common)  # hydra does not import the user's module, which may register tasks
-    # A spawned rank has already imported the package, so fairseq skips it as a --user-dir.
+    import_user_module(cfg.common)  # A user's module may register tasks, but hydra skips it.
+    # In a spawned rank, fairseq skips an imported --user-dir, so `register` is called.
     plugin.register()
     give_system_options()
     _check_model(cfg)
@@ -118,17 +117,17 @@ def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
 
 
 def _check_model(cfg: Any) -> None:
-    """Raise an error for stock options that break experts."""
+    """Raise an error for fairseq options that do not work with experts."""
     if cfg.common_eval.path is not None:
         return
     name = getattr(cfg.model, "ensemble_arch", None) or getattr(cfg.model, "_name", None)
     model = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name))
     if not getattr(model, "has_experts", model is None):
-        return  # a user's model may have experts, which `own_layers.prepare` finds
+        return  # own_layers checks a user's own model later.
     startup.refuse_stock_options(cfg)
 
 
-# Each wrapped function: its owner, its name and the wrapper.
+# The owner, the name and the wrapper of each wrapped fairseq function.
 WRAPPED = (
     (checkpoint_utils, "save_checkpoint", save.save_checkpoint),
     (checkpoint_utils, "load_checkpoint_to_cpu", load_checkpoint_to_cpu),
@@ -137,35 +136,35 @@ WRAPPED = (
     (distributed_utils, "call_main", call_main),
 )
 
-# Names of numpy that fairseq uses and that numpy 1.24 and 2.0 removed; they were Python's types.
+# fairseq uses these numpy names for Python types, but numpy 1.24 and 2.0 removed the names.
 NUMPY_NAMES = {"int": int, "long": int, "float": float, "compat": SimpleNamespace(long=int)}
 
-# For each file, the attributes that it sets on objects that fairseq or torch constructs or reads.
-# Configurations, and data and gradients of tensors, are not listed.
+# Attributes that the files of this package set on objects of fairseq or torch. The list omits
+# configurations, and data and gradients of tensors.
 CHANGED = {
     # fairseq constructs tasks, iterators, data sets, and models whose build_model has a fixed class.
     "plugin/registration/variants.py": "__class__ __dataclass add_args",
-    "plugin/registration/process.py": "_max_len",  # ends a thread that reads batches
-    "plugin/registration/wrapped.py": "excepthook",  # prints error sentences
-    "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm",  # a layer's forward calls them
-    # fairseq's tasks read the languages, and one reads args, which it does not set; bpe may be None.
+    "plugin/registration/process.py": "_max_len",  # With _max_len = 0, a thread that reads batches ends.
+    "plugin/registration/wrapped.py": "excepthook",  # The new excepthook prints errors as sentences.
+    "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm",  # Stock layers call these modules.
+    # fairseq's tasks read the languages. One fairseq task reads `args` without setting `args`.
     "plugin/hub_interfaces.py": "args source_langs target_langs bpe",
-    "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore max_epoch",  # of DDP; ends a run
-    # A copy of a trainer, with the attributes that fairseq's save_checkpoint reads in a thread.
+    # torch's DDP reads the ignored parameters. A changed max_epoch ends a run.
+    "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore max_epoch",
+    # A thread saves a copy of a trainer, with the attributes that fairseq's save_checkpoint reads.
     "plugin/training/background_save.py": "get_checkpoint_dict no_save save_checkpoint",
-    "plugin/opening/load.py": "load",  # torch.load, which maps a file while fairseq opens it
-    # A signal ends a validation. No hook exists for the sums over ranks. `training/loop.py` also replaces
-    # functions of fairseq's training loop, because no hooks exist before an epoch and after an update.
+    "plugin/opening/load.py": "load",  # While fairseq opens a checkpoint, torch.load maps the file.
+    # A signal ends a validation. fairseq has no hook for its sums of log values over ranks.
     "plugin/training/preemption.py": "valid_step _aggregate_logging_outputs",
-    "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list puts them on a GPU
-    "plugin/criterions/teacher.py": "is_of_teacher",  # set on the copy of a task that builds a teacher
-    # fairseq would replace the loaded state; the Trainer compares the name with the name in a checkpoint.
+    "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq would put the buffers on a GPU.
+    "plugin/criterions/teacher.py": "is_of_teacher",  # A copy of the task builds the teacher.
+    # fairseq would replace the loaded state. fairseq's Trainer compares optimizer names with checkpoints.
     "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__ holds_masters",
-    "parallel/groups.py": "param_group",  # the only attribute that fairseq copies to fp32 masters
-    "parallel/gradients.py": "expert _tutel_expert root_scaled",  # marks of experts' parameters
-    "parallel/call_id.py": "_torchdynamo_disable count",  # disables tracing; counts a layer's calls
-    "parallel/rendezvous.py": "daemon",  # a timer must not keep the process alive
-    "parallel/zero_state.py": "zero_hook",  # fairseq may build another optimizer, with its own hook
+    "parallel/groups.py": "param_group",  # fairseq copies only param_group to fp32 masters.
+    "parallel/gradients.py": "expert _tutel_expert root_scaled",  # The attributes mark parameters.
+    "parallel/call_id.py": "_torchdynamo_disable count",  # `count` counts the calls of a layer.
+    "parallel/rendezvous.py": "daemon",  # A daemon timer does not keep the process alive.
+    "parallel/zero_state.py": "zero_hook",  # A second optimizer replaces the first optimizer's hook.
 }
 
 
@@ -178,7 +177,7 @@ def install() -> None:
         else:
             setattr(owner, name, wrap(static))
     for name, value in NUMPY_NAMES.items():
-        if name not in vars(numpy):  # hasattr would print a warning
+        if name not in vars(numpy):  # hasattr would print a warning.
             setattr(numpy, name, value)
     atexit.register(end_readers)
     sys.excepthook = excepthook(sys.excepthook)

@@ -1,9 +1,9 @@
 """Writes sharded checkpoints in threads while training continues (--moe-save-async).
 
-At the end of an update, `begin` copies the state of all ranks to host memory. Then a thread of each rank
-writes the rank's experts, and waits for the threads of the other ranks. The thread of rank 0 renames the
-folder of the experts, and calls fairseq's save_checkpoint, which writes the file with the other parameters.
-Every file is flushed to disk before it is renamed, in the same order as in a save that blocks training.
+At the end of an update, `begin` copies the state of all ranks to host memory. A thread of each rank then
+writes the rank's experts, and waits for the threads of all other ranks. The thread of rank 0 renames the
+folder of the experts, and calls fairseq's save_checkpoint, which writes the checkpoint file. Every file is
+flushed to disk before it is renamed, as in a save that blocks training.
 """
 
 import copy
@@ -27,36 +27,36 @@ from fairseq_tutel.plugin.training.expert_states import ExpertStates
 
 logger = logging.getLogger(__name__)
 
-PENDING = "pending"  # in the state of rank 0, marks a record whose shard files are not yet written
-# After an error, how many times to wait half a second for the end of the thread.
+PENDING = "pending"  # This key marks a record whose shard files are not yet written.
+# After an error, `stop` waits at most this many half seconds for the end of the save thread.
 LAST_LOOKS = 20
 
 
 class _CancelledError(Exception):
-    """Ends a thread because the process ends."""
+    """Raised in a save thread to end the thread when the process ends."""
 
 
 class BackgroundSave:
-    """Saves checkpoints in the background: at most one at a time. All methods are collective."""
+    """Saves checkpoints in the background, at most one at a time; all methods are collectives."""
 
     def __init__(self) -> None:
         self._work: world.Work | None = None
-        self._group: dist.ProcessGroup | None = None  # for the threads of all ranks
+        self._group: dist.ProcessGroup | None = None  # The process group of all save threads.
         self._is_stopped = False
 
     def begin(
         self, original: Any, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any, states: ExpertStates
     ) -> None:
-        """Copy the state of all ranks, and start to write it.
+        """Copy the training state of all ranks, and start a background save of the copy.
 
-        `original` is fairseq's save_checkpoint, which gets the next four arguments.
+        `original` is fairseq's save_checkpoint; the arguments `cfg` to `val_loss` are passed to it.
         """
         if self._group is None and world.size() > 1:
             self._group = group_of_threads()
         without_files = copy.deepcopy(cfg)
         without_files.no_save = True
-        original(without_files, trainer, epoch_itr, val_loss)  # updates the best val_loss
-        trainer.consolidate_optimizer()  # as fairseq does
+        original(without_files, trainer, epoch_itr, val_loss)  # fairseq updates best val_loss here.
+        trainer.consolidate_optimizer()
         model, topology = trainer.get_model(), RUN.topology
         folder = experts.begin_folder(Path(cfg.save_dir))
         copies = experts.CopiedExperts(model, topology, states.of)
@@ -90,7 +90,7 @@ class BackgroundSave:
         """Wait until the pending save, if any, has ended on all ranks.
 
         Raises:
-            ValueError: a rank could not write.
+            ValueError: a rank could not write its files.
         """
         if self._work is None:
             return
@@ -103,14 +103,14 @@ class BackgroundSave:
                 raise ValueError(sentence)
 
     def stop(self) -> None:
-        """End a pending save after an error; the next run removes its files."""
+        """After an error, end a pending background save; the next run removes its files."""
         self._is_stopped = True
         for _ in range(LAST_LOOKS):
             if self._work is None or self._work.look()[0]:
                 return
 
     def _check(self, advance: object = None) -> None:
-        """Raise an error if the process is ending; called for every write, with its number of bytes."""
+        """Raise an error if the process is ending; every write of a save thread calls `_check`."""
         if self._is_stopped:
             raise _CancelledError
 
@@ -135,16 +135,16 @@ def _held(trainer: Any, epoch_itr: Any) -> tuple[SimpleNamespace, SimpleNamespac
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy a checkpoint's content to host memory; no tensor of the copy shares memory with the model."""
+    """Copy a checkpoint's content to new host memory, which the model does not use."""
     in_use = {id(value) for _, _, value in walk(state)}
     moved = utils.move_to_cpu(state)
-    # Tensors that were moved from a GPU or converted to a wider dtype are already copies.
+    # A tensor that was moved from a GPU or converted to a wider dtype is already a copy.
     copies = {id(v): v for _, _, v in walk(moved) if torch.is_tensor(v) and id(v) not in in_use}
     return copy.deepcopy(moved, copies)
 
 
 def _fill_in(state: dict[str, Any], records: Mapping[tuple[str, str], Any]) -> None:
-    """Replace the marks of pending records by the records, in place."""
+    """Replace the marks of pending records in a state by the records, in place."""
     for container, key, value in walk(state):
         if isinstance(value, dict) and PENDING in value and MARK in value:
             container[key] = records[tuple(value[PENDING])]

@@ -1,7 +1,7 @@
-"""The moving average of a model's weights (--store-ema) if each rank has only some of the experts.
+"""The moving average of a model's weights (--store-ema), if each rank has only some experts.
 
-Each rank averages the experts that it holds. A checkpoint contains the average of all experts, so a run can
-resume on any number of ranks.
+Each rank averages only the experts that it holds. A checkpoint contains the average of all experts, so a
+run can resume on any number of ranks.
 """
 
 import contextlib
@@ -18,25 +18,25 @@ from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin.optim.moe_optimizer import own_part
 from fairseq_tutel.plugin.run_state import RUN
 
-# Names of the averages of a parameter in shard files: in the model's dtype, and in fp32 (--ema-fp32).
+# Names of a parameter's averages in shard files: in the model's dtype, and in fp32 (--ema-fp32).
 AVERAGE, WIDE_AVERAGE = "ema", "ema_fp32"
 
 
 class ExpertEMA(EMA):
-    """fairseq's EMA of a model with experts; each rank averages its own experts."""
+    """fairseq's EMA for a model with experts; each rank averages only the experts that it holds."""
 
     model: nn.Module
-    config: Any  # fairseq's EMAConfig
+    config: Any  # The type is fairseq's EMAConfig.
     fp32_params: dict[str, Any]
     decay: float
 
     def restore(self, state_dict: dict[str, Any], build_fp32_params: bool = False) -> None:
-        """Load averages from a checkpoint, with all experts, and empty the dictionary."""
+        """Load averages from a checkpoint that has all experts, and empty the dictionary."""
         super().restore(state_dict, build_fp32_params)
-        state_dict.clear()  # fairseq would keep the averages of all experts in memory
+        state_dict.clear()  # fairseq would keep all averages in memory.
 
     def build_fp32_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Copy fp32 averages from the current averages, or as `restore` from a checkpoint."""
+        """Copy fp32 averages from the current averages or, if called by `restore`, from a checkpoint."""
         own = None
         if state_dict is not None:
             own = dict(state_dict)
@@ -49,8 +49,7 @@ class ExpertEMA(EMA):
     def step(self, new_model: nn.Module, updates: int | None = None) -> None:
         """Average the weights if the number of updates is a multiple of --ema-update-freq.
 
-        fairseq counts updates from the start of the process, so a resumed run would average after different
-        updates.
+        fairseq counts updates from the start of the process, so a resumed run would average differently.
         """
         if updates is not None and self.config.ema_update_freq > 1:
             self.update_freq_counter = (updates - 1) % self.config.ema_update_freq
@@ -58,12 +57,12 @@ class ExpertEMA(EMA):
 
     @torch.no_grad()
     def _step_internal(self, new_model: nn.Module, updates: Any = None) -> None:
-        """Update the averages in place; fairseq would load them like a checkpoint, with all experts."""
+        """Update averages in place, because fairseq would load them like a checkpoint with all experts."""
         current, seen = self.model.state_dict(), set[int]()
         averages = self.fp32_params or current
         for key, value in new_model.state_dict().items():
             average = averages[key]
-            if average.data_ptr() not in seen:  # tied weights have several keys
+            if average.data_ptr() not in seen:  # A tied weight has several keys.
                 seen.add(average.data_ptr())
                 if average.is_floating_point() and "version" not in key:
                     average.mul_(self.decay).add_(value.to(average.dtype), alpha=1 - self.decay)
@@ -73,7 +72,7 @@ class ExpertEMA(EMA):
                 current[key].copy_(average)
 
     def averages_of(self, model: nn.Module) -> dict[int, dict[str, Tensor]]:
-        """Return the averages of this rank's experts by name, for the id of each parameter of `model`."""
+        """Return the averages of this rank's experts, keyed by the ids of `model`'s parameters."""
         trained = dict(model.named_parameters(remove_duplicate=False))
         found = {}
         for key, parameter in self._experts():
@@ -84,9 +83,9 @@ class ExpertEMA(EMA):
 
     @contextlib.contextmanager
     def saved_with(self, records: Mapping[tuple[str, str], Any]) -> Iterator[None]:
-        """Context manager in which checkpoints contain these records instead of the averages of experts.
+        """Context manager in which a saved checkpoint has shard records instead of averages of experts.
 
-        `records` has the records of shard files by layer and name, such as "fc1_weight.ema".
+        The keys of `records` are (layer, name), such as the name "fc1_weight.ema".
         """
         for layer, stack in self._stacks():
             names = stack.expert_parameters()

@@ -1,14 +1,15 @@
 """Defines a training batch iterator whose saved position does not depend on the number of ranks.
 
-fairseq saves the number of batches that each rank consumed. This iterator saves the number that all ranks
-consumed, and drops that many batches before sharding.
+fairseq saves the number of batches that each rank consumed. ElasticEpochBatchIterator saves the number of
+batches that all ranks consumed, and a resumed run drops that many batches before sharding.
 
-If the ranks get unequal numbers of batches, some ranks end an update with an empty batch. On such a rank,
-fairseq's trainer uses the gradients of the update's earlier batches, but does not count their tokens. This
-iterator therefore puts empty batches before a rank's last full batch.
+If the ranks get unequal numbers of batches, some ranks end an update with an empty batch. On a rank with an
+empty last batch, fairseq's trainer uses the gradients of the update's earlier batches, but does not count
+their tokens. ElasticEpochBatchIterator therefore puts empty batches before a rank's last full batch.
 
-With --moe-micro-batches N, update k has the global batches kN to kN + N - 1 on any number of ranks. The
-order of batches is then that of fairseq on N ranks. An update takes ceil(N / W) rounds on W ranks.
+With --moe-micro-batches N, update k has the global batches kN to kN + N - 1 on any number of ranks. With
+--moe-micro-batches N, the order of batches is that of fairseq on N ranks. With --moe-micro-batches N, an
+update takes ceil(N / W) rounds on W ranks.
 """
 
 import itertools
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Resumed(NamedTuple):
-    """The position in a resumed epoch, if ranks have consumed different numbers of batches."""
+    """The position in a resumed epoch if some ranks have consumed more batches than others."""
 
     epoch: int
     consumed: int
@@ -35,7 +36,7 @@ class _Resumed(NamedTuple):
 
 
 class ElasticEpochBatchIterator(EpochBatchIterator):
-    """An EpochBatchIterator that saves the number of batches that all ranks together consumed."""
+    """An EpochBatchIterator that saves the number of batches that all ranks together have consumed."""
 
     _update_freq: Sequence[int] = (1,)
     _micro_batches = 0
@@ -46,22 +47,22 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     _start = 0
 
     def set_update_freq(self, update_freq: Sequence[int], micro_batches: int = 0) -> None:
-        """Set a rank's number of micro-batches per update for each epoch (--update-freq).
+        """Set a rank's micro-batches per update for each epoch (--update-freq).
 
-        With `micro_batches`, the number N of all ranks' micro-batches per update, it is ceil(N / W) in
-        every epoch.
+        If `micro_batches` (all ranks' micro-batches per update) is given, each epoch has ceil(micro_batches
+        / W).
         """
         self._micro_batches = micro_batches
         self._update_freq = (rounds_of(micro_batches, self.num_shards),) if micro_batches else update_freq
 
     def start_in(self, epoch: int) -> None:
-        """Start in this epoch, with the batches that were made for an earlier epoch."""
+        """Start an epoch with the batches that were made for an earlier epoch."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return fairseq's iterator state, plus the global position in the epoch."""
+        """Return fairseq's iterator state, plus the number of batches that all ranks have consumed."""
         state = super().state_dict()
         done, resumed = state["iterations_in_epoch"], self._resumed
         state["order_shards"] = self._order_shards
@@ -72,12 +73,12 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the saved position; `iterations_in_epoch` is recomputed for this number of ranks."""
+        """Restore the saved position; recompute `iterations_in_epoch` for the current number of ranks."""
         saved_shards = state_dict.get("order_shards", self.num_shards)
         per_rank = state_dict.get("iterations_in_epoch", 0)
         consumed = state_dict.get("global_batches", per_rank * saved_shards)
         self._resumed = None
-        # Start at a multiple of update_freq: otherwise fairseq drops the end of the epoch.
+        # The start is a multiple of update_freq, because fairseq would otherwise drop the end of the epoch.
         update_freq = self._update_freq_in(state_dict["epoch"])
         start = math.ceil(consumed / self._batches_in(update_freq)) * update_freq
         same_position = consumed == self._batches_in(start)
@@ -86,7 +87,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         super().load_state_dict({**state_dict, "iterations_in_epoch": start})
         rest = self._next_epoch_itr
         if self.skip_remainder_batch and rest is not None and len(rest) - rest.n < update_freq:
-            # fairseq's training loop fails in an epoch without an update.
+            # fairseq's training loop fails in an epoch without an update, so such an epoch is skipped.
             self._skip_rest_of_epoch()
 
     def _skip_rest_of_epoch(self) -> None:
@@ -95,7 +96,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         )
         self._next_epoch_itr = None
         if callable(self.batch_sampler):
-            self._frozen_batches = None  # each epoch has different batches
+            self._frozen_batches = None  # Each epoch has different batches.
         self.epoch += 1
 
     def _get_iterator_for_epoch(
@@ -105,7 +106,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         return super()._get_iterator_for_epoch(epoch, shuffle, fix_batches_to_gpus, offset)
 
     def ordered_batches(self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool) -> list[Any]:
-        """Return this rank's batches of an epoch in order; an empty batch is moved before the last one."""
+        """Return this rank's batches of an epoch; an empty batch is moved before the last full batch."""
         if self._micro_batches:
             return self._in_updates(epoch, fix_batches_to_gpus, shuffle)
         batches = self._in_order(epoch, fix_batches_to_gpus, shuffle)
@@ -117,7 +118,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
 
     @property
     def _order_shards(self) -> int:
-        """The number of ranks on which fairseq has the same order of batches as this iterator."""
+        """The number of ranks on which fairseq's order of batches equals this iterator's."""
         return self._micro_batches or self.num_shards
 
     def _batches_in(self, rounds: int) -> int:
@@ -136,7 +137,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         in_order = self._global_order(epoch, fix_batches_to_gpus, shuffle, resumed.order_shards)
         rest = [batch for batch in in_order[resumed.consumed :] if len(batch) > 0]
         shard = ShardedIterator(rest, self.num_shards, self.shard_id, fill_value=[])
-        # Placeholders for the first `start` batches, which were already consumed: the sampler drops them.
+        # The sampler drops the placeholders [] of the first `start` batches, which were already consumed.
         return [[]] * resumed.start + list(shard)
 
     def _in_updates(self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool) -> list[Any]:
@@ -145,7 +146,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         if resumed is None or resumed.epoch != epoch:
             resumed = _Resumed(epoch, 0, 0, size)
         in_order = self._global_order(epoch, fix_batches_to_gpus, shuffle, resumed.order_shards)
-        batches: list[Any] = [[]] * resumed.start  # the sampler drops them
+        batches: list[Any] = [[]] * resumed.start  # The sampler drops these placeholders.
         for first in range(resumed.consumed, len(in_order), size):
             update = in_order[first : first + size]
             if len(update) == size:
@@ -156,15 +157,15 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         return [*batches, []] if self.skip_remainder_batch else batches
 
     def _shard_of(self, update: Sequence[Any], rounds: int) -> list[Any]:
-        """Return this rank's batches of one update, with empty batches before the last one."""
+        """Return this rank's batches of one update, with empty batches before the last full batch."""
         own = [batch for batch in update if len(batch) > 0][self.shard_id :: self.num_shards]
         own[-1:-1] = [[]] * (rounds - len(own))
         return own
 
     def _global_order(self, epoch: int, fix: bool, shuffle: bool, shards: int) -> list[Any]:
-        """Return all ranks' batches in the order of the saved run: one batch from each rank in turn.
+        """Return all ranks' batches in the order of the saved run, in which ranks take turns.
 
-        If the order depends on the number of ranks, the shards of all ranks are interleaved.
+        If the batch order depends on the number of ranks, the shards of all ranks are interleaved.
         """
         if not (self.grouped_shuffling or (self._supports_prefetch and fix)):
             shards = 1

@@ -1,4 +1,4 @@
-"""Maps the optimizer state and the averages of experts to the parameters and indices of a checkpoint."""
+"""Maps the optimizer state and the averages of experts to a checkpoint's parameters and indices."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from fairseq_tutel.plugin.training.ema import AVERAGE, WIDE_AVERAGE, ExpertEMA
 
 
 class ExpertStates:
-    """The saved tensors of a trainer's experts other than parameters: optimizer state and averages.
+    """The optimizer state and averages of a trainer's experts, which are saved with the parameters.
 
     Args:
         trainer: fairseq's trainer.
@@ -25,7 +25,7 @@ class ExpertStates:
     def __init__(self, trainer: Trainer, inner: MoEOptimizerMixin | None, ema: ExpertEMA | None) -> None:
         self._model, self.inner, self.ema = trainer.get_model(), inner, ema
         self._averages = {} if ema is None else ema.averages_of(self._model)
-        # The optimizer identifies a parameter, or its fp32 master, by the index in this list.
+        # The optimizer identifies a parameter, or the parameter's fp32 master, by the index in this list.
         trained = getattr(trainer.optimizer, "fp16_params", None) or (inner.model_params() if inner else [])
         self._index_of = {id(parameter): index for index, parameter in enumerate(trained)}
 
@@ -36,7 +36,7 @@ class ExpertStates:
         return {**state, **self._averages.get(id(parameter), {})}
 
     def by_index(self, records: Mapping[tuple[str, str], Any]) -> dict[int, dict[str, Any]]:
-        """Return the records of optimizer state by the index of the parameter and the state's key.
+        """Return the optimizer state in `records` by the parameter's index and the state's key.
 
         The keys of `records` are (qualified name of the layer's experts, tensor name).
         """
@@ -53,7 +53,7 @@ class ExpertStates:
     def saved_as(self, records: Mapping[tuple[str, str], Any], topology: Topology) -> Iterator[None]:
         """Context manager in which checkpoints have records in place of experts' optimizer state and EMA.
 
-        The keys of `records` are (layer, tensor name). Collective.
+        The keys of `records` are pairs (layer, tensor name). Collective.
         """
         if self.inner is not None:
             self.inner.save_state(self.by_index(records), topology)

@@ -14,10 +14,11 @@ from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.training.resume import flag_and_path
 
-# Functions whose results must be finite. A 2-norm is also infinite for weights beyond 1e19.
+# Functions that are finite if all elements of a tensor are finite. The 2-norm is not in this list, because
+# it is infinite for weights beyond 1e19.
 Measure = Callable[..., Tensor]
 OF_WEIGHTS, OF_STATE = torch.linalg.vector_norm, torch.sum
-# State tensors of fairseq's optimizers that have the same shape as their parameter.
+# Names of state tensors of fairseq's optimizers that have the same shape as their parameter.
 SHAPED = (
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf",
     "momentum_buffer", "sum", "square_avg", "acc_delta",
@@ -25,9 +26,9 @@ SHAPED = (
 
 
 def first_bad(named: Iterable[tuple[str, Tensor, Measure]]) -> str | None:
-    """Return the name of the first tensor whose measure is not finite; None if all are fine.
+    """Return the name of the first tensor whose measure is not finite, or None if all are finite.
 
-    `named` contains (name, tensor, measure).
+    `named` yields tuples (name, tensor, measure).
     """
     measured = [
         (name, measure(tensor.detach(), dtype=torch.promote_types(tensor.dtype, torch.float32)))
@@ -39,7 +40,7 @@ def first_bad(named: Iterable[tuple[str, Tensor, Measure]]) -> str | None:
 
 
 def tensors_of(trainer: Any) -> Iterator[tuple[str, Tensor, Measure]]:
-    """Yield this rank's trained weights, fp32 copies and optimizer state, as (name, tensor, measure)."""
+    """Yield this rank's trained weights, fp32 masters and optimizer state, as (name, tensor, measure)."""
     names = {}
     for module in (trainer.get_model(), trainer.get_criterion()):
         for name, parameter in module.named_parameters():
@@ -66,18 +67,18 @@ def tensors_of(trainer: Any) -> Iterator[tuple[str, Tensor, Measure]]:
 
 
 def optimizers_of(trainer: Any) -> Iterator[Any]:
-    """Yield the torch optimizers of a trainer: several for a composite optimizer, otherwise one."""
+    """Yield each torch optimizer of a trainer; only a composite optimizer has several."""
     inner = innermost_optimizer(trainer.optimizer)
     for part in getattr(inner.optimizer, "optimizers", {"": inner}).values():
         yield part.optimizer
 
 
 def mismatch(trainer: Any) -> str | None:
-    """Return a message about the first optimizer state that does not fit its parameter, or None."""
+    """Return a message about the first optimizer state whose shape is not its parameter's, or None."""
     for optimizer in optimizers_of(trainer):
         for parameter, state in optimizer.state.items():
             for key in SHAPED:
-                moment = state.get(key)  # SGD without momentum has None
+                moment = state.get(key)  # SGD may have no momentum.
                 fits = getattr(moment, "shape", None) == parameter.shape and moment.is_floating_point()
                 if moment is not None and not fits:
                     shape = tuple(parameter.shape)
@@ -86,7 +87,7 @@ def mismatch(trainer: Any) -> str | None:
 
 
 def _on_any_rank(found: str | None) -> str | None:
-    """Return, on all ranks, the first problem that any rank found, or None. Collective."""
+    """Return on all ranks the first problem that any rank found, or None for no problem. Collective."""
     names = world.all_gather_object(found, "the check for NaN and infinity")
     for rank, name in enumerate(names):
         if name:
@@ -95,7 +96,7 @@ def _on_any_rank(found: str | None) -> str | None:
 
 
 def refuse_to_save(trainer: Any) -> None:
-    """Raise an error on all ranks if any rank would save a NaN or infinity. Collective."""
+    """Raise an error on all ranks if any rank would save a NaN or infinity in a checkpoint. Collective."""
     found = _on_any_rank(first_bad(tensors_of(trainer)))
     if found is not None:
         raise ValueError(

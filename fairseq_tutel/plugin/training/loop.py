@@ -1,4 +1,4 @@
-"""Wraps functions of fairseq's training loop."""
+"""Wraps functions that fairseq's training loop calls."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def globals_of(main: Any) -> dict[str, Any] | None:
-    """Return the global names of fairseq's training loop if `main` is its main function, otherwise None.
+    """Return the globals of fairseq's training loop if `main` is its training function, otherwise None.
 
-    The names must not be read from the module of `main`: in a process that multiprocessing spawned for
-    `python -m fairseq_cli.train`, the module only has copies of the names.
+    In a process that multiprocessing spawned for `python -m fairseq_cli.train`, the module of `main` has
+    only copies of the loop's globals.
     """
     names = getattr(main, "__globals__", {})
     module = getattr(names.get("__spec__"), "name", "")
@@ -18,9 +18,9 @@ def globals_of(main: Any) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def wrapping(main: Any, **wrappers: Callable[[Any], Any]) -> Iterator[None]:
-    """Context manager that wraps functions that `main` calls, if it is fairseq's main function.
+    """Context manager that wraps functions that `main` calls, if `main` is fairseq's training function.
 
-    The name of an argument is the name of a function or class; its value is a function that wraps it.
+    Each keyword is the name of a function or class, and each argument a function that wraps it.
     """
     names = globals_of(main) or {}
     before = {name: names[name] for name in wrappers if names}

@@ -1,7 +1,7 @@
 """Prepares a user's fairseq model that contains layers of this package, such as `ft.moe_layer`.
 
-`install_experts` prepares models in which the plugin replaces FFNs. Here, the user's code has already built
-the model, and its MoE layers have created their process groups.
+`install_experts` prepares models in which the plugin replaces FFNs. A user's own model has MoE layers and
+process groups before this module prepares the model.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class MoETrainer(Trainer):
-    """fairseq's Trainer, which prepares its model for experts on several ranks first."""
+    """fairseq's Trainer for models with experts, which prepares the model for several ranks."""
 
     def __init__(self, cfg: Any, task: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         prepare(cfg, task, model)
@@ -57,7 +57,7 @@ class MoETrainer(Trainer):
         if extra_state is not None:
             refuse_loaded(self.cfg, self)
         options = self.cfg.optimization
-        if 0 < options.max_update <= self.get_num_updates():  # fairseq checks this only after an update
+        if 0 < options.max_update <= self.get_num_updates():  # fairseq checks this after updates.
             logger.info("--max-update %d is already reached, so nothing was trained", options.max_update)
             options.max_epoch = -1
         return extra_state
@@ -85,7 +85,7 @@ class MoETrainer(Trainer):
 
 
 def prepared(main: Any) -> contextlib.AbstractContextManager[Any]:
-    """Context manager in which fairseq's `main` trains with a MoETrainer."""
+    """Context manager in which fairseq's training function uses MoETrainer."""
     return wrapping(main, Trainer=lambda _: MoETrainer)
 
 
@@ -93,7 +93,7 @@ def prepare(root: Any, task: Any, model: Any) -> None:
     """Prepare a user's model with MoE layers for training and saving on any number of ranks. Collective.
 
     Raises:
-        ValueError: a checkpoint could not hold all experts, or an option does not work with experts.
+        ValueError: a checkpoint file could not hold all experts, or an option does not work with experts.
     """
     layers = {name: each for name, each in model.named_modules() if isinstance(each, MoELayer)}
     if not layers:
@@ -103,7 +103,7 @@ def prepare(root: Any, task: Any, model: Any) -> None:
         start_together(root, model, task)
     topology = _topology_of(layers)
     _prepare_experts(model, layers.values(), topology)
-    if are_placed:  # by install_experts; a user's layers may be in the same model
+    if are_placed:  # Installed experts are already prepared.
         return
     if topology.expert_parallel_size > 1 and getattr(root.task, "eval_bleu", False):
         raise ValueError(
@@ -123,11 +123,11 @@ def prepare(root: Any, task: Any, model: Any) -> None:
 def _prepare_experts(model: Any, layers: Iterable[MoELayer], topology: Topology) -> None:
     """Unmark experts that every rank holds; exclude all marked experts from data parallelism."""
     for layer in layers:
-        if isinstance(layer, MoEFeedForward):  # placed by `install_experts`
+        if isinstance(layer, MoEFeedForward):  # `install_experts` placed the layer.
             continue
         for parameter in layer.experts.parameters() if topology.expert_parallel_size == 1 else ():
-            unmark_expert(parameter)  # every rank has all experts; a `scan_expert_func` has marked them
-    # torch's DistributedDataParallel does not broadcast or reduce the parameters in this list.
+            unmark_expert(parameter)  # Every rank has all experts.
+    # torch's DistributedDataParallel does not broadcast or reduce parameters in this list.
     model._ddp_params_and_buffers_to_ignore = [n for n, p in model.named_parameters() if is_expert(p)]
 
 

@@ -1,8 +1,8 @@
 """Ends a run after a signal: all ranks finish the same update, save a checkpoint, and exit with EXIT_CODE.
 
-A signal may reach one rank only. In each update and validation step, fairseq sums values for its log over
-the ranks. The number of ranks that received a signal is added to these sums. So all ranks stop after the
-same update, without another collective.
+A signal may reach only one of the ranks. In each update and validation step, fairseq sums log values over
+the ranks. This module adds to these sums the number of ranks that received a signal. All ranks therefore
+stop after the same update, without another collective.
 """
 
 import contextlib
@@ -26,23 +26,22 @@ logger = logging.getLogger(__name__)
 
 
 class ValidationEndedError(Exception):
-    """Ends a validation after a signal, to leave time for the save."""
+    """Raised to end a validation after a signal, which leaves time for the save."""
 
 
 @contextlib.contextmanager
 def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[SignalWatch | None]:
-    """Context manager that receives the signals of --moe-preemption-signals while `main` trains.
+    """Context manager that receives the signals of --moe-preemption-signals while fairseq trains.
 
-    The block gets their `SignalWatch`, or None if `main` is not fairseq's main function, whose training
-    loop can end after an update.
-    `spawns`: fairseq starts the ranks as child processes of this process, which forwards the signals.
+    The context manager yields the `SignalWatch`, or None if `main` is not fairseq's training function.
+    `spawns` is true if fairseq starts the ranks as child processes, to which this process forwards signals.
     """
     if cfg.common_eval.path is not None or globals_of(main) is None:
         yield None
         return
     options = read(PreemptionConfig, cfg.task)
     refuse_bad_values(options)
-    # With model parallelism, fairseq does not sum values over ranks that share a batch.
+    # With model parallelism, fairseq does not sum log values over ranks that share a batch.
     if not options.names or cfg.common.model_parallel_size > 1 or cfg.common.tpu:
         yield None
         return
@@ -56,25 +55,25 @@ def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[SignalWatch 
 
 
 def run_watched(run: Any, main: Any, cfg: Any, **kwargs: Any) -> Any:
-    """Call `run`, which calls `main`, in a rank that fairseq spawned; the rank receives its own signals."""
+    """Receive the signals of a rank that fairseq spawned, while `run` calls `main` in the rank."""
     with watching(cfg, main) as signals:
         return run(cfg, **kwargs, **({} if signals is None else {"signals": signals}))
 
 
 class Preemption:
-    """Wraps functions of fairseq's training loop so that it ends after an update if a rank got a signal.
+    """Wraps functions of fairseq's training loop to end it after an update if a rank got a signal.
 
-    `count_saves` returns the number of saves until now.
+    `count_saves` returns the number of saves in this run until now.
     """
 
     def __init__(self, watch: SignalWatch, count_saves: Callable[[], int]) -> None:
         self._watch, self._count_saves = watch, count_saves
-        self._count: Any = 0.0  # number of ranks with a signal; a tensor if there are several ranks
-        self.result = ""  # text for the log about what was saved, if a signal ended the run
+        self._count: Any = 0.0  # Number of ranks with a signal.
+        self.result = ""  # Text for the log if a signal ended the run.
 
     @contextlib.contextmanager
     def installed(self, main: Any) -> Iterator[None]:
-        """Context manager that wraps functions in the module of `main`, fairseq's main function."""
+        """Context manager that wraps functions in the module of fairseq's training function `main`."""
         with wrapping(main, train=self._train, validate_and_save=self._validate_and_save):
             yield
 
@@ -97,7 +96,7 @@ class Preemption:
         return train
 
     def _count_signals(self, trainer: Any) -> None:
-        """Add the number of ranks with a signal to the sums of a Trainer."""
+        """Add the number of ranks with a signal to the log values that a Trainer sums over ranks."""
         original = trainer._aggregate_logging_outputs
 
         def aggregate(logging_outputs: Any, *extra: Any, ignore: bool = False) -> Any:
@@ -112,7 +111,7 @@ class Preemption:
         return bool(self._count) if world.size() > 1 else self._watch.received is not None
 
     def _end_validation(self, trainer: Any) -> None:
-        """Make validations end after the step in which a signal arrives."""
+        """Make a validation end after the step in which a signal arrives."""
         original = trainer.valid_step
 
         def valid_step(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +134,7 @@ class Preemption:
             except ValidationEndedError:
                 logger.info("ended the validation after a signal")
             is_saved = self._count_saves() > saves
-            # A signal may have come during the save, when no values are summed over ranks.
+            # A signal may have come during the save, when ranks sum no log values.
             if not (self._is_ending() or (is_saved and self._received_by_any())):
                 return losses, False
             if not is_saved:
@@ -148,7 +147,7 @@ class Preemption:
         return validate_and_save
 
     def _received_by_any(self) -> bool:
-        """Return whether any rank received a signal. Collective."""
+        """Return whether any rank has received a signal. Collective."""
         received = self._watch.received is not None
         return any(world.all_gather_object(received, "the check for signals"))
 

@@ -19,10 +19,10 @@ from fairseq_tutel.parallel.world import run_on_rank_zero
 
 logger = logging.getLogger(__name__)
 
-# Results of a rank whose local file is missing, corrupt or on another file system.
+# Results of a rank without a readable checkpoint: no file, a corrupt file, or another file system.
 NOTHING, CORRUPT, ELSEWHERE = "nothing", "corrupt", "no local file"
 KINDS = (NOTHING, CORRUPT, ELSEWHERE, NOT_A_FILE)
-CHECK = "the check of the checkpoint"  # for the errors of collectives
+CHECK = "the check of the checkpoint"  # Errors of the check's collectives contain this text.
 # Names of checkpoints that a run saves in addition to checkpoint_last.pt.
 SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 
@@ -30,8 +30,9 @@ SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 def check_checkpoint(cfg: Any) -> None:
     """Check on all ranks the checkpoint from which training will resume, if there is one. Collective.
 
-    checkpoint_last.pt may be missing, for example because the disk was full at the first save. Then the
-    newest complete checkpoint is used, and its path is set in `cfg`, a FairseqConfig's checkpoint section.
+    checkpoint_last.pt may be missing, for example because the disk was full at the first save. If
+    checkpoint_last.pt is missing, the newest complete checkpoint is used, and `cfg`, a FairseqConfig
+    section, gets its path.
     """
     newest = run_on_rank_zero(lambda: _newest_saved(cfg), "rank 0's search for a checkpoint")
     if newest is not None:
@@ -41,7 +42,7 @@ def check_checkpoint(cfg: Any) -> None:
     mine = _found(path), socket.gethostname()
     of_ranks = world.all_gather_object(mine, CHECK)
     found = [identity for identity, _ in of_ranks]
-    # The first rank of each machine reads the complete file.
+    # Only one rank of each machine reads the complete file.
     reads = mine[0] not in KINDS and of_ranks.index(mine) == world.rank()
     if CORRUPT in found or not all(world.all_gather_object(not reads or files.is_whole(path), CHECK)):
         others = set(glob.glob(os.path.join(os.path.dirname(path), "checkpoint*.pt"))) - {path}
@@ -58,9 +59,9 @@ def check_checkpoint(cfg: Any) -> None:
         )
     if found[0] == NOT_A_FILE:
         raise ValueError(f"{flag} is {path}, which is {found[0]}; give a checkpoint file.")
-    # checkpoint_last.pt may be missing, because scripts that restart jobs name it even at the first start.
+    # Scripts that restart jobs name checkpoint_last.pt even at the first start, when it is missing.
     if found[0] == NOTHING and os.path.abspath(path) != os.path.abspath(_last(cfg)):
-        # Without this error, fairseq would train from scratch.
+        # fairseq would train from scratch if the checkpoint file is missing.
         raise ValueError(
             f"{flag} is {path}, which does not exist; give an existing file (relative to the current "
             f"folder), or remove {flag}."
@@ -68,7 +69,7 @@ def check_checkpoint(cfg: Any) -> None:
 
 
 def flag_and_path(cfg: Any) -> tuple[str, str]:
-    """Return the option that decides which checkpoint fairseq loads first, and the checkpoint's path."""
+    """Return the flag that names the checkpoint that fairseq loads first, and the checkpoint's path."""
     path = _restored(cfg)
     if path == _last(cfg) and not os.path.lexists(path):
         if cfg.continue_once is not None:
@@ -89,7 +90,7 @@ def _restored(cfg: Any) -> str:
 
 
 def _newest_saved(cfg: Any) -> str | None:
-    """Return the newest complete checkpoint in --save-dir if checkpoint_last.pt is missing, or None."""
+    """If checkpoint_last.pt is missing, return the newest complete checkpoint in --save-dir, else None."""
     begin, path, last = cfg.continue_once or cfg.finetune_from_model, _restored(cfg), _last(cfg)
     is_given = os.path.abspath(path) != os.path.abspath(last)
     is_there = PathManager.exists(last) or os.path.lexists(last)
@@ -116,19 +117,19 @@ def _newest_saved(cfg: Any) -> str | None:
 
 
 def _updates_of(path: str) -> int:
-    """Return a checkpoint's number of updates; -1 if the file is corrupt or its shard files are missing."""
+    """Return a checkpoint's number of updates, or -1 if the file is corrupt or shard files are missing."""
     if not os.path.isfile(path):
-        return -1  # opening a pipe would block
+        return -1  # Opening a pipe would block.
     try:
         state = mapped(path)
         bind(state, Path(path))
         return int(state["optimizer_history"][-1]["num_updates"])
-    except Exception:  # torch raises many kinds of errors for an unreadable file
+    except Exception:  # For an unreadable file, torch raises many kinds of errors.
         return -1
 
 
 def _found(path: str) -> str:
-    """Return one of KINDS, or the identity of a checkpoint file."""
+    """Return the identity of a checkpoint file, or one of `KINDS` if it cannot be read."""
     if files.is_not_a_file(path):
         return NOT_A_FILE
     if not os.path.isfile(path):

@@ -1,8 +1,8 @@
 """Saves checkpoints with all ranks' experts, and prevents other runs from writing to --save-dir.
 
-Rank 0 locks --save-dir. Without the lock, two runs would remove each other's experts and overwrite each
-other's files. Functions with the parameter `original` wrap a fairseq function; see
-`registration/wrapped.py`.
+Rank 0 locks --save-dir. Without the lock on --save-dir, two runs would remove each other's experts and
+overwrite each other's files. A function with the parameter `original` wraps a fairseq function (see
+`registration/wrapped.py`).
 """
 
 import contextlib
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 
 class SaveSession:
-    """The saves of a training run; fairseq's save_checkpoint has no argument that could contain them."""
+    """Holds the saves of a training run, because fairseq's save_checkpoint has no argument for them."""
 
     def __init__(self) -> None:
-        self.background: BackgroundSave | None = None  # with --moe-save-async
-        self.count = 0  # calls of save_checkpoint that have ended
+        self.background: BackgroundSave | None = None  # None without --moe-save-async.
+        self.count = 0  # Number of finished calls of save_checkpoint.
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
@@ -54,7 +54,7 @@ class SaveSession:
             self.background = None
 
     def save(self, original: Any, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> Any:
-        """Call fairseq's save_checkpoint, which gets the last four arguments. Collective."""
+        """Save a checkpoint with `original`, fairseq's save_checkpoint function. Collective."""
         if cfg.no_save:
             return original(cfg, trainer, epoch_itr, val_loss)
         background, path = self.background, None
@@ -75,10 +75,10 @@ SESSION = SaveSession()
 
 
 def run_training(main: Any, cfg: Any, signals: SignalWatch | None = None, **kwargs: Any) -> Any:
-    """Run fairseq's training `main` while no other run may write to --save-dir.
+    """Run fairseq's training function; meanwhile, no other run may write to --save-dir.
 
-    First, the checkpoint from which the run resumes is checked. A signal of `signals` ends the run after an
-    update.
+    Before training, the checkpoint from which the run resumes is checked. A signal that `signals` receives
+    ends the run after an update.
     """
     save_dir = cfg.checkpoint.save_dir
     writes = not (cfg.checkpoint.no_save or PathManager.path_requires_pathmanager(save_dir))
@@ -91,7 +91,7 @@ def run_training(main: Any, cfg: Any, signals: SignalWatch | None = None, **kwar
         if in_background:
             stack.enter_context(SESSION.in_background())
         stack.enter_context(prepared(main))
-        # With FSDP's sharded state, each rank has its own file, whose suffix is set later.
+        # With FSDP's sharded state, each rank has a different file, whose suffix fairseq sets later.
         if not cfg.distributed_training.use_sharded_state:
             check_checkpoint(cfg.checkpoint)
         result = main(cfg, **kwargs)
@@ -102,7 +102,7 @@ def run_training(main: Any, cfg: Any, signals: SignalWatch | None = None, **kwar
 
 @contextlib.contextmanager
 def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
-    """Context manager that prevents other runs from writing to a folder. Entering it is collective."""
+    """Context manager that prevents other runs from writing to a folder; entering is a collective."""
     with contextlib.ExitStack() as stack:
 
         def lock() -> None:
@@ -118,25 +118,25 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
         finally:
             if writes and world.is_first():
                 try:
-                    # Also after an error: unused expert folders may be the reason for a full disk.
+                    # Unused expert folders are deleted even after errors, as they may have filled the disk.
                     folders.collect(Path(save_dir))
                 except OSError as error:
                     logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)
 
 
 def _remove_temporary(save_dir: Path) -> None:
-    """Remove the incomplete files and folders of ended runs from --save-dir."""
+    """Remove incomplete files and folders of earlier runs from --save-dir."""
     folders.remove_cut_off(save_dir, 0)
     for file in save_dir.iterdir():
         if is_temporary(file.name):
-            with contextlib.suppress(OSError):  # the file was removed, or belongs to another user
+            with contextlib.suppress(OSError):  # Another user may own the file.
                 file.unlink()
 
 
 def save_checkpoint(original: Any) -> Any:
-    """Wrap fairseq's save_checkpoint to include the experts and optimizer state of all ranks.
+    """Wrap fairseq's save_checkpoint to save the experts and optimizer state of all ranks.
 
-    They are gathered on rank 0 or, with --moe-checkpoint sharded, written by each rank.
+    Experts are gathered on rank 0 or, with --moe-checkpoint sharded, written by each rank.
     """
 
     @functools.wraps(original)
@@ -148,9 +148,9 @@ def save_checkpoint(original: Any) -> Any:
 
 @contextlib.contextmanager
 def _completed(cfg: Any, trainer: Any, states: ExpertStates | None) -> Iterator[None]:
-    """Context manager in which a checkpoint has all ranks' experts and optimizer state. Collective.
+    """Context manager in which fairseq saves all ranks' experts and optimizer state. Collective.
 
-    They are gathered, or with `states` written to shard files, when the context is entered.
+    The context manager gathers experts and optimizer state, or writes them to shard files (`states`).
     """
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
     model = trainer.get_model()
@@ -174,18 +174,18 @@ def _completed(cfg: Any, trainer: Any, states: ExpertStates | None) -> Iterator[
 
 
 def _states_in_shards(cfg: Any, trainer: Any) -> ExpertStates | None:
-    """Return the optimizer state and averages to write to shard files; None if no experts are sharded."""
+    """Return the optimizer state and averages to write to shard files; None if no expert is sharded."""
     options = read(TaskConfig, config_of(trainer.task))
     if options.moe_checkpoint != "sharded" or not experts.expert_modules(trainer.get_model()):
         return None
     inner = innermost_optimizer(trainer.optimizer)
-    # The state of a composite optimizer, which works on one rank only, stays in the checkpoint file.
+    # A composite optimizer works on one rank only, so its state stays in the checkpoint file.
     by_parameter = not cfg.no_save_optimizer_state and hasattr(inner.optimizer, "state")
     return ExpertStates(trainer, inner if by_parameter else None, trainer.ema)
 
 
 def copy(original: Any) -> Any:
-    """Wrap fairseq's PathManager.copy so that an interrupted copy leaves no truncated file."""
+    """Wrap fairseq's PathManager.copy so that an interrupted copy leaves no truncated checkpoint."""
 
     @functools.wraps(original)
     def wrapper(src_path: str, dst_path: str, overwrite: bool = False) -> Any:
@@ -202,7 +202,7 @@ def copy(original: Any) -> Any:
 
 
 def persistent_save(original: Any) -> Any:
-    """Wrap fairseq's torch_persistent_save so that each attempt writes a new temporary file."""
+    """Wrap fairseq's torch_persistent_save to write a new temporary file in each attempt."""
 
     @functools.wraps(original)
     def wrapper(obj: Any, filename: Any, async_write: bool = False) -> None:

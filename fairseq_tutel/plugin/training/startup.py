@@ -1,6 +1,6 @@
 """Starts a run: reads the ranks from torchrun's environment, checks options, and sets time-outs.
 
-While the model is built, `root_of(task)` is the FairseqConfig that the Trainer will use.
+While fairseq builds the model, `root_of(task)` is the FairseqConfig that the Trainer will use.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
 
-# Optimizers whose update of an element depends on other elements, so shards would be updated differently.
+# Optimizers whose update of an element depends on other elements, so shards would get wrong updates.
 NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
 
 
@@ -45,7 +45,7 @@ def drop_tpu(cfg: Any) -> None:
 
 
 def _set_everywhere(cfg: Any, key: str, value: Any) -> None:
-    """Set an option in every section of a FairseqConfig that has it, because sections copy options."""
+    """Set an option in every section of a FairseqConfig that has a copy of the option."""
     for section in cfg.values():
         if OmegaConf.is_dict(section) and key in section:
             section[key] = value
@@ -68,7 +68,8 @@ def join_torchrun(cfg: Any) -> None:
         distributed.distributed_num_procs = 1
         if on_cpu:
             distributed.distributed_backend = "gloo"
-            # The default backend, which has two names, needs a GPU. Other backends are kept or refused.
+            # "pytorch_ddp" and "c10d" are names of the default backend of fairseq, which needs a GPU.
+            # Backends other than the default are kept or refused.
             if distributed.ddp_backend in ("pytorch_ddp", "c10d"):
                 _set_everywhere(cfg, "ddp_backend", "legacy_ddp")
     if not on_cpu:
@@ -76,7 +77,7 @@ def join_torchrun(cfg: Any) -> None:
 
 
 def note_spawned_ranks(cfg: Any) -> None:
-    """Record how many ranks fairseq spawned on each node, because no environment variable contains it."""
+    """Record how many ranks fairseq spawned on each node; no environment variable has this number."""
     distributed = cfg.distributed_training
     spawned = distributed.distributed_init_method is not None and not distributed.distributed_no_spawn
     count = min(distributed.distributed_num_procs, distributed.distributed_world_size) if spawned else 0
@@ -86,7 +87,7 @@ def note_spawned_ranks(cfg: Any) -> None:
 def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager for the rendezvous, in which all ranks find each other at the start.
 
-    The context does nothing if this process is the only rank or spawns the other ranks.
+    The context manager does nothing if this process is the only rank or spawns all ranks.
     """
     distributed = cfg.distributed_training
     if distributed.distributed_init_method is None or not distributed.distributed_no_spawn:
@@ -96,7 +97,7 @@ def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     return rendezvous.meeting(distributed.distributed_rank, distributed.distributed_world_size, seconds)
 
 
-# Options that may differ between ranks because they describe one rank. Paths may also differ.
+# Options that describe one rank may differ between ranks, and so may options with a path.
 OF_ONE_RANK = {
     *("distributed_rank", "device_id", "shard_id", "distributed_init_method", "distributed_port"),
     *("distributed_no_spawn", "distributed_num_procs", "nprocs_per_node"),
@@ -106,7 +107,7 @@ OF_OTHER_COMMANDS = {"common_eval", "generation", "eval_lm", "interactive"}
 
 
 def start_together(root: Any, model: nn.Module, task: Any) -> None:
-    """Check that all ranks have equal options; set the time-out of their collectives. Collective."""
+    """Check that all ranks have equal options, and set the time-out of collectives. Collective."""
     set_timeout(config_of(task))
     if dist.is_initialized():
         check_together(config_of(task))
@@ -116,14 +117,14 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
 
 
 def set_timeout(task_cfg: Any) -> None:
-    """Set the time-out of all process groups that are created later, from --moe-comm-timeout."""
+    """Set the time-out of all later process groups from --moe-comm-timeout."""
     options = read(TaskConfig, task_cfg)
-    refuse_bad_values(options)  # before ranks wait for each other
+    refuse_bad_values(options)
     guard.set_timeout(options.moe_comm_timeout)
 
 
 def limit_fairseq_groups() -> None:
-    """Create fairseq's group of all ranks, which would get torch's time-out later; limit it. Collective."""
+    """Create fairseq's group of all ranks now, with the time-out of this package. Collective."""
     guard.limit(None)
     with guard.guarded("the creation of fairseq's group of all ranks"):
         guard.limit(distributed_utils.get_global_group())
@@ -138,9 +139,9 @@ def allocate_gather_buffers(cfg: Any) -> None:
 
 
 def _facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
-    """Return all values that must be equal on all ranks, as a dict by option or description.
+    """Return a dict of all options and facts that must be equal on all ranks.
 
-    These values decide the shapes of tensors, the order of collectives, and the results.
+    These options and facts decide tensor shapes, the order of collectives, and the results.
     """
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     facts = {
@@ -163,7 +164,7 @@ def _facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
 
 
 def _options(section: Any) -> dict[str, Any]:
-    """Return those options of a configuration section that must be equal on all ranks, by flag."""
+    """Return the options of a configuration section that must be equal on all ranks, by flag."""
     if OmegaConf.is_config(section):
         section = OmegaConf.to_container(section, resolve=True, enum_to_str=True)
     elif isinstance(section, argparse.Namespace):
@@ -181,8 +182,9 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
-# Options of fairseq that treat the experts of different ranks as replicas, skip an update on one rank only,
-# or write files in place: the section, the option, refused values, and what to do instead.
+# fairseq options that treat experts of different ranks as replicas, skip an update on one rank only, or
+# write files in place. Each entry of BREAK_EXPERTS has the section, the option, refused values, and the
+# fix.
 BREAK_EXPERTS = (
     ("distributed_training", "ddp_backend", ("fully_sharded", "slowmo"), "give legacy_ddp"),
     ("distributed_training", "zero_sharding", ("os",), "give --moe-zero-stage instead"),
@@ -193,7 +195,7 @@ BREAK_EXPERTS = (
 
 
 def refuse_stock_options(cfg: Any) -> None:
-    """Raise an error for options of fairseq that break experts."""
+    """Raise an error for fairseq options that do not work with experts."""
     for section, key, refused, fix in BREAK_EXPERTS:
         value = plain(cfg[section][key])
         if value in refused:
@@ -205,9 +207,9 @@ def refuse_run(
 ) -> None:
     """Raise an error if the options of a training run do not work with experts.
 
-    `model` is the stock model, whose FFNs are not replaced yet. `in_step` is true if layers communicate
-    even if each rank holds all experts. `sliced` is true if ranks hold shards of experts. `ahead` is the
-    value of --moe-pregate.
+    `model` is the stock model before its FFNs are replaced. `in_step` is true if MoE layers communicate
+    even when each rank holds all experts. `sliced` is true if a rank holds only shards of experts. `ahead`
+    is the value of the option --moe-pregate.
     """
     refuse_stock_options(root)
     common, options, zero = root.common, read(TaskConfig, root.task), zero_options(root)
@@ -216,11 +218,10 @@ def refuse_run(
         _layerdrop_of(model),
         topology.expert_parallel_size > 1,
     )
-    # A layer that fairseq recomputes has the attribute `precheckpoint_forward`.
+    # fairseq gives layers that it recomputes the attribute `precheckpoint_forward`.
     recomputes = any(hasattr(module, "precheckpoint_forward") for module in model.modules())
     local_drop = float(getattr(root.model, "moe_local_drop", 0.0))
     half = next((key for key in ("memory_efficient_fp16", "fp16") if common[key]), "")
-    # These have no fp32 master weights.
     without_masters = ("memory_efficient_fp16", "memory_efficient_bf16")
     not_with_zero = next((key for key in without_masters if zero and common[key]), "")
     needs_whole = ""
@@ -267,9 +268,9 @@ def refuse_run(
 
 
 def _layerdrop_of(model: nn.Module) -> str:
-    """Return a model's LayerDrop option as "--encoder-layerdrop is 0.1"; empty if LayerDrop is off."""
+    """Return a model's LayerDrop option, such as "--encoder-layerdrop is 0.1", or "" without LayerDrop."""
     for side, name, layers in named_stacks(model):
-        # LayerDropModuleList has the probability; in wav2vec2, the module with the layers has it.
+        # fairseq's LayerDropModuleList has the drop probability, but in wav2vec2, the parent module has it.
         owner = model.get_submodule(name.rpartition(".")[0])
         value = getattr(layers, "p", getattr(owner, "layerdrop", 0.0))
         if value > 0:
@@ -278,8 +279,8 @@ def _layerdrop_of(model: nn.Module) -> str:
 
 
 def complete(root: Any) -> None:
-    """Change the options of the FairseqConfig that do not work with experts, in place; log every change."""
-    # fairseq-train sets this itself, but fairseq-hydra-train would train in fp32.
+    """Change options of the FairseqConfig that do not work with experts, in place, and log every change."""
+    # fairseq-train sets fp16 with memory_efficient_fp16, but fairseq-hydra-train would train in fp32.
     for precision in ("fp16", "bf16"):
         if root.common[f"memory_efficient_{precision}"]:
             _set(root.common, precision, True)
@@ -294,10 +295,10 @@ def complete(root: Any) -> None:
     if variant != name and variant in OPTIMIZER_REGISTRY:
         logger.info("replaced the optimizer %s by %s, which supports experts", name, variant)
         root.optimizer._name = variant
-        if hasattr(root.optimizer, "optimizer"):  # older fairseq optimizers have the whole command line
+        if hasattr(root.optimizer, "optimizer"):
             root.optimizer.optimizer = variant
     if root.common.fp16:
-        # Gradients of experts could not be identified in one flat tensor of all gradients.
+        # In one flat tensor of all gradients, the gradients of experts could not be identified.
         _set(root.common, "fp16_no_flatten_grads", True)
 
 

@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 class InferenceMixin:
-    """Mixin for a fairseq task class that lets commands use one model on several ranks."""
+    """Mixin for a fairseq task class that lets a command use models on several ranks."""
 
     _iterator: Any = None
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return fairseq's batch iterator."""
+        """Return fairseq's batch iterator, and store it for a command on several ranks."""
         iterator = super().get_batch_iterator(*args, **kwargs)  # type: ignore[misc]
         if running_command() is not None:
             self._iterator = iterator
@@ -47,7 +47,7 @@ class InferenceMixin:
         last = self._iterator
         if last is not None and last.shard_id >= len(last.frozen_batches):
             raise NoSentences
-        # fairseq's hub passes this argument, but some tasks do not accept it.
+        # fairseq's hub passes prefix_allowed_tokens_fn, but some tasks do not accept this argument.
         if kwargs.get("prefix_allowed_tokens_fn", 0) is None:
             del kwargs["prefix_allowed_tokens_fn"]
         return super().build_generator(*args, **kwargs)  # type: ignore[misc]
@@ -63,7 +63,7 @@ class InferenceMixin:
         return super().eval_lm_dataloader(*args, **kwargs)  # type: ignore[misc]
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
-        """Validate one batch if this rank has one, then run this rank's experts for the other ranks."""
+        """Validate this rank's batch if it has one, then run this rank's experts for other ranks."""
         command = running_command()
         if command is None:
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
@@ -78,13 +78,13 @@ class MoETaskMixin(InferenceMixin):
     """Mixin for a fairseq task class that trains models with experts, on one or several ranks."""
 
     _has_experts = False
-    datasets: dict[str, Any]  # fairseq's data sets by split
-    dataset_to_epoch_iter: dict[Any, Any]  # fairseq's cache of iterators
+    datasets: dict[str, Any]  # The keys are splits of the data.
+    dataset_to_epoch_iter: dict[Any, Any]  # fairseq caches iterators in this dict.
     moe_tuner: UpdateTuner | None = None
-    _micro_batches = 0  # --moe-micro-batches
-    _seed = 1  # --seed
-    _update = (-1, -1)  # identifies the update; after an overflow, fairseq repeats the number
-    _ran_in_update = 0  # micro-batches of this rank in the current update, without dummy batches
+    _micro_batches = 0  # The value of --moe-micro-batches.
+    _seed = 1  # The value of --seed.
+    _update = (-1, -1)  # fairseq repeats the update number after an overflow.
+    _ran_in_update = 0  # The number of this rank's real micro-batches.
 
     def take_experts(self, layers: Sequence[MoELayer], tuner: UpdateTuner | None) -> None:
         """Record the model's MoE layers and their tuner, and apply this task's options to the layers."""
@@ -118,9 +118,9 @@ class MoETaskMixin(InferenceMixin):
         ignore_grad: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run forward and backward on one micro-batch.
+        """Run forward and backward on one micro-batch of a training step.
 
-        A dummy batch (`ignore_grad`), which keeps ranks in step, routes no tokens and adds nothing to logs.
+        With `ignore_grad`, the micro-batch is a dummy batch, whose tokens are neither routed nor logged.
         """
         layers = moe_layers(model)
         if any(layer.experts.weights.of_all for layer in layers):
@@ -134,7 +134,7 @@ class MoETaskMixin(InferenceMixin):
             self._seed_micro_batch(update_num)
         error = sys.exc_info()[1]
         if isinstance(error, FloatingPointError) and "Nan/Inf" in str(error):
-            # The trainer would repeat the step to find the module that caused the NaN.
+            # After an error for NaN, the trainer would repeat the step to find the module with the NaN.
             raise FloatingPointError(
                 f"the loss or a gradient became NaN or infinite at update {update_num}; lower --lr, set "
                 "--clip-norm, or look for bad input, and continue from the last checkpoint."
@@ -145,16 +145,16 @@ class MoETaskMixin(InferenceMixin):
                 sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
             )
         if self.moe_tuner is not None:
-            self.moe_tuner.end()  # the tuner measures until the end of the backward pass
+            self.moe_tuner.end()  # The measured time includes backward.
         if ignore_grad:
-            # The trainer itself ignores a dummy batch only at the end of an update.
+            # The trainer ignores a dummy batch only at the end of an update, so log values are set to 0.
             loss, sample_size, log = result
             result = loss, _zero(sample_size), {key: _zero(value) for key, value in log.items()}
         return result
 
     def _begin_micro_batch(self, num_tokens: int, optimizer: Any, update_num: int) -> None:
-        """Recognize the start of an update; report it, or the micro-batch, to the tuner."""
-        # Gradients are clipped at the end of every update, even if an overflow then skips the step.
+        """Recognize the start of an update, and notify the tuner of the update or the micro-batch."""
+        # Gradients are clipped once per update, even if an overflow then skips the optimizer step.
         update = (getattr(innermost_optimizer(optimizer), "times_clipped", 0), update_num)
         is_new = update != self._update
         if is_new:
@@ -164,18 +164,18 @@ class MoETaskMixin(InferenceMixin):
             begin(num_tokens)
 
     def _seed_micro_batch(self, update_num: int) -> None:
-        """Seed torch for a micro-batch by its position in the update, so dropout does not depend on W."""
+        """Seed torch by the micro-batch's position in the update, for equal dropout on any rank count."""
         position = world.rank() + self._ran_in_update * world.size()
         torch.manual_seed(hashed_seed(self._seed, f"update {update_num}", position, "micro-batch"))
         self._ran_in_update += 1
 
     def optimizer_step(self, optimizer: Any, model: nn.Module, update_num: int) -> None:
-        """Run the optimizer step, then update the balance biases with the expert loads of all ranks."""
+        """Run the optimizer step, and then update the balance biases from the expert loads of all ranks."""
         super().optimizer_step(optimizer, model, update_num)  # type: ignore[misc]
         update_biases(model)
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
-        """Run fairseq's validation step; an out-of-memory error ends the job."""
+        """Run fairseq's validation step; an out-of-memory error on several ranks ends the job."""
         for context in contexts_of(moe_layers(model)):
             context.begin_step()
         step = "a validation step"
@@ -183,14 +183,14 @@ class MoETaskMixin(InferenceMixin):
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
 
     def begin_valid_epoch(self, epoch: int, model: nn.Module) -> None:
-        """Prepare validation: discard the all-to-all times that were measured in training."""
+        """Before a validation, discard the all-to-all times that were measured in training."""
         super().begin_valid_epoch(epoch, model)  # type: ignore[misc]
         for layer in moe_layers(model):
             if layer.timer is not None:
                 layer.timer.read_and_reset()
 
     def load_dataset(self, split: str, *args: Any, **kwargs: Any) -> None:
-        """Load a split of the data; a resumed run repeats the random draws of the earlier epochs."""
+        """Load a split of the data; a resumed run repeats the random numbers of earlier epochs."""
         epoch = kwargs.get("epoch", 1)
         draws = epoch > 1 and not self.has_sharded_data(split)  # type: ignore[attr-defined]
         if draws:
@@ -200,7 +200,7 @@ class MoETaskMixin(InferenceMixin):
             self.dataset(split).set_epoch(later)  # type: ignore[attr-defined]
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batch iterator, changed so that a saved position suits any number of ranks."""
+        """Return a batch iterator whose saved position is valid for any number of ranks."""
         epoch, root = kwargs.get("epoch", 1), root_of(self)
         begun = epoch > 1 and self._makes_batches_once(**kwargs)
         if begun:
@@ -214,7 +214,7 @@ class MoETaskMixin(InferenceMixin):
             iterator.start_in(epoch)
         micro_batches = 0
         if root is not None and self._micro_batches:
-            train_set = self.datasets.get(root.dataset.train_subset)  # validation has no updates
+            train_set = self.datasets.get(root.dataset.train_subset)  # A validation has no updates.
             if train_set is not None and iterator.dataset is train_set:
                 micro_batches = self._micro_batches
         if isinstance(iterator, ElasticEpochBatchIterator):
@@ -234,9 +234,9 @@ class MoETaskMixin(InferenceMixin):
         update_epoch_batch_itr: bool = False,
         **others: Any,
     ) -> bool:
-        """Return whether fairseq makes batches once, for all epochs, and has not made them yet.
+        """Return whether fairseq makes batches once for all epochs, and has not made them yet.
 
-        In a resumed run, fairseq would make different batches, with random numbers of the current epoch.
+        In a resumed run, fairseq would make batches with random numbers of the current epoch.
         """
         is_cached = dataset in self.dataset_to_epoch_iter
         never = disable_iterator_cache or update_epoch_batch_itr or is_cached
@@ -245,9 +245,10 @@ class MoETaskMixin(InferenceMixin):
 
 @contextlib.contextmanager
 def _refused_on_several_ranks(what: str) -> Iterator[None]:
-    """Context manager that makes an out-of-memory error end the job if there are several ranks.
+    """Context manager that ends the job at an out-of-memory error if there are several ranks.
 
-    fairseq would skip the batch on this rank only, and the other ranks would wait in an all-to-all forever.
+    After an out-of-memory error, fairseq would skip the batch on this rank only, and other ranks would wait
+    forever.
     """
     try:
         yield
@@ -262,14 +263,14 @@ def _refused_on_several_ranks(what: str) -> Iterator[None]:
 
 
 def _tokens_of(sample: dict[str, Any]) -> int:
-    """Return the number of tokens in a micro-batch, which may contain a batch for each language pair."""
+    """Return the number of tokens in a micro-batch, which may be a dict of batches by language pair."""
     if "ntokens" in sample:
         return int(sample["ntokens"])
     return sum(_tokens_of(part) for part in sample.values() if isinstance(part, dict))
 
 
 def _zero(value: Any) -> Any:
-    """Return zeros in place of a number or tensor, and any other value unchanged."""
+    """Return 0 or zeros in place of a number or tensor, and any other object unchanged."""
     if torch.is_tensor(value):
         return torch.zeros_like(value)
     return type(value)(0) if isinstance(value, Number) else value  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""Chooses the initial all-to-all algorithm of a training run, and makes the tuner for later updates."""
+"""Chooses the first all-to-all algorithm of a training run, and makes the tuner for later updates."""
 
 import logging
 from pathlib import Path
@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 def option(cfg: Any, key: str) -> Any:
-    """Return the value of a configuration's option; None if it is missing or cannot be resolved."""
+    """Return the value of an option, or None if it is missing or cannot be resolved."""
     try:
         return getattr(cfg, key, None)
-    except Exception:  # a TransformerConfig's missing nested key, an unresolved interpolation
+    except Exception:  # The option's interpolation may be unresolved.
         return None
 
 
 def choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
-    """Choose the all-to-all algorithm by batch size and hardware profile. Collective.
+    """Choose the all-to-all algorithm from the batch size and the hardware profile. Collective.
 
-    This function applies only to --moe-a2a-algorithm auto.
+    Only --moe-a2a-algorithm auto leaves this choice to the function.
     """
     layers = moe_layers(model)
     if layers[0].config.a2a_algorithm != "auto":
@@ -53,7 +53,7 @@ def choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
 
 
 def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTuner | None:
-    """Return the tuner, which finds a fast way to run MoE layers during training; None without tuning."""
+    """Return the tuner that chooses how MoE layers run during training, or None without tuning."""
     layers = moe_layers(model)
     first = layers[0]
     if not is_tuned(first.config) or first.topology.expert_parallel_size == 1:
@@ -61,7 +61,7 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
     options = read(TaskConfig, task_cfg)
     choices: dict[str, Any] = {}
     machine = _machine_of(task_cfg, root)
-    if first.config.adaptive != "auto":  # overlap and algorithm are not tuned, only r
+    if first.config.adaptive != "auto":  # The overlap and algorithm are not tuned.
         choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
     elif options.moe_collective_plans:
         choices = {"algorithms": tuned_algorithms(first, task_cfg)}
@@ -76,7 +76,7 @@ def _machine_of(task_cfg: Any, root: Any) -> Machine:
 
 
 def _tokens_of(root: Any, task_cfg: Any) -> int:
-    """Estimate the number of tokens in a rank's micro-batch."""
+    """Estimate the number of tokens in one micro-batch of a rank."""
     sentences = root.dataset.batch_size or 0
     per_sentence = option(task_cfg, "tokens_per_sample") or 32
     return root.dataset.max_tokens or sentences * per_sentence or TOKENS

@@ -13,15 +13,15 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
-# The palette of Okabe and Ito, for colour-blind readers.
+# The colors are the palette of Okabe and Ito, for color-blind readers.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", ":", "-.")
-LINE_LETTERS = 70  # characters per line of a legend, including gaps and line samples
-MOST_POINTS, MOST_COLUMNS = 400, 200  # of a curve and of a heat map; longer ones are averaged
-FEW_POINTS = 40  # a curve with at most this many points has markers
+LINE_LETTERS = 70  # Characters per line of a legend, including gaps and line samples.
+MOST_POINTS, MOST_COLUMNS = 400, 200  # Longer curves and wider heat maps are averaged.
+FEW_POINTS = 40  # A curve with at most this many points is drawn with markers.
 
 
-# The same colors in all reports. White means an even load.
+# All reports have the same colors. In heat maps, white means an even load.
 LOAD_NORM = LogNorm(0.25, 4, clip=True)
 LOAD_COLORS = matplotlib.colormaps["PuOr_r"].resampled(17)
 LOAD_TICKS = {0.25: "≤ ¼", 0.5: "½", 1: "1", 2: "2", 4: "≥ 4"}
@@ -31,12 +31,13 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.color": "#e5e5e5",
-    "figure.facecolor": "none",  # the page's background
+    "figure.facecolor": "none",
     "axes.facecolor": "none",
     "figure.constrained_layout.use": True,
-    # A dollar sign in the name of a run must not start a formula.
+    # A dollar sign in the name of a run must not start a formula of matplotlib.
     "text.parse_math": False,
-    # Text is stored as text and shown in the reader's fonts. Equal values give equal files.
+    # The SVG has letters as text, which is shown in the reader's fonts. A fixed hashsalt gives equal charts
+    # equal files.
     "svg.fonttype": "none",
     "svg.hashsalt": "fairseq_tutel",
 }
@@ -44,7 +45,7 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve in a line chart; `run` determines its colour, and `line` determines its line style."""
+    """A curve in a line chart; `run` determines the curve's color, and `line` its line style."""
 
     label: str
     x: Sequence[float]
@@ -62,9 +63,9 @@ def line_chart(
     log: bool = False,
     from_zero: bool = False,
 ) -> str:
-    """Return a line chart of several curves as SVG, with gaps at values that are not finite.
+    """Return a line chart of several curves as SVG; values that are not finite are gaps.
 
-    With `log`, the y axis is logarithmic if all values are positive.
+    With `log`, the y axis of the chart is logarithmic if all values are positive.
     """
     figure = Figure(figsize=(5, 3.2))
     axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
@@ -85,16 +86,16 @@ def line_chart(
 
 @matplotlib.rc_context(_STYLE | {"axes.grid": False})
 def heat_map(updates: Sequence[int], loads_UE: Sequence[Sequence[float]]) -> str:
-    """Return a heat map of loads as SVG, with a row for each expert and a column for each record.
+    """Return a heat map of expert loads as SVG, with a row for each expert and a column for each record.
 
-    A column spans the updates since the previous record, over which fairseq averages.
+    A column of the heat map shows averages over the updates since the previous record.
     """
     loads_EU = averaged(np.asarray(loads_UE, dtype=float).T, MOST_COLUMNS)
     right = np.asarray(updates, dtype=float)
     step = -(-len(right) // MOST_COLUMNS)
     first = 2 * right[0] - right[1] if len(right) > 1 else 0
     edges = np.concatenate([[max(first, 0)], right[step - 1 :: step]])
-    if len(edges) == loads_EU.shape[1]:  # the last block is shorter
+    if len(edges) == loads_EU.shape[1]:  # The last block may be shorter.
         edges = np.append(edges, right[-1])
     figure = Figure(figsize=(4, 2.7))
     axes = figure.add_subplot(xlabel="updates", ylabel="expert")
@@ -116,7 +117,7 @@ def heat_map(updates: Sequence[int], loads_UE: Sequence[Sequence[float]]) -> str
 
 
 def averaged(values: np.ndarray, count: int) -> np.ndarray:
-    """Shorten the last axis to at most `count` values by averaging neighbours that are finite."""
+    """Shorten the last axis to at most `count` values by averaging neighboring finite values."""
     values = np.where(np.isfinite(values), values, np.nan)
     step = -(-values.shape[-1] // count)
     if step <= 1:
@@ -133,7 +134,7 @@ def _draw(axes: Axes, curve: Curve) -> None:
     axes.plot(
         x,
         y,
-        label=f" {curve.label}",  # legends leave out labels that begin with an underscore
+        label=f" {curve.label}",  # Legends omit labels that begin with _.
         color=COLORS[curve.run % len(COLORS)],
         linestyle=LINES[curve.line % len(LINES)],
         linewidth=1.4,
@@ -143,7 +144,7 @@ def _draw(axes: Axes, curve: Curve) -> None:
 
 
 def _mark(axis: Axis) -> None:
-    """Set a small number of ticks with short labels, such as 150k, on an axis."""
+    """Set a small number of ticks with short labels, such as 150k, on a chart's axis."""
     axis.set_major_locator(MaxNLocator(6, integer=True))
     axis.set_major_formatter(EngFormatter(sep=""))
 

@@ -1,10 +1,10 @@
-"""report: draw training curves and expert loads of one or several runs as one HTML page.
+"""The tool report draws training curves and expert loads of one or several runs as one HTML page.
 
-Each run is given as a log of --log-format json (a --log-file, a captured output or hydra_train.log), or as
-a --save-dir that contains such a log. The curves of several runs are drawn in the same charts.
+A run is given as a log of --log-format json (a --log-file, a captured output or hydra_train.log), or as a
+--save-dir with such a log. The curves of several runs are drawn in the same charts.
 """
 
-# ruff: noqa: RUF001 - dashes and crosses are meant
+# ruff: noqa: RUF001 - The page contains dashes and crosses.
 
 import argparse
 import math
@@ -21,7 +21,7 @@ NOTHING = "–"
 
 
 def add_to(tools: Any) -> None:
-    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
+    """Add the tool `report` as a subcommand of `python -m fairseq_tutel`."""
     example = "SAVE/dense SAVE/moe --output compare.html"
     parser = tools.add_parser("report", description=__doc__, example=example)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a log or a --save-dir")
@@ -42,9 +42,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def draw(names: list[str] | None, paths: list[Path]) -> str:
-    """Read the logs of the runs, which may be in folders, and return the page of the report.
+    """Read the logs of runs, which may be in folders, and return the report as an HTML page.
 
-    `names` are the names of the runs; by default, they are the paths.
+    `names` are the names of the runs, by default the paths of the logs.
     """
     from fairseq_tutel.tools.report.sections import sections_of
 
@@ -72,7 +72,7 @@ def _names(names: list[str] | None, paths: list[Path]) -> list[str]:
     return names
 
 
-# Quality measures of a model: the key in the log, its name, and the function that selects the best value.
+# Quality measures of a model: the key in the log, the name, and the function that selects the best.
 PERPLEXITY: Any = ("ppl", "perplexity", min)
 ACCURACY: Any = ("accuracy", "accuracy (%)", max)
 
@@ -86,11 +86,11 @@ def summary(runs: dict[str, Run]) -> list[dict[str, str]]:
 
 
 def _summary_row(name: str, run: Run, qualities: list[Any]) -> dict[str, str]:
-    """Return one run's row of the summary table, with validation values of one data subset."""
+    """Return one run's row of the summary table, with quality measures on one validation subset."""
     subset = "valid" if "valid" in run.subsets else next(iter(run.subsets), "valid")
     suffix = "" if subset == "valid" else f" ({subset})"
     speeds = [speed for _, speed in _finite(run.training, "wps")]
-    speeds = speeds[1:] or speeds  # the first updates warm up
+    speeds = speeds[1:] or speeds  # The first log record includes warm-up.
     row = {"Run": name, "Updates": f"{max(record.update for record in run.all):,}"}
     for key, quality, best_of in qualities:
         values = _finite(run.subsets.get(subset, []), key)
@@ -119,7 +119,7 @@ def duration(seconds: float) -> str:
 
 
 def _finite(records: list[Record], key: str) -> list[tuple[int, float]]:
-    """Return the pairs (update, value) of all records in which the value of `key` is finite."""
+    """Return pairs (update, number) from all records with a finite number under `key`."""
     points = [(record.update, record.values.get(key, math.nan)) for record in records]
     return [(update, value) for update, value in points if math.isfinite(value)]
 

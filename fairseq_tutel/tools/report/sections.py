@@ -22,13 +22,13 @@ class Picture:
 
     @property
     def address(self) -> str:
-        """The picture as a data URL, so the page needs no other files."""
+        """The picture as a data URL, with which the page needs no other files."""
         return "data:image/svg+xml;base64," + base64.b64encode(self.svg.encode()).decode("ascii")
 
 
 @dataclass
 class Section:
-    """A section of the report. `groups` maps each heading to its pictures; "" means no heading."""
+    """A section of the report. `groups` has pictures by heading; the key "" means no heading."""
 
     name: str
     title: str
@@ -37,23 +37,23 @@ class Section:
 
 
 def sections_of(runs: dict[str, Run]) -> list[Section]:
-    """Return all sections of a report in the order of the page; some may have no pictures."""
+    """Return all sections of a report in the order of the page; some sections may have no pictures."""
     loss, experts, *others = curve_sections(runs)
     return [loss, experts, load_section(runs), *others]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Describes a chart that the report draws of one logged quantity."""
+    """Describes a chart of one logged quantity in a report."""
 
     title: str
-    keys: str  # pattern of logged keys; with a group, every match is a curve
-    unit: str  # label of the y axis
-    text: str  # how to read the chart
-    part: str = ""  # name of a curve, with {} for the pattern's group
-    log: bool = False  # logarithmic y axis
-    from_zero: bool = False  # the y axis begins at 0
-    unless_zero: bool = False  # leave the chart out if all values are 0
+    keys: str  # A pattern of logged keys; if it has a group, every match is a curve.
+    unit: str  # The label of the chart's y axis.
+    text: str  # Explains to the reader how to read the chart.
+    part: str = ""  # The name of a curve, with {} for the group of the pattern.
+    log: bool = False  # True for a logarithmic y axis.
+    from_zero: bool = False  # True if the y axis begins at 0.
+    unless_zero: bool = False  # True to omit the chart if all logged numbers are 0.
 
 
 SECTIONS = {
@@ -107,7 +107,7 @@ SECTIONS = {
 
 
 def curve_sections(runs: dict[str, Run]) -> list[Section]:
-    """Return the sections with line charts, with one picture for each chart that has values."""
+    """Return the sections with line charts, with one picture for each chart that has data."""
     made = []
     for (name, title, text), charts in SECTIONS.items():
         groups = {"": [p for chart in charts for p in _pictures(name, chart, runs)]}
@@ -120,7 +120,7 @@ def curve_sections(runs: dict[str, Run]) -> list[Section]:
 
 
 def _pictures(section: str, chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Picture]:
-    """Draw a chart over updates or time; return a list with its picture, or [] if it has no values."""
+    """Draw a chart over updates or time, and return a list with its picture, or [] without data."""
     longest = max((s for run in runs.values() if not math.isnan(s := run.seconds)), default=0)
     x_unit, seconds = ("h", HOUR) if longest > 3 * HOUR else ("s", 1)
     has_subsets = section in ("loss", "experts") and not chart.part

@@ -1,6 +1,7 @@
 """Runs a model on texts, sentences or images, and records the experts of each token.
 
-T tokens of a sample, E experts, K is the layer's top_k. The tokens of an image are its patches.
+Shape suffixes are T (tokens of a sample), E (experts) and K (choices per token). The tokens of an image are
+its patches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,13 +29,13 @@ BATCH = 8
 
 @dataclass
 class Sample:
-    """A sentence that the encoder or decoder reads, or an image, with the experts of its tokens.
+    """A sentence that the encoder or decoder reads, or an image, with the experts of all its tokens.
 
     Attributes:
         side: encoder, decoder or image.
-        language: the sentence's language, or "" if unknown.
+        language: the language of a sentence, or "" if unknown.
         tokens: the text of each of T tokens; for an image, its class.
-        experts: expert IDs [T, K] int64 of each layer, best first; -1 where a token was dropped.
+        experts: expert IDs [T, K] of each layer, best first; -1 where a token was dropped.
         weights: weights of the experts, float [T, K] of each layer.
         pixels: an image as uint8 [height, width, channels].
     """
@@ -48,14 +49,14 @@ class Sample:
 
 
 class ExpertCounts:
-    """Sums over all routings of a run, from which `statistics` computes the file's numbers."""
+    """Sums over all routings in this run, from which `statistics` computes the statistics file."""
 
     def __init__(self) -> None:
-        # By pair and layer: tokens by first choice, their summed probabilities, assignments; [3, E] fp64.
+        # Sums [3, E] by language pair and layer: tokens by first choice, probabilities, assignments.
         self._sums: dict[str, dict[str, torch.Tensor]] = {}
 
     def add(self, pair: str, layer: MoEFeedForward, routing: Routing) -> None:
-        """Count a routing of a layer in a batch of one language pair."""
+        """Count a layer's routing of a batch with one language pair."""
         probs_TE = routing.probs_TE.double()
         num_experts = probs_TE.shape[1]
         # If experts choose tokens, the columns of expert_ids_TK are not sorted by score.
@@ -73,10 +74,10 @@ class ExpertCounts:
         layers[layer.label] = layers.get(layer.label, 0) + sums_3E
 
     def statistics(self) -> Statistics:
-        """Return the statistics of every pair and layer that routed a token.
+        """Return the statistics of every language pair and layer that routed a token.
 
         Raises:
-            ValueError: a gate gave probabilities that are not finite, for example because weights are NaN.
+            ValueError: a gate's probabilities are not finite, for example because weights are NaN.
         """
         sums = [sums_3E for layers in self._sums.values() for sums_3E in layers.values()]
         if not all(sums_3E.isfinite().all() for sums_3E in sums):
@@ -98,7 +99,7 @@ def _statistics(sums_3E: torch.Tensor) -> LayerStatistics:
 
 
 class Recorder:
-    """A router that routes like a MoE layer, and stores the last routing, also as arrays [batch, T, K]."""
+    """Routes like a MoE layer's router, and stores the last routing, also as arrays [batch, T, K]."""
 
     def __init__(self, layer: MoEFeedForward) -> None:
         self.layer, self.before = layer, layer.router
@@ -107,7 +108,7 @@ class Recorder:
         self.weights: np.ndarray | None = None
 
     def routing_of(self, layer: MoELayer, x_TD: Tensor, call: Call) -> Routing:
-        """Route as without the recorder, and store the expert IDs and weights of the tokens."""
+        """Route tokens without a change, and store their expert IDs and weights."""
         route = layer.route if self.before is None else partial(self.before.routing_of, layer)
         self.routing = routing = route(x_TD, call)
         used = routing.expert_ids_TK.where(routing.row_of_TK >= 0, -1)
@@ -122,7 +123,7 @@ def _by_sentence(values_TK: Tensor, call: Call) -> np.ndarray:
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[dict[str, Recorder]]:
-    """Record the routing of all MoE layers during the block; yield a `Recorder` for each layer name."""
+    """Context manager that records the routing of all MoE layers; yields a `Recorder` per layer name."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoEFeedForward)}
     recorders = {name: Recorder(layer) for name, layer in layers.items()}
     for name, layer in layers.items():
@@ -135,11 +136,11 @@ def recording(model: nn.Module) -> Iterator[dict[str, Recorder]]:
 
 
 def of_texts(model: Any, opened: Any, texts: Sequence[str], counts: ExpertCounts) -> Iterator[Sample]:
-    """Run the model on texts; yield a `Sample` with the chosen experts for each sequence of tokens.
+    """Run the model on texts, and yield a `Sample` with the chosen experts for each sequence of tokens.
 
     Args:
         model: the model of `opened`.
-        opened: the result of `from_checkpoint`.
+        opened: an interface from `from_checkpoint`.
         texts: sentences; the decoder of a translation model reads the model's translation.
         counts: counts the choices of all gates.
     """
@@ -159,13 +160,13 @@ def of_texts(model: Any, opened: Any, texts: Sequence[str], counts: ExpertCounts
 
 
 def of_data(model: Any, task: Any, split: str, limit: int, counts: ExpertCounts) -> Iterator[Sample]:
-    """Run the model on a loaded split; yield `Sample`s.
+    """Run the model on a loaded split of the data, and yield a `Sample` for each sequence or image.
 
     Only the first `limit` sentences (of each language pair) or images of the split are read. `counts`
     counts the choices of all gates.
     """
     for languages, dataset in parts_of(task, split):
-        dataset.ordered_indices()  # must be called before multilingual data sets can be indexed
+        dataset.ordered_indices()  # Multilingual data sets need this call before indexing.
         numbers = range(min(limit, len(dataset)))
         for start in numbers[::BATCH]:
             batch = dataset.collater([dataset[i] for i in numbers[start : start + BATCH]])
@@ -175,17 +176,17 @@ def of_data(model: Any, task: Any, split: str, limit: int, counts: ExpertCounts)
                 pair = "-".join(languages) if all(languages) else pair_of(task)
                 with _counted(model, counts, pair) as recorders:
                     model(**_on_device(model, batch["net_input"]))
-                rows = batch["id"].argsort().tolist()  # restores the order, because fairseq sorts by length
+                rows = batch["id"].argsort().tolist()  # fairseq has sorted sentences by length.
                 yield from _sentences(recorders, batch["net_input"], _dictionaries(task), languages, rows)
-            else:  # a batch for each pair of languages
+            else:  # The batch has several language pairs.
                 yield from _pairs(model, batch, task, counts)
 
 
 def parts_of(task: Any, split: str) -> list[tuple[tuple[str, str], Any]]:
-    """Return the languages and the data set of each part of a split.
+    """Return the languages and the data set of each part of a data split.
 
-    Only a split of `translation_multi_simple_epoch` has several parts. Other splits have one part with the
-    languages ("", "").
+    Only a split of the task `translation_multi_simple_epoch` has several parts. Any other split has one
+    part, with the languages ("", "").
     """
     dataset, manager = task.dataset(split), getattr(task, "data_manager", None)
     if manager is None or not hasattr(dataset, "datasets"):
@@ -198,12 +199,12 @@ def parts_of(task: Any, split: str) -> list[tuple[tuple[str, str], Any]]:
 
 
 def pair_of(task: Any) -> str:
-    """Return the language pair of a task, such as de-en, or ALL if the task has no two languages."""
+    """Return a task's language pair, such as de-en, or ALL if the task does not have two languages."""
     return language_pair(config_of(task)) or ALL
 
 
 def _pairs(model: Any, batch: dict[str, Any], task: Any, counts: ExpertCounts) -> Iterator[Sample]:
-    """Run the model of each language pair on the pair's part of a batch; yield its samples."""
+    """Run the model of each language pair on the pair's part of a batch, and yield the part's samples."""
     for pair, part in ((pair, part) for pair, part in batch.items() if part):
         source, target = pair.split("-")
         dictionaries = {"encoder": task.dicts.get(source), "decoder": task.dicts.get(target)}
@@ -215,7 +216,7 @@ def _pairs(model: Any, batch: dict[str, Any], task: Any, counts: ExpertCounts) -
 
 @contextmanager
 def _counted(model: Any, counts: ExpertCounts, pair: str) -> Iterator[dict[str, Recorder]]:
-    """Record and count the routing of all MoE layers in the block, which runs a batch of one pair."""
+    """Context manager that records and counts the routing of all MoE layers for one language pair."""
     with torch.inference_mode(), recording(model) as recorders:
         yield recorders
         for recorder in recorders.values():

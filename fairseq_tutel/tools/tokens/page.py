@@ -1,9 +1,9 @@
-"""tokens: draw the experts of each token of some sentences, as one HTML page.
+"""The tool tokens draws the experts of each token of some sentences, as one HTML page.
 
-MODEL is a checkpoint or a --save-dir. DATA is the folder of its data set, or --text has sentences. The page
-colors the tokens by expert, layer by layer. It lists the most typical tokens of each expert and the load of
-the experts by language. For image classifiers, tokens are patches. One process is enough to open any
-checkpoint, even if several ranks have saved it.
+MODEL is a checkpoint or a --save-dir. DATA is the folder of the model's data set. Instead of DATA, --text
+has sentences. The page shows the tokens of each layer in the colors of their experts. The page lists the
+most typical tokens of each expert, and the load of the experts by language. For image classifiers, the
+tokens are patches. One process can open any checkpoint, even if several ranks have saved the checkpoint.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 from fairseq_tutel.tools.arguments import at_least, refuse_output, template_of, writing
 from fairseq_tutel.tools.parser import add_output
 
-# Number of sequences that the page shows. Statistics include all sequences.
+# Number of sequences of tokens that the page shows. The statistics on the page include all sequences.
 SHOWN = 40
 LIMIT = "sentences or images to read, of each language pair [500]"
 OVERRIDES = (
@@ -34,7 +34,7 @@ STATISTICS = (
 
 
 def add_to(tools: Any) -> None:
-    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
+    """Add the tool `tokens` as a subcommand of `python -m fairseq_tutel`."""
     example = "SAVE DATA --limit 100 --output tokens.html"
     parser = tools.add_parser("tokens", description=__doc__, example=example)
     parser.add_argument("model", metavar="MODEL", help="a checkpoint or a --save-dir")
@@ -53,7 +53,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the model on the data or texts, and write an HTML page of its tokens and experts."""
+    """Run the model on data or texts, and write an HTML page of their tokens and experts."""
     _refuse(arguments)
     template = template_of(Path(__file__).parent / "tokens.html.j2")
     from fairseq_tutel.inference.expert_statistics import text_of
@@ -96,7 +96,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
 
 
 def _opened(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """Load the model; return the model, its fairseq task and, if texts are given, its Python interface."""
+    """Load a model; return the model, its fairseq task and, if texts are given, its Python interface."""
     from fairseq import checkpoint_utils
 
     from fairseq_tutel import plugin
@@ -118,7 +118,7 @@ def _opened(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 
 def _overrides(text: str) -> dict[str, Any]:
-    """Parse --model-overrides, a dictionary in Python's notation."""
+    """Parse the value of --model-overrides, a dictionary in Python's notation."""
     try:
         return dict(ast.literal_eval(text))
     except (TypeError, ValueError, SyntaxError) as error:
@@ -130,7 +130,7 @@ def content(samples: Sequence[Any], experts: dict[str, int]) -> dict[str, Any]:
 
     Args:
         samples: the samples from `observe`.
-        experts: number of experts of each MoE layer.
+        experts: the number of experts of each MoE layer.
     """
     from fairseq_tutel.tools.tokens.statistics import statistics
 
@@ -168,5 +168,5 @@ def _shown(sample: Any) -> dict[str, Any]:
 
 
 def _json(content: dict[str, Any]) -> str:
-    """Return JSON that is safe inside an HTML script element."""
+    """Return JSON that can be embedded in an HTML script element."""
     return json.dumps(content, ensure_ascii=False).replace("<", "\\u003c")

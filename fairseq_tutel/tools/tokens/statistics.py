@@ -1,6 +1,6 @@
 """Computes which tokens are assigned to each expert of a layer, for the tool `tokens`.
 
-Numbers: N tokens in all samples, V distinct tokens, E experts, L languages, K experts per token (top_k).
+Shape suffixes are N (tokens in all samples), V (distinct tokens), E (experts), L (languages) and K (top_k).
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ import numpy as np
 from fairseq_tutel.tools.tokens.observe import Sample
 
 TYPICAL = 12
-# Tokens that occur less often are not listed as typical tokens.
+# Tokens that occur less often than LEAST_OFTEN are not listed as typical tokens.
 LEAST_OFTEN = 3
 
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Statistics of the assignments of tokens to the experts of one layer.
+    """Statistics of the assignments of tokens to the experts of one MoE layer.
 
     Attributes:
         load_E: each expert's fraction of all assignments.
-        typical: for each expert, (token, fraction of the token's assignments), most typical first.
-        languages: the languages of the samples, or an empty list if there is only one.
-        parts_LE: each expert's fraction of a language's assignments.
+        typical: for each expert, pairs (token, fraction of the token's assignments), most typical first.
+        languages: the languages of the samples, or [] if there is only one.
+        parts_LE: each expert's fraction of the assignments of a language.
     """
 
     load_E: np.ndarray
@@ -33,13 +33,13 @@ class LayerStatistics:
 
 
 def statistics(samples: Sequence[Sample], layer: str, num_experts: int) -> LayerStatistics:
-    """Return the statistics of one MoE layer over all samples whose tokens it routed."""
+    """Return the statistics of one MoE layer over all samples whose tokens the layer routed."""
     seen = [sample for sample in samples if layer in sample.experts]
-    # If experts choose tokens, K differs between batches.
+    # If experts choose tokens, the number K of experts per token differs between batches.
     most = max(sample.experts[layer].shape[1] for sample in seen)
     experts_NK = np.concatenate([_padded(sample.experts[layer], most) for sample in seen])
     lengths = [len(sample.experts[layer]) for sample in seen]
-    # All patches of an image count as its class.
+    # In the statistics, all patches of an image count as the image's class.
     texts = [
         t
         for s, n in zip(seen, lengths, strict=True)
@@ -57,13 +57,13 @@ def statistics(samples: Sequence[Sample], layer: str, num_experts: int) -> Layer
 
 
 def _padded(experts_TK: np.ndarray, width: int) -> np.ndarray:
-    """Return expert IDs [T, width], with -1 in the added columns."""
+    """Return expert IDs [T, width], where the added columns are -1."""
     more = width - experts_TK.shape[1]
     return np.pad(experts_TK, ((0, 0), (0, more)), constant_values=-1)
 
 
 def _counts(row_N: np.ndarray, experts_NK: np.ndarray, rows: int, num_experts: int) -> np.ndarray:
-    """Count the assignments of each row (a token or a group of tokens) to each expert: [rows, E]."""
+    """Count the assignments of each row (a token or a group of tokens) to each expert, as [rows, E]."""
     row_NK = np.broadcast_to(row_N[:, None], experts_NK.shape)
     used = experts_NK >= 0
     index = row_NK[used] * num_experts + experts_NK[used]
@@ -71,10 +71,10 @@ def _counts(row_N: np.ndarray, experts_NK: np.ndarray, rows: int, num_experts: i
 
 
 def _typical(names: np.ndarray, counts_VE: np.ndarray, load_E: np.ndarray) -> list[list[tuple[str, float]]]:
-    """Return each expert's most typical tokens, with the fraction of a token's assignments that it gets."""
+    """Return each expert's most typical tokens, with the expert's fraction of the token's assignments."""
     total_V = counts_VE.sum(1)
     part_VE = counts_VE / np.maximum(1, total_V)[:, None]
-    # Score: count * log(fraction of the token that the expert gets / fraction of all that it gets)
+    # A token's score is count * log(the expert's fraction of the token / of all tokens).
     with np.errstate(divide="ignore", invalid="ignore"):
         score_VE = np.nan_to_num(counts_VE * np.log(part_VE / load_E), nan=0.0, neginf=0.0)
     score_VE[total_V < LEAST_OFTEN] = 0

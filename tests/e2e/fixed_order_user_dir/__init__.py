@@ -1,7 +1,5 @@
-"""A --user-dir that loads the plugin, and makes all-reduce add tensors in the order of ranks.
-
-torch's order depends on the backend, and in gloo on the position of an element in its tensor. Tensors with
-one element, such as a norm, are still summed by torch.
+"""A --user-dir that loads the plugin, and makes all-reduce add tensors in the order of ranks. Exception:
+torch itself adds tensors that have only one element, such as a norm.
 """
 
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A user's --user-dir: the plugin, and a custom language model with `ft.moe_layer`."""
+"""A --user-dir that loads the plugin and defines a custom language model with `ft.moe_layer`."""
 
 import os
 
@@ -16,7 +16,7 @@ EXPERTS = int(os.environ.get("EXPERTS", 6))
 
 
 class Experts(nn.Module):
-    """A MoE layer that replaces fc1; fc2 is replaced by the identity."""
+    """A MoE layer that replaces fc1, the activation and fc2 of a Transformer layer."""
 
     def __init__(self, width, hidden):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The plugin, and small replacements for soundfile and editdistance if they are not installed."""
+"""A --user-dir that loads the plugin, and replaces soundfile and editdistance if they are not installed."""
 
 import sys
 import wave

@@ -1,4 +1,4 @@
-"""A user's --user-dir: this file loads the plugin; then fairseq imports the task from `tasks`."""
+"""A --user-dir that loads the plugin, and has a custom task in the folder `tasks`."""
 
 from fairseq_tutel.plugin import register
 

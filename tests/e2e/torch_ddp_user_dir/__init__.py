@@ -1,4 +1,4 @@
-"""A --user-dir that loads the plugin and wraps the model in torch's DDP, which is the default on GPUs."""
+"""A --user-dir that loads the plugin and wraps the model in torch's DistributedDataParallel."""
 
 from fairseq.models import distributed_fairseq_model
 from torch.nn.parallel import DistributedDataParallel

@@ -1,6 +1,6 @@
 """A --user-dir that loads the plugin, and writes inputs and outputs of MoE layers to the file $WATCHED.
 
-The file has a list with (layer name, x [time, batch, D], padding mask or None, y) for the first calls.
+For each of the first 8 calls, the file has (layer name, x [time, batch, D], padding mask or None, y).
 """
 
 import os

@@ -20,7 +20,7 @@ OPT_TABLE = Names(TABLE.theirs.replace("model.", "model.decoder."), TABLE.ours)
 VERSION = {"decoder.version": (3.0,)}
 SIZE = {"vocab_size": "decoder.embed_tokens.weight"}
 WIDTHS = "decoder_embed_dim decoder_input_dim decoder_output_dim"
-# Options of fairseq's transformer_lm that add or change computations; these families do not have them.
+# Options of fairseq's transformer_lm that change the computation, and that XGLM and OPT do not have.
 PLAIN = {
     "adaptive_input": False,
     "adaptive_softmax_cutoff": None,
@@ -103,7 +103,7 @@ OPT = Family(
         Option("activation_function", "activation_fn", "relu", ACTIVATIONS),
     ),
     fixed={**PLAIN, "decoder_learned_pos": True, "no_scale_embedding": True},
-    # OPT-350m is post-norm and projects its embeddings.
+    # The model OPT-350m is post-norm and projects its embeddings.
     assumed={
         "do_layer_norm_before": True,
         "enable_bias": True,

@@ -1,10 +1,11 @@
-"""Defines NLLB-MoE: M2M100 with experts in some layers, two for each token.
+"""Defines NLLB-MoE: Defines NLLB-MoE, which is M2M100 with experts in some layers, two for each token.
 
-Both systems choose the same experts with the same weights in evaluation. There are two differences:
+In evaluation, fairseq_tutel and transformers choose the same experts with the same weights. fairseq_tutel
+and transformers differ in two ways:
 
 - transformers draws the second expert at random in evaluation too, if second_expert_policy is sampling or
   random; fairseq_tutel uses the second-best expert.
-- With a limited capacity, transformers counts padding as tokens; fairseq_tutel counts real tokens.
+- With a limited capacity, transformers counts padding as tokens, but fairseq_tutel counts only real tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,15 +20,15 @@ from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.plugin.install import chosen_layers
 
 TOP_K = 2
-# Options of transformers that `read_options` reads, in addition to those of the table.
+# Keys of config.json that `read_options` reads, in addition to the keys in the family's tables.
 READ = ("num_experts", "expert_capacity", "moe_eval_capacity_token_fraction", "moe_token_dropout")
 POLICIES = {name: name for name in ("all", "sampling", "random")}
-# transformers' router_dtype -> whether the gate is computed in the model's dtype instead of float32.
+# For each router_dtype of transformers, whether the gate has the model's dtype instead of float32.
 ROUTER_DTYPES = {"float32": False, "bfloat16": True, "float16": True}
-MOST_EXPERTS = 10_000  # limit per layer, because the names of all experts are listed
-# A token fraction so small that it gives at most one slot, so that the minimum capacity decides.
+MOST_EXPERTS = 10_000  # A maximum per layer, because names of all experts are listed.
+# ONE_SLOT is so small a token fraction that the minimum capacity decides.
 ONE_SLOT = 1e-9
-# Options of fairseq_tutel that must have these values, because other values change the computation.
+# fairseq_tutel options that must have these values, because other values change the computation.
 FIXED = {
     "moe_top_k": TOP_K,
     "moe_choice": "tokens",
@@ -47,7 +48,7 @@ FIXED = {
 
 
 def sparse_layers(side: str, sparse: bool = True) -> Callable[[Mapping[str, Any]], list[int]]:
-    """Return a function: our options -> indices of a side's layers with (or without) experts."""
+    """Return a function that maps options to the indices of a side's layers with (or without) experts."""
 
     def of(options: Mapping[str, Any]) -> list[int]:
         indices = range(options[f"{side}_layers"])
@@ -58,7 +59,7 @@ def sparse_layers(side: str, sparse: bool = True) -> Callable[[Mapping[str, Any]
 
 
 def _layer(side: str) -> list[Names]:
-    """Return the tensors of the encoder's or decoder's layers, without the experts."""
+    """Return the tensor names of the encoder's or decoder's layers, without the experts' tensors."""
     parts = [
         ("self_attn.{k,v,q,out}_proj.{weight,bias}", "self_attn.{k,v,q,out}_proj.{weight,bias}", None),
         ("self_attn_layer_norm.{weight,bias}", "self_attn_layer_norm.{weight,bias}", None),
@@ -89,10 +90,10 @@ def _layer(side: str) -> list[Names]:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEFamily(Family):
-    """A family whose models have experts; `rows` excludes the experts' tensors, and `stacks` has them."""
+    """A family with experts, in which `rows` excludes the experts' tensors, and `stacks` has them."""
 
     def stacks(self, options: Mapping[str, Any]) -> dict[str, tuple[list[str], tuple[int, ...]]]:
-        """Return our name of each stacked tensor -> its E names in transformers, and one expert's shape."""
+        """Return transformers' names of the E tensors of each stacked tensor, and one expert's shape."""
         found = {}
         for side in SIDES:
             model_dim, hidden_dim = options[f"{side}_embed_dim"], options[f"{side}_ffn_embed_dim"]
@@ -106,13 +107,13 @@ class MoEFamily(Family):
         return found
 
     def read_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return our options for a config.json.
+        """Return fairseq options for a config.json.
 
         Raises:
-            ValueError: a value has no counterpart.
+            ValueError: a value in config.json has no counterpart in fairseq.
         """
         found = super().read_options(config)
-        for side in SIDES:  # transformers has no experts for steps below 0, and -1 has another meaning here
+        for side in SIDES:  # In transformers, a step below 0 means no experts.
             found[f"{side}_moe_freq"] = max(0, found[f"{side}_moe_freq"])
         experts = config.get("num_experts", 128)
         if type(experts) is not int or not TOP_K <= experts <= MOST_EXPERTS:
@@ -140,7 +141,7 @@ class MoEFamily(Family):
         return found | _read_capacity(config) | {"moe_eom": float(dropout)}
 
     def notes(self, options: Mapping[str, Any]) -> list[str]:
-        """Return notes on differences between the systems for a model with these fairseq options."""
+        """Return notes on differences between fairseq_tutel and transformers for a model's options."""
         notes = []
         if (policy := options["moe_second_expert_policy"]) != "all":
             notes.append(
@@ -165,12 +166,12 @@ class MoEFamily(Family):
         return notes
 
     def write_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of config.json for our options.
+        """Return the content of config.json for fairseq options.
 
         Raises:
-            ValueError: a value has no counterpart.
+            ValueError: a fairseq option has no counterpart in transformers.
         """
-        # In evaluation, outputs of experts are multiplied by this factor.
+        # transformers multiplies outputs of experts by 1 - moe_token_dropout in evaluation.
         factor = options["moe_routed_scaling_factor"] * (1.0 - options["moe_eom"])
         if not 0 < factor <= 1:
             raise ValueError(
@@ -190,9 +191,10 @@ class MoEFamily(Family):
 
 
 def _read_capacity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our options of the capacity, in evaluation as in transformers.
+    """Return capacity options of fairseq that give the same capacity as transformers in evaluation.
 
-    The capacity in training is Meta's, twice the mean load. That of transformers is a constant.
+    In training, fairseq's capacity is twice the mean load, as in Meta's branch. The training capacity of
+    transformers is constant.
     """
     fraction, slots = config.get("moe_eval_capacity_token_fraction", 1.0), config.get("expert_capacity", 64)
     training = {"moe_capacity_factor": 1.0}
@@ -202,7 +204,7 @@ def _read_capacity(config: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if isinstance(value, bool) or not isinstance(value, kinds):
             raise ValueError(f"config.json has {name} {value!r}; give a number.")
-    if fraction >= 1:  # each expert has a slot for every token
+    if fraction >= 1:  # Each expert has a slot for every token.
         return training | {"moe_eval_capacity_token_fraction": 0.0}
     if fraction > 0:
         return training | {"moe_eval_capacity_token_fraction": float(fraction)}
@@ -214,10 +216,10 @@ def _read_capacity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_capacity(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return transformers' options for the capacity in evaluation.
+    """Return capacity options of transformers that give the same capacity as fairseq in evaluation.
 
     Raises:
-        ValueError: transformers has no such capacity.
+        ValueError: transformers has no equal capacity.
     """
     fraction, factor = options["moe_eval_capacity_token_fraction"], options["moe_eval_capacity_factor"]
     least = options["moe_min_capacity"]

@@ -11,18 +11,19 @@ LAYERS = "conv_feature_layers"
 CONVOLUTIONS = ("conv_dim", "conv_kernel", "conv_stride")
 DEFAULTS = ([512] * 7, [10, 3, 3, 3, 3, 2, 2], [5, 2, 2, 2, 2, 2, 2])
 MODES = {"group": "default", "layer": "layer_norm"}
-# A list of layers, and how often it is repeated. The text is untrusted, so it is not evaluated.
+# A list of convolution layers in the text of a fairseq option, and how often the list is repeated. The text
+# of the option is untrusted, so it is parsed instead of evaluated.
 TERM = r"\[\(\d{1,5},\d{1,5},\d{1,5}\)(?:,\(\d{1,5},\d{1,5},\d{1,5}\))*,?\](?:\*\d{1,3})?"
 
 
 def convolutions(text: Any) -> list[tuple[int, int, int]]:
-    """Parse fairseq's option --conv-feature-layers, such as [(512, 10, 5)] + [(512, 3, 2)] * 4.
+    """Parse the fairseq option --conv-feature-layers, such as [(512, 10, 5)] + [(512, 3, 2)] * 4.
 
     Returns:
-        The width, kernel size and stride of each layer.
+        The function returns the width, kernel size and stride of each convolution layer.
 
     Raises:
-        ValueError: the text is not such a list.
+        ValueError: the text is not a list of convolution layers in this form.
     """
     text = re.sub(r"\s", "", str(text))
     if not re.fullmatch(rf"{TERM}(?:\+{TERM})*", text):
@@ -64,14 +65,14 @@ def _write_layers(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_codes(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json's entries for the layers, and for the codebook with its widths."""
+    """Return the entries of config.json for the convolution layers and for the codebook."""
     final_dim = options.get("final_dim") or options.get("encoder_embed_dim")
     dims = {"codevector_dim": options.get("latent_dim") or final_dim, "proj_codevector_dim": final_dim}
     return _write_layers(options) | dims
 
 
 def _names(prefix: str) -> tuple[Names, ...]:
-    """Return the tensors of the feature extractor and the transformer."""
+    """Return the tensor names of the feature extractor and the transformer."""
     extractor, our_extractor = f"{prefix}feature_extractor.conv_layers", "feature_extractor.conv_layers"
     layer, ours = f"{prefix}encoder.layers.*", "encoder.layers.*"
     norm = "layer_norm.{weight,bias}"
@@ -96,7 +97,7 @@ def _names(prefix: str) -> tuple[Names, ...]:
             "{layer_norm,post_extract_proj}.{weight,bias}",
         ),
         Names(f"{conv}.bias", "encoder.pos_conv.0.bias"),
-        # After the space: the names of weight normalization in torch 2.1 and older.
+        # The second name of a tensor is that of weight normalization in torch 2.1 and older.
         Names(
             f"{conv}.parametrizations.weight.original0 {conv}.weight_g",
             "encoder.pos_conv.0.weight_g",
@@ -210,7 +211,7 @@ HUBERT = Family(
     fixed={**FIXED, "conv_pos_batch_norm": False},
     assumed=ASSUMED,
     ignored=IGNORED,
-    # transformers' model has no head, so the task needs no dictionaries.
+    # wav2vec 2.0 and HuBERT have no head in transformers, so the fairseq task needs no dictionaries.
     unused={
         "final_proj.weight": "256 encoder_embed_dim",
         "final_proj.bias": "256",

@@ -1,4 +1,4 @@
-"""Defines the encoder-decoders: M2M100 and NLLB, BART, mBART, and FSMT (WMT19)."""
+"""Defines the encoder-decoders: M2M100 and NLLB, BART, mBART, and FSMT (WMT19) can be converted."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +38,7 @@ EMBEDDING_NORMS = Names(
     "{encoder,decoder}.layernorm_embedding.{weight,bias}",
 )
 COMPUTED_POSITIONS = r"model\.(encoder|decoder)\.embed_positions\.weights?"
-# Without this version, fairseq treats a pre-norm model as an old one and drops the final layer norms.
+# Without a version in the checkpoint, fairseq drops the final layer norms of a pre-norm model.
 VERSIONS = {"encoder.version": (3.0,), "decoder.version": (3.0,)}
 LOGITS_BIAS = {"final_logits_bias": "1 vocab_size"}
 
@@ -65,7 +65,7 @@ def _sizes(activation: str, attention_dropout: float, layerdrop: float, scales: 
     )
 
 
-# Options of fairseq's transformer that add or change computations; these families do not have them.
+# Options of fairseq's transformer that change outputs, and that transformers lacks.
 PLAIN = {
     "adaptive_input": False,
     "adaptive_softmax_cutoff": None,
@@ -94,7 +94,7 @@ SHARED_SIZE = {"vocab_size": "encoder.embed_tokens.weight"}
 
 
 def _multilingual(setup: Setup, style: str) -> dict[str, Any]:
-    """Return the options of translation_multi_simple_epoch for [source] … </s> and </s> [target]."""
+    """Return the options of the task translation_multi_simple_epoch for a model with language tokens."""
     languages = setup.languages
     if not languages:
         raise ValueError(
@@ -138,7 +138,7 @@ def _trained_pair(options: Mapping[str, Any]) -> list[str]:
 
 
 def languages_of_pair(config: Mapping[str, Any]) -> list[str]:
-    """Return the source and target language in the config.json of a FSMT model."""
+    """Return the source and the target language in the config.json of a FSMT model."""
     languages = config.get("langs")
     if not isinstance(languages, list) or len(languages) != 2 or not all(map(_is_code, languages)):
         raise ValueError(

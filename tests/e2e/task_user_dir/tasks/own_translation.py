@@ -1,4 +1,4 @@
-"""A translation task with `add_args` instead of a dataclass; the task stores a copy of its arguments."""
+"""A custom translation task that defines its options in `add_args`, without a dataclass."""
 
 import copy
 
