@@ -21,6 +21,11 @@ GROUPS = {
         "report": ("tools.report.page", "draw one HTML page of training runs, from fairseq's logs"),
         "tokens": ("tools.tokens.page", "draw which experts tokens go to"),
         "inspect": ("tools.inspect_checkpoint", "print what a checkpoint holds"),
+    },
+    "use a model": {
+        "translate": ("tools.generation", "translate lines of text"),
+        "sample": ("tools.generation", "continue lines of text with a language model"),
+        "score": ("tools.generation", "print a language model's scores of lines of text"),
         "predict": ("tools.predict", "write a model's classes of images"),
     },
     "change checkpoints": {

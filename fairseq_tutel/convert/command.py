@@ -9,7 +9,7 @@ from typing import Any
 
 from fairseq_tutel.checkpoint.options import EXPERT_DTYPES
 from fairseq_tutel.moe.config import ACTIVATIONS
-from fairseq_tutel.option import POSITIVE, UNITS, bytes_of, options_in
+from fairseq_tutel.option import NOT_NEGATIVE, POSITIVE, UNITS, bytes_of, options_in
 from fairseq_tutel.option import Option as TableOption
 from fairseq_tutel.option import option as table_option
 from fairseq_tutel.plugin.options import options_of
@@ -28,7 +28,7 @@ OF_EXPERTS = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class Variation:
-    """Options of `convert upcycle` that change the copies of an FFN, or scale the gates."""
+    """Options of `convert upcycle` that change the copies of an FFN or of experts, and the gates."""
 
     seed: int = table_option(1, "random seed for the gates and for all random changes", of="tool")
     reinitialize: float = table_option(
@@ -43,6 +43,20 @@ class Variation:
         "factor for the gates' initial weights; smaller values give more even probabilities",
         of="tool",
         rule=POSITIVE,
+    )
+    expert_noise: float = table_option(
+        0.01,
+        "standard deviation of the noise in copies of a MoE model's experts, as a fraction of "
+        "each tensor's root mean square; the first of an expert's copies has no noise",
+        of="tool",
+        rule=NOT_NEGATIVE,
+    )
+    gate_spread: float = table_option(
+        10.0,
+        "standard deviation of what is added to the logits of each copy of a MoE model's experts, "
+        "for a token with root mean square 1; larger values change the model's outputs less",
+        of="tool",
+        rule=NOT_NEGATIVE,
     )
 
 
@@ -147,14 +161,15 @@ KINDS = (
     Conversion(
         name="upcycle",
         call="upcycle:run",
-        text="""Make a Mixture-of-Experts checkpoint from a dense checkpoint.
+        text="""Make a Mixture-of-Experts checkpoint from a dense checkpoint, or add experts to one.
 
 In every chosen layer, each expert is a copy of the feed-forward network (Komatsuzaki et al. 2022, Sparse
 Upcycling). With a smaller --moe-expert-ffn-dim, each expert is a part of it (He et al. 2024). Gates are
-initialized. The tool prints whether the initial outputs equal the dense model's outputs. Start a new
-training run from the file with --finetune-from-model.""",
+initialized. The tool prints whether the initial outputs equal the dense model's outputs. If the checkpoint
+has experts already, each expert is copied, so --moe-expert-count must be a multiple of their number. Start
+a new training run from the file with --finetune-from-model.""",
         example="dense.pt --output moe.pt --moe-expert-count 8 --moe-freq 2",
-        source="the dense checkpoint",
+        source="a dense or MoE checkpoint",
         options=tuple(
             option(item.flag, f"{item.text} [{item.default}]", type=item.type, default=item.default)
             for item in options_in(Variation)

@@ -74,6 +74,14 @@ def gate_rows(config: MoEConfig, layer: Layer) -> list[str]:
     ]
 
 
+def per_expert(saved: SavedModel, layer: Layer, config: MoEConfig) -> list[str]:
+    """Return the names of a MoE layer's tensors whose first dimension is the number of experts."""
+    names = [f"{layer.moe}.experts.{name}" for name in saved.stacks(layer)]
+    names += gate_rows(config, layer)
+    bias = f"{layer.moe}.balance_bias.bias"
+    return [*names, bias] if bias in saved.weights else names
+
+
 def counts_text(counts: Sequence[int]) -> str:
     """Return the value of --moe-expert-count for a list with the number of experts of each MoE layer."""
     return ",".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))

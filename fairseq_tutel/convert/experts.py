@@ -19,7 +19,7 @@ from fairseq_tutel.convert.configs import (
     Tensors,
     configs_of,
     counts_text,
-    gate_rows,
+    per_expert,
     replaced,
     without_experts,
 )
@@ -107,7 +107,7 @@ def keep_experts(
         if len(ids) < config.num_experts:
             _refuse_gates(config, layer)
             _refuse_uneven_groups(config, layer, ids)
-            for name in _per_expert(saved, layer, config):
+            for name in per_expert(saved, layer, config):
                 stack = weights[name]
                 weights[name] = stack.select(ids) if isinstance(stack, ShardedTensor) else stack[ids]
         counts.append(len(ids))
@@ -118,14 +118,6 @@ def keep_experts(
         saved.options.update(moe_top_k=top_k, moe_top1_expert=False)
     saved.restart(weights)
     return lines
-
-
-def _per_expert(saved: SavedModel, layer: Layer, config: MoEConfig) -> list[str]:
-    """Return the names of a MoE layer's tensors whose first dimension is the number of experts."""
-    names = [f"{layer.moe}.experts.{name}" for name in saved.stacks(layer)]
-    names += gate_rows(config, layer)
-    bias = f"{layer.moe}.balance_bias.bias"
-    return [*names, bias] if bias in saved.weights else names
 
 
 def _refuse_gates(config: MoEConfig, layer: Layer) -> None:

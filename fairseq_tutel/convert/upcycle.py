@@ -20,6 +20,7 @@ from torch import Tensor
 from fairseq_tutel.checkpoint.saved import LAYER_NORM, Layer, SavedModel
 from fairseq_tutel.convert.command import OF_EXPERTS, Variation
 from fairseq_tutel.convert.configs import SWIN, Tensors, counts_text, replaced, use_moe_variants
+from fairseq_tutel.convert.more_experts import add_experts
 from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.moe.build import seeded_generator
 from fairseq_tutel.moe.config import GATE_TYPES, MoEConfig, label_of
@@ -44,6 +45,10 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
     given = {item.key: getattr(arguments, item.key) for item in OF_EXPERTS}
     given = {key: value for key, value in given.items() if value is not None and value is not False}
     saved = SavedModel.open(inputs[0])
+    if any(layer.has_experts for layer in saved.layers):
+        summary = add_experts(saved, given, how)
+        saved.write(output)
+        return summary
     configs = upcycle(saved, given, how)
     counts = counts_text([config.num_experts for config in configs.values()])
     first, labels = next(iter(configs.values())), ", ".join(layer.label for layer in configs)
@@ -69,7 +74,7 @@ def upcycle(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> dict
         how: options that change the copies of an FFN.
 
     Raises:
-        ValueError: the checkpoint is not dense, or the options do not fit the checkpoint.
+        ValueError: the options do not fit the checkpoint.
     """
     configs, made = _set_options(saved, given), {}
     for layer, config in configs.items():
@@ -93,8 +98,6 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
     )
 
     layers, options = saved.layers, saved.options
-    if any(layer.has_experts for layer in layers):
-        raise ValueError("INPUT has experts already; give a checkpoint of a dense model.")
     arch = use_moe_variants(saved)
     has_two_sides = {layer.side for layer in layers} == {*SIDES}
     known = defaults(EncoderDecoderOptions if has_two_sides else ModelOptions)

@@ -182,10 +182,11 @@ class Translation(Generation):
             ValueError: a language is missing or unknown.
         """
         with self.lock:
-            self._set_languages({"source_lang": source_lang, "target_lang": target_lang})
+            self.set_languages({"source_lang": source_lang, "target_lang": target_lang})
             return self.sample(sentences, beam, verbose, **options)
 
-    def _set_languages(self, given: dict[str, str | None]) -> None:
+    def set_languages(self, given: Mapping[str, str | None]) -> None:
+        """Select the source_lang and target_lang of a multilingual model; None keeps a language."""
         args = self.task.args if isinstance(self.task, MULTILINGUAL) else None
         for key, language in given.items():
             if args is None and language is None:

@@ -23,6 +23,7 @@ class Run:
     topology: Topology = field(default_factory=Topology)
     # Fingerprints of the dictionaries of the model that loads a checkpoint, by the names of its modules.
     dictionaries: dict[str, str] = field(default_factory=dict)
+    loads_optimizer: bool = False  # whether this model's run also loads the optimizer state
 
     def update(self, **values: Any) -> None:
         """Set the given fields of the run."""

@@ -13,8 +13,8 @@ from fairseq_tutel.vision.options import ImageConfig, SwinConfig, SwinExpertsCon
 # Options that are defined outside of moe/, by the heading under which they are printed.
 OTHER_TABLES = (ImageConfig, SwinConfig, SwinExpertsConfig, EnsembleConfig, CMCLConfig, DistillationConfig)
 THEMES = (
-    "Routing", "Capacity", "Balance", "Experts", "Parallelism", "Communication", "Memory", "Checkpoints",
-    "Kernels", "Logging", "Images", "Vision", "Ensembles", "Distillation", "Older names",
+    "Routing", "Capacity", "Balance", "Experts", "Training", "Parallelism", "Communication", "Memory",
+    "Checkpoints", "Kernels", "Logging", "Images", "Vision", "Ensembles", "Distillation", "Older names",
 )  # fmt: skip
 
 

@@ -3,20 +3,19 @@
 import io
 import logging
 import re
-import runpy
 import shutil
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from cli import ROOT, USER_DIR, fairseq
+from cli import USER_DIR, fairseq
 from doc_examples import run_example
 from models import lm_args, mt_args
 from PIL import Image
 from terminal import terminal
+from tool_in_process import refusal_of, tool
 
 import fairseq_tutel
 from fairseq_tutel import plugin
@@ -100,18 +99,47 @@ def test_dictionaries_are_read_from_the_checkpoint_folder_or_from_an_argument(lm
     assert logging.root.level == level
 
 
-def test_the_hub_example_prints_a_translation_for_each_line(mt, capsys):
-    argv = ["hub.py", str(mt), "moe_expert_store=on-demand"]
-    example = ROOT / "examples" / "hub.py"
-    with (
-        mock.patch.object(sys, "argv", argv),
-        mock.patch("sys.stdin", io.StringIO(f"w1 w3\n{'w1 ' * 2000}\nw2\n")),
-    ):
-        runpy.run_path(str(example), run_name="__main__")
-    first, last = [fairseq_tutel.from_checkpoint(mt).translate(text) for text in ("w1 w3", "w2")]
-    printed = capsys.readouterr()
-    assert printed.out.splitlines() == [first, "", last] and "translate on cpu" in printed.err
-    assert "error: Size of sample #0 is invalid" in printed.err
+def test_the_tools_print_the_results_of_every_line(mt, lm, mt_data, tmp_path, caplog):
+    sources = (mt_data.parent / "test.de").read_text().splitlines()
+    long, file = " ".join(["w1"] * 2000), tmp_path / "lines.txt"
+    file.write_text("\n".join([*sources, "", long, sources[0]]) + "\n")
+    translate = ("translate", mt, file, "--beam", 3, "--max-len", 8, "--batch-size", 7)
+    options = {"beam": 3, "max_len_a": 0, "max_len_b": 8}
+    model = fairseq_tutel.from_checkpoint(mt)
+    cut = model.translate(" ".join(["w1"] * 1023), **options)  # and the end of the sentence
+    expected = model.translate(sources, **options)
+    lines = tool(*translate, "--expert-store", "on-demand").splitlines()
+    assert lines == [*expected, "", cut, expected[0]]
+    assert f"1 of {len(lines)} lines" in caplog.text
+    best = tool(*translate, "--nbest", 2).splitlines()
+    pairs = [line.split("\t") if line else ("0", "") for line in best]
+    assert [text for _, text in pairs[::2]] == lines and len(best) == 2 * len(lines)
+    assert all(float(one[0]) >= float(two[0]) for one, two in zip(pairs[::2], pairs[1::2], strict=True))
+    model = fairseq_tutel.from_checkpoint(lm)
+    with mock.patch("sys.stdin", io.StringIO("w1 w3\n\nw2")):
+        assert tool("sample", lm, "--beam", 1).splitlines() == [
+            model.sample("w1 w3"),
+            "",
+            model.sample("w2"),
+        ]
+    with mock.patch("sys.stdin", io.StringIO("w1 w3\n")):
+        score, count = tool("score", lm).split("\t")
+    hypothesis = model.score("w1 w3")
+    assert 2 ** float(score) == pytest.approx(float(hypothesis["score"].exp()), rel=1e-3)
+    assert int(count) == len(hypothesis["tokens"])
+    drawn = ("sample", lm, file, "--beam", 1, "--sampling-topk", 9, "--seed")
+    assert tool(*drawn, 1) == tool(*drawn, 1) != tool(*drawn, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "sentence"),
+    [
+        ("sample", (), "whose model sample cannot use; use translate"),
+        ("translate", ("--nbest", 9), "--nbest is 9"),
+    ],
+)
+def test_the_tools_refuse_other_models_and_values(kind, more, sentence, mt):
+    assert sentence in refusal_of(kind, mt, *more)
 
 
 def test_classify_gives_the_most_probable_classes_of_an_image(tmp_path):

@@ -85,7 +85,7 @@ def test_inputs_of_tools_are_positional_and_outputs_use_the_flag_output(name):
         if "write" in action.help.split() and action.nargs != 0:
             assert flag in ("--output", "--output-network", "--output-statistics"), flag
     names = {action.metavar for action in SHOWN[name] if not action.option_strings}
-    one_word_each = {"MODEL", "CHECKPOINT", "DATA", "INPUT", "INPUTS", "PREFIX", "RUN", "WORD"}
+    one_word_each = {"MODEL", "CHECKPOINT", "DATA", "FILE", "INPUT", "INPUTS", "PREFIX", "RUN", "WORD"}
     assert names <= one_word_each | {"PLAN", "NETWORK", "N"}
 
 

@@ -35,6 +35,7 @@ from fairseq_tutel.plugin.options import options_of
 from fairseq_tutel.plugin.registration.flags import refuse_misspelt
 from fairseq_tutel.plugin.registration.process import is_machine_error
 from fairseq_tutel.plugin.run_state import OPENED, RUN
+from fairseq_tutel.plugin.training.train_only import refuse_other_parts
 
 # Environment variable that makes damaged files be opened.
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
@@ -78,6 +79,8 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
                 _update_task(state, overrides)
             else:
                 refuse_other_dictionaries(RUN.dictionaries, state, path)
+                if RUN.loads_optimizer:
+                    refuse_other_parts(RUN.cfg, state, path)
                 _begin_average(state)
         except FOREIGN_FILE_ERRORS as error:
             if is_machine_error(error):

@@ -35,6 +35,7 @@ from fairseq_tutel.plugin.training.startup import (
     start_together,
 )
 from fairseq_tutel.plugin.training.task import give_mixin
+from fairseq_tutel.plugin.training.train_only import freeze
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class MoETrainer(Trainer):
 
     def __init__(self, cfg: Any, task: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         prepare(cfg, task, model)
+        freeze(cfg, model)
         super().__init__(cfg, task, model, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -52,10 +54,13 @@ class MoETrainer(Trainer):
         state["extra_state"][dictionaries.KEY] = dictionaries.fingerprints_of(self.get_model())
         return state
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(
+        self, filename: str, reset_optimizer: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         """Load a checkpoint if there is one, and check its content; end a run that reached --max-update."""
-        with RUN.having(dictionaries=dictionaries.fingerprints_of(self.get_model())):
-            extra_state = super().load_checkpoint(*args, **kwargs)
+        found = dictionaries.fingerprints_of(self.get_model())
+        with RUN.having(dictionaries=found, loads_optimizer=not reset_optimizer):
+            extra_state = super().load_checkpoint(filename, reset_optimizer, *args, **kwargs)
         if extra_state is not None:
             refuse_loaded(self.cfg, self)
         options = self.cfg.optimization

@@ -285,9 +285,11 @@ def complete(root: Any) -> None:
         if root.common[f"memory_efficient_{precision}"]:
             _set(root.common, precision, True)
     zero = zero_options(root)
-    if zero is not None and zero.stage:
-        # torch's DistributedDataParallel would all-reduce complete gradients during the backward pass.
-        _set(root.distributed_training, "ddp_backend", "legacy_ddp", "shards")
+    only = read(TaskConfig, root.task).moe_train_only
+    if only or (zero is not None and zero.stage):
+        # torch's DistributedDataParallel would all-reduce complete gradients during the backward pass, and
+        # refuses a model whose dense parameters are all frozen.
+        _set(root.distributed_training, "ddp_backend", "legacy_ddp", "frozen parts" if only else "shards")
         _set_everywhere(root, "ddp_backend", "legacy_ddp")
     name, variant = root.optimizer._name, variant_name(root.optimizer._name)
     if variant != name and variant in OPTIMIZER_REGISTRY:

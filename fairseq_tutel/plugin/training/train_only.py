@@ -1,0 +1,123 @@
+"""Freezes the parameters of a model that --moe-train-only does not name."""
+
+import fnmatch
+import functools
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_tutel.moe.expert_stack import ExpertStack
+from fairseq_tutel.moe.layer import MoELayer
+from fairseq_tutel.option import read, refuse_bad_values
+from fairseq_tutel.plugin.training.options import TaskConfig, named_parts
+from fairseq_tutel.plugin.training.tuning import option
+
+logger = logging.getLogger(__name__)
+
+
+def freeze(root: Any, model: nn.Module) -> None:
+    """Freeze all parameters that --moe-train-only of a FairseqConfig does not name.
+
+    A frozen parameter gets no gradient, no optimizer state and no all-reduce. The experts of a layer are
+    stacked in one parameter, so single experts are frozen by zeros in its gradient.
+
+    Raises:
+        ValueError: a name matches no parameter, or weight decay would change the frozen experts of a stack.
+    """
+    options = read(TaskConfig, root.task)
+    refuse_bad_values(options)
+    names = named_parts(options.moe_train_only)
+    if not names:
+        return
+    parts = _parts_of(model)
+    of_names = dict(model.named_parameters(remove_duplicate=False))
+    trained: set[nn.Parameter] = set()
+    single: set[int] = set()
+    for name in names:
+        if name.startswith("expert:"):
+            single.update(map(int, name.removeprefix("expert:").split(",")))
+            continue
+        found = parts.get(name) or {of_names[each] for each in fnmatch.filter(of_names, name)}
+        if not found:
+            raise ValueError(
+                f"--moe-train-only has {name}, which names no parameter of this model; give "
+                f"{', '.join(parts)}, expert:NUMBERS, or a pattern such as decoder.layers.0.*."
+            )
+        trained |= found
+    of_single = set(_freeze_experts(model, single, trained, root)) if single else set()
+    for parameter in set(of_names.values()) - trained - of_single:
+        parameter.requires_grad_(False)
+    count = sum(parameter.numel() for parameter in trained if parameter.requires_grad)
+    every = sum(parameter.numel() for parameter in model.parameters())
+    logger.info(
+        "--moe-train-only %s: this rank trains %s of %s parameters%s",
+        *(options.moe_train_only, f"{count:,}", f"{every:,}"),
+        f", and single experts of {len(of_single)} stacked parameters" if of_single else "",
+    )
+
+
+def _parts_of(model: nn.Module) -> dict[str, set[nn.Parameter]]:
+    """Return the parameters of every part of a model that --moe-train-only can name by one word."""
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    gates: set[nn.Parameter] = set()
+    experts: set[nn.Parameter] = set()
+    for layer in layers:
+        of_shared = (getattr(layer.beside, name, None) for name in ("mix", "cmr_gate"))
+        for gate in (layer.gate, layer.other_gates, *of_shared):
+            gates.update(gate.parameters() if gate is not None else ())
+        experts |= set(layer.parameters()) - gates
+    parts = {"experts": experts, "gates": gates, "dense": set(model.parameters()) - experts - gates}
+    for side in ("encoder", "decoder"):
+        named = model.named_parameters(remove_duplicate=False)
+        parts[side] = {parameter for name, parameter in named if side in name.split(".")}
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    parts["embeddings"] = {parameter for table in tables for parameter in table.parameters()}
+    return parts
+
+
+def _freeze_experts(
+    model: nn.Module, numbers: set[int], trained: set[nn.Parameter], root: Any
+) -> Iterator[nn.Parameter]:
+    """Freeze all experts but those with these numbers; yield the stacked parameters that contain them."""
+    stacks = [module for module in model.modules() if isinstance(module, ExpertStack)]
+    counts = [stack.config.num_experts for stack in stacks]
+    if max(numbers) >= max(counts, default=0):
+        raise ValueError(
+            f"--moe-train-only has expert:{max(numbers)}, but the layers of this model have "
+            f"{max(counts, default=0)} experts; give smaller numbers."
+        )
+    decay = option(root.optimizer, "weight_decay") or 0.0
+    if decay:
+        raise ValueError(
+            f"--weight-decay is {decay}, which would change the experts that --moe-train-only freezes; "
+            "set it to 0."
+        )
+    for stack in stacks:
+        frozen = [i for i in range(stack.num_local) if stack.first + i not in numbers]
+        for parameter in stack.expert_parameters().values():
+            if parameter not in trained:
+                parameter.register_hook(functools.partial(_without, frozen))
+                yield parameter
+
+
+def _without(experts: Iterable[int], grad: Tensor) -> Tensor:
+    return grad.index_fill(0, torch.tensor(list(experts), dtype=torch.int64, device=grad.device), 0.0)
+
+
+def refuse_other_parts(root: Any, state: Mapping[str, Any], path: str) -> None:
+    """Raise ValueError if a checkpoint has the optimizer state of other parameters than this run trains.
+
+    fairseq finds a parameter's optimizer state by the parameter's position among the trained parameters.
+    """
+    task = (state.get("cfg") or {}).get("task")
+    saved = read(TaskConfig, SimpleNamespace(**task) if isinstance(task, dict) else task).moe_train_only
+    given = read(TaskConfig, root.task).moe_train_only
+    if named_parts(saved) != named_parts(given):
+        raise ValueError(
+            f"--moe-train-only is {given or 'empty'}, but {path} has the optimizer state of a run with "
+            f"{saved or 'none'}; add --reset-optimizer, or give the value of that run."
+        )

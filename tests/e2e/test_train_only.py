@@ -1,0 +1,67 @@
+"""--moe-train-only in fairseq-train: frozen weights keep their bits, on two ranks and after a resume."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from cli import fairseq, refused
+from equality import same_bits
+from models import dense_lm_args, mt_args
+
+from fairseq_tutel.checkpoint.shards import bind, unbind
+
+# What is trained, a part of the names of the trained parameters, and the flags of the run.
+CASES = {
+    "gates": (".fc1.gate.", ("--bf16", "--moe-zero-stage", 1)),
+    "experts": (".experts.", ("--moe-checkpoint", "sharded", "--moe-zero-stage", 2)),
+    "expert:0,3": (".experts.", ("--bf16", "--weight-decay", 0)),
+    "decoder": ("decoder.", ()),
+}
+
+
+def _weights(folder):
+    path = folder / "checkpoint_last.pt"
+    state = torch.load(path, weights_only=False)
+    bind(state, Path(path))
+    unbind(state)
+    return state["model"]
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.long] * (what != "gates")) for what in CASES]
+)
+def test_only_the_named_parameters_change_on_two_ranks_and_after_a_resume(what, mt_data, tmp_path):
+    part, flags = CASES[what]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+
+    def train(folder, updates):
+        args = ("--moe-train-only", what, *flags)
+        return fairseq("train", *mt_args(mt_data, folder, *args, updates=updates), ranks=2)
+
+    assert f"--moe-train-only {what}: this rank trains" in train(resumed, 2).output
+    before = _weights(resumed)
+    train(resumed, 4)
+    train(straight, 4)
+    after = _weights(straight)
+    same_bits(after, _weights(resumed))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    # --share-all-embeddings makes the embeddings of the decoder those of the encoder.
+    assert all(part in name or "embed_tokens" in name for name in changed)
+    if ":" in what:
+        for name in changed:
+            kept = [torch.equal(one, two) for one, two in zip(before[name], after[name], strict=True)]
+            assert kept[1] and kept[2] and not (kept[0] and kept[3])
+
+
+@pytest.mark.long
+def test_a_dense_model_trains_one_part_and_refuses_another_optimizer_state(lm_data, tmp_path):
+    embeddings = ("--moe-train-only", "embeddings")
+    fairseq("train", *dense_lm_args(lm_data, tmp_path, *embeddings, updates=2))
+    before = _weights(tmp_path)
+    output = refused("train", *dense_lm_args(lm_data, tmp_path, updates=4))
+    assert "--moe-train-only is empty" in output and "--reset-optimizer" in output
+    fairseq("train", *dense_lm_args(lm_data, tmp_path, *embeddings, updates=4))
+    after = _weights(tmp_path)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all("embed_tokens" in name or "output_projection" in name for name in changed)
