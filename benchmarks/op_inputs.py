@@ -162,6 +162,11 @@ def _gather_sum(t: Tensors) -> Call:
     return Call(arguments=(t.rows_RD, t.row_of_TK, t.weights_TK), work=work)
 
 
+def _gather_gradients(t: Tensors) -> Call:
+    work = _bytes(t.rows_RD, t.x_TD, t.row_of_TK, t.gate_R, t.weights_TK)
+    return Call(arguments=(t.rows_RD, t.row_of_TK, t.gate_R.unsqueeze(0)), work=work)
+
+
 def _gather_dot(t: Tensors) -> Call:
     work = _bytes(t.rows_RD, t.y_TD, t.row_of_TK, t.weights_TK)
     return Call(arguments=(t.rows_RD, t.row_of_TK, t.y_TD), work=work)
@@ -178,6 +183,12 @@ def _softmax_top_k_backward(t: Tensors) -> Call:
     dprobs_TE = t.logits_TE.flip(0)
     work = 3 * probs_TE.nbytes + _bytes(t.ids_TK, t.weights_TK)
     return Call(arguments=(probs_TE, t.ids_TK, dprobs_TE, t.weights_TK), work=work)
+
+
+def _gate_backward(t: Tensors) -> Call:
+    probs_TE, weight_ED = t.logits_TE.softmax(dim=1), t.fc1[:, 0]
+    work = 2 * probs_TE.nbytes + _bytes(t.ids_TK, t.weights_TK) + 3 * weight_ED.nbytes
+    return Call(arguments=(probs_TE, t.ids_TK, None, t.weights_TK, False, weight_ED), work=work)
 
 
 def _assign_rows(t: Tensors) -> Call:
@@ -214,7 +225,8 @@ def _ffn_up(t: Tensors) -> Call:
 def _ffn_down_backward(t: Tensors) -> Call:
     # SwiGLU keeps h and g, and makes a again.
     kept = (t.a_RH, None, None) if t.fc3 is None else (None, t.h_RH, t.g_RH)
-    arguments = t.y_TD, t.token_of_R, t.gate_R, t.fc2, None, *kept, t.groups, ACTIVATION
+    gates = t.weights_TK.flatten(), t.source_of_R
+    arguments = t.y_TD, t.token_of_R, *gates, t.fc2, None, *kept, t.groups, ACTIVATION
     return _product(arguments, t.product_flops)
 
 
@@ -234,10 +246,12 @@ def _bytes(*tensors: Tensor) -> int:
 CALLS: dict[str, Callable[[Tensors], Call]] = {
     "gather_rows": _gather_rows,
     "gather_sum": _gather_sum,
+    "gather_gradients": _gather_gradients,
     "gather_dot": _gather_dot,
     "gather_values": _gather_values,
     "softmax_top_k": _softmax_top_k,
     "softmax_top_k_backward": _softmax_top_k_backward,
+    "gate_backward": _gate_backward,
     "assign_rows": _assign_rows,
     "load_loss": _load_loss,
     "grouped_linear": _grouped_linear,

@@ -14,10 +14,12 @@ from fairseq_tutel.kernels import reference
 OPS = (
     "gather_rows",
     "gather_sum",
+    "gather_gradients",
     "gather_dot",
     "gather_values",
     "softmax_top_k",
     "softmax_top_k_backward",
+    "gate_backward",
     "assign_rows",
     "load_loss",
     "grouped_linear",

@@ -135,7 +135,8 @@ def ffn_backward(
     dy_ND: Tensor,
     x_ND: Tensor,
     index_R: Tensor | None,
-    gate_R: Tensor | None,
+    gate_N: Tensor | None,
+    source_R: Tensor | None,
     weights: FFNWeights,
     saved: SavedActivations,
     groups: Groups,
@@ -147,11 +148,15 @@ def ffn_backward(
     w, blocks = weights, _blocks(weights, groups, x_ND)
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     kind = ACTIVATIONS["swish" if w.is_glu else activation]
+    gate_R = None
+    if gate_N is not None and source_R is not None:
+        gate_R = gate_N.index_select(0, source_R.clamp_min(0))
     grads = FFNGradients.empty_like(w, num_rows, gate_R, needs_dx, needs_weights)
     outs = grads.weights
     hidden_dim = w.fc1_weight.shape[1]
     a_BnH, h_BnH, g_BnH = (_parts(t, blocks) for t in (saved.a_RH, saved.h_RH, saved.g_RH))
-    dgate_Bn, dx_BnD = (_parts(t, blocks) for t in (grads.gate_R, grads.x_RD))
+    dgate_R = None if grads.gate_PR is None else grads.gate_PR[0]
+    dgate_Bn, dx_BnD = (_parts(t, blocks) for t in (dgate_R, grads.x_RD))
     of_each, douts = w.of_each(), None if outs is None else outs.of_each()
     dy_reader, x_reader = (_readers(rows, index_R, blocks) for rows in (dy_ND, x_ND))
     make_places = _places(dy_ND, hidden_dim, blocks)

@@ -17,7 +17,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def opaque(fake: Callable[..., Any]) -> Callable[[Launch], Launch]:
+def opaque(
+    fake: Callable[..., Any], finish: Callable[[Any], Any] = lambda found: found
+) -> Callable[[Launch], Launch]:
     """Register a function that launches kernels as the torch operator `fairseq_tutel::<its name>`.
 
     Eager calls bypass the operator, because its dispatch takes longer than a small launch.
@@ -25,10 +27,15 @@ def opaque(fake: Callable[..., Any]) -> Callable[[Launch], Launch]:
     Args:
         fake: takes the same arguments, of which the first one is a tensor, and returns empty tensors of the
             right shapes.
+        finish: is applied to the operator's results, but not to those of an eager call.
     """
 
     def decorate(launch: Launch) -> Launch:
-        operator = torch.library.custom_op(f"fairseq_tutel::{launch.__name__}", launch, mutates_args=())
+        @functools.wraps(launch)
+        def complete(*arguments: Any) -> Any:
+            return finish(launch(*arguments))
+
+        operator = torch.library.custom_op(f"fairseq_tutel::{launch.__name__}", complete, mutates_args=())
         operator.register_fake(fake)
 
         @functools.wraps(launch)

@@ -34,29 +34,56 @@ def _fake_gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | No
 @opaque(_fake_gather_sum)
 def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     """Sum each token's rows with weights: y[t] = sum over j of weights[t, j] * rows[row_of[t, j]]."""
-    rows_RD, row_of_TK = rows_RD.contiguous(), row_of_TK.contiguous()
-    weights_TK = None if weights_TK is None else weights_TK.contiguous()
-    num_tokens, top_k = row_of_TK.shape
     y_TD = _fake_gather_sum(rows_RD, row_of_TK)
-    if y_TD.numel() == 0:
-        return y_TD
+    if y_TD.numel():
+        _launch_gather_sum(rows_RD, row_of_TK, weights_TK, y_TD)
+    return y_TD
+
+
+def _fake_gather_gradients(drows_RD: Tensor, row_of_TK: Tensor, dgate_PR: Tensor) -> tuple[Tensor, Tensor]:
+    return _fake_gather_sum(drows_RD, row_of_TK), dgate_PR.new_empty(row_of_TK.shape)
+
+
+@opaque(_fake_gather_gradients)
+def gather_gradients(drows_RD: Tensor, row_of_TK: Tensor, dgate_PR: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of each token's rows, and the sum of each assignment's P parts: dx_TD, dweights_TK."""
+    dx_TD, dweights_TK = _fake_gather_gradients(drows_RD, row_of_TK, dgate_PR)
+    if dx_TD.numel():
+        _launch_gather_sum(drows_RD, row_of_TK, None, dx_TD, dgate_PR.contiguous(), dweights_TK)
+    return dx_TD, dweights_TK
+
+
+def _launch_gather_sum(
+    rows_RD: Tensor,
+    row_of_TK: Tensor,
+    weights_TK: Tensor | None,
+    y_TD: Tensor,
+    parts_PR: Tensor | None = None,
+    sums_TK: Tensor | None = None,
+) -> None:
+    num_tokens, top_k = row_of_TK.shape
+    num_parts = 0 if parts_PR is None else parts_PR.shape[0]
     model_dim = y_TD.shape[1]
     block_d = _block_d(model_dim)
     launch(
         _gather_sum_kernel,
         (num_tokens, cdiv(model_dim, block_d)),
         rows_RD.device,
-        rows_RD,
-        row_of_TK,
-        weights_TK,
+        rows_RD.contiguous(),
+        row_of_TK.contiguous(),
+        None if weights_TK is None else weights_TK.contiguous(),
         y_TD,
+        parts_PR,
+        sums_TK,
+        num_parts,
+        rows_RD.shape[0],
         model_dim,
         top_k,
         ACC=accumulator_of(rows_RD.dtype),
         BLOCK_K=min(next_power_of_2(top_k), 4),
         BLOCK_D=block_d,
+        BLOCK_P=next_power_of_2(num_parts),
     )
-    return y_TD
 
 
 def _fake_gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
@@ -124,17 +151,22 @@ def _gather_values_kernel(values_ptr, index_ptr, read_ptr, size, BLOCK: tl.const
     tl.store(read_ptr + where, tl.load(values_ptr + index, mask=index >= 0, other=0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts", "num_rows"])
 def _gather_sum_kernel(
     rows_ptr,
     row_of_ptr,
     weights_ptr,
     y_ptr,
+    parts_ptr,
+    sums_ptr,
+    num_parts,
+    num_rows,
     model_dim,
     top_k,
     ACC: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -153,6 +185,12 @@ def _gather_sum_kernel(
             if weights_ptr is not None:
                 values *= tl.load(weights_ptr + copy, mask=kept, other=0.0).to(ACC)
             total += values
+            if parts_ptr is not None:
+                parts = tl.arange(0, BLOCK_P)
+                at = parts_ptr + parts.to(tl.int64) * num_rows + row
+                sums = tl.load(at, mask=parts < tl.where(kept, num_parts, 0), other=0.0)
+                is_mine = (tl.program_id(1) == 0) & (j < top_k)
+                tl.store(sums_ptr + copy, tl.sum(sums, axis=0), mask=is_mine)
     tl.store(y_ptr + token * model_dim + columns, total, mask=inside)
 
 

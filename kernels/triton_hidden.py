@@ -32,7 +32,8 @@ from fairseq_tutel.kernels.triton_tiles import num_tiles, place, read_tile, tabl
 def ffn_down_backward(
     dy_ND: Tensor,
     index_R: Tensor | None,
-    gate_R: Tensor | None,
+    gate_N: Tensor | None,
+    source_R: Tensor | None,
     fc2_weight: Tensor,
     fc2_bias: Tensor | None,
     a_RH: Tensor | None,
@@ -44,14 +45,15 @@ def ffn_down_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Compute the backward pass through the FFN's second linear map (fc2) and the activation.
 
-    Returns (dh_RH, dg_RH, gated_RH, dgate_R).
+    Returns (dh_RH, dg_RH, gated_RH, dgate_PR).
 
     Source: SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3, for the gate's gradient.
     """
-    dh_RH, dg_RH, gated_RH, dgate_R = triton_hidden(
+    dh_RH, dg_RH, gated_RH, dgate_PR = triton_hidden(
         dy_ND,
         index_R,
-        gate_R,
+        gate_N,
+        source_R,
         fc2_weight,
         fc2_bias,
         a_RH,
@@ -64,29 +66,36 @@ def ffn_down_backward(
     return (
         dh_RH,
         None if g_RH is None else dg_RH,
-        gated_RH if a_RH is None or gate_R is not None else a_RH,
-        None if gate_R is None else dgate_R,
+        gated_RH if a_RH is None or gate_N is not None else a_RH,
+        None if gate_N is None else dgate_PR,
     )
 
 
 def _hidden_shapes(
-    dy_ND: Tensor, index_R: Any, gate_R: Any, fc2_weight: Tensor, fc2_bias: Any, a_RH: Any, h_RH: Any,
-    g_RH: Any, *_: Any,
+    dy_ND: Tensor, index_R: Any, gate_N: Any, source_R: Any, fc2_weight: Tensor, fc2_bias: Any, a_RH: Any,
+    h_RH: Any, g_RH: Any, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     num_rows = dy_ND.shape[0] if index_R is None else index_R.shape[0]
     dh_RH = dy_ND.new_empty(num_rows, fc2_weight.shape[2])
     dg_RH = dy_ND.new_empty(0) if g_RH is None else torch.empty_like(dh_RH)
-    writes_a = a_RH is None or gate_R is not None
+    writes_a = a_RH is None or gate_N is not None
     gated_RH = torch.empty_like(dh_RH) if writes_a else dy_ND.new_empty(0)
-    dgate_R = dy_ND.new_empty(0) if gate_R is None else torch.empty_like(gate_R)
-    return dh_RH, dg_RH, gated_RH, dgate_R
+    sum_dtype = torch.promote_types(dy_ND.dtype, torch.float32)
+    dgate_PR = dy_ND.new_empty(1, 0 if gate_N is None else num_rows, dtype=sum_dtype)
+    return dh_RH, dg_RH, gated_RH, dgate_PR
 
 
-@opaque(_hidden_shapes)
+def _summed(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the results of `triton_hidden` with one part, because the tile determines their number."""
+    return *found[:3], found[3].sum(0, keepdim=True)
+
+
+@opaque(_hidden_shapes, _summed)
 def triton_hidden(
     dy_ND: Tensor,
     index_R: Tensor | None,
-    gate_R: Tensor | None,
+    gate_N: Tensor | None,
+    source_R: Tensor | None,
     fc2_weight: Tensor,
     fc2_bias: Tensor | None,
     a_RH: Tensor | None,
@@ -101,29 +110,27 @@ def triton_hidden(
     The arguments are those of `ffn_down_backward`, with the tables of `row_tiles` in place of groups.
     `activation` is the function that was applied to h. With g it is "swish".
     """
-    dh_RH, dg_RH, gated_RH, dgate_R = _hidden_shapes(
-        dy_ND, index_R, gate_R, fc2_weight, fc2_bias, a_RH, h_RH, g_RH
+    dh_RH, dg_RH, gated_RH, dgate_PR = _hidden_shapes(
+        dy_ND, index_R, gate_N, source_R, fc2_weight, fc2_bias, a_RH, h_RH, g_RH
     )
     if dh_RH.numel() == 0:
-        return dh_RH, dg_RH, gated_RH, dgate_R
+        return dh_RH, dg_RH, gated_RH, dgate_PR
     num_rows, hidden_dim = dh_RH.shape
     num_experts, model_dim, _ = fc2_weight.shape
     dy_ND = dy_ND.contiguous()
-    index_R, gate_R, fc2_bias, a_RH, h_RH, g_RH = (
-        None if t is None else t.contiguous() for t in (index_R, gate_R, fc2_bias, a_RH, h_RH, g_RH)
+    index_R, gate_N, source_R, fc2_bias, a_RH, h_RH, g_RH = (
+        None if t is None else t.contiguous()
+        for t in (index_R, gate_N, source_R, fc2_bias, a_RH, h_RH, g_RH)
     )
     weight_EHD = fc2_weight.mT
-    sum_dtype = torch.promote_types(dy_ND.dtype, torch.float32)
-
     kind = "glu_hidden" if g_RH is not None else "relu_hidden" if activation == "relu" else "hidden"
     tile = chosen(kind, dy_ND, (num_rows, num_experts, hidden_dim, model_dim), tf32x3)
     tiles_m = num_tiles(num_rows, num_experts, tile.block_m)
-    tiles_n = cdiv(hidden_dim, tile.block_n) + (gate_R is not None and fc2_bias is not None)
-    # Each column tile has one partial sum. The partial sums are added in a fixed order without atomics, so
-    # the result is deterministic.
-    parts_nR = None
-    if gate_R is not None:
-        parts_nR = torch.empty(tiles_n, num_rows, dtype=sum_dtype, device=dy_ND.device)
+    tiles_n = cdiv(hidden_dim, tile.block_n) + (gate_N is not None and fc2_bias is not None)
+    # Each column tile writes one part of the gate's gradient. The parts are added in a fixed order without
+    # atomics, so the result is deterministic.
+    if gate_N is not None:
+        dgate_PR = dgate_PR.new_empty(tiles_n, num_rows)
     (dy_from,), (weight_from,), constants = operands(
         [dy_ND], [weight_EHD], tile, tf32x3, are_gathered=index_R is not None
     )
@@ -133,7 +140,8 @@ def triton_hidden(
         dy_ND.device,
         dy_from,
         index_R,
-        gate_R,
+        gate_N,
+        source_R,
         weight_from,
         fc2_bias,
         a_RH,
@@ -141,8 +149,8 @@ def triton_hidden(
         g_RH,
         dh_RH,
         None if g_RH is None else dg_RH,
-        gated_RH if a_RH is None or gate_R is not None else None,
-        parts_nR,
+        gated_RH if a_RH is None or gate_N is not None else None,
+        None if gate_N is None else dgate_PR,
         tiles,
         table_start(num_rows, num_experts, tile.block_m),
         tiles_m,
@@ -155,16 +163,7 @@ def triton_hidden(
         IS_CUDA=torch.version.hip is None,
         **constants,
     )
-    if parts_nR is not None:
-        _sum_parts(parts_nR, dgate_R)
-    return dh_RH, dg_RH, gated_RH, dgate_R
-
-
-def _sum_parts(parts_nR: Tensor, dgate_R: Tensor) -> None:
-    if parts_nR.dtype == dgate_R.dtype:
-        torch.sum(parts_nR, dim=0, out=dgate_R)
-    else:
-        dgate_R.copy_(parts_nR.sum(0))
+    return dh_RH, dg_RH, gated_RH, dgate_PR
 
 
 @triton.jit(do_not_specialize=["start", "tiles_m", "num_rows"])
@@ -172,6 +171,7 @@ def _hidden_kernel(
     dy,
     index,
     gate,
+    source,
     weight,
     bias,
     a_in,
@@ -229,7 +229,8 @@ def _hidden_kernel(
     readable = tl.where(expert < 0, 0, count)  # the tail is not read
     scale = tl.full([BLOCK_M], 1, ACC)
     if gate is not None:
-        scale = tl.load(gate + first + rows, mask=rows < readable, other=0.0).to(ACC)
+        sources = tl.load(source + first + rows, mask=rows < readable, other=0)
+        scale = tl.load(gate + sources, mask=rows < readable, other=0.0).to(ACC)
     # Parts reduce register use, because the epilogue holds up to six values per element.
     part = tl.zeros([BLOCK_M], dtype=ACC)
     halves = da.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()

@@ -6,6 +6,7 @@ from fairseq_tutel.kernels import OPS
 from fairseq_tutel.kernels.ffn_by_products import by_products
 from fairseq_tutel.kernels.triton_balance import load_loss as load_loss
 from fairseq_tutel.kernels.triton_dispatch import gather_dot as gather_dot
+from fairseq_tutel.kernels.triton_dispatch import gather_gradients as gather_gradients
 from fairseq_tutel.kernels.triton_dispatch import gather_rows as gather_rows
 from fairseq_tutel.kernels.triton_dispatch import gather_sum as gather_sum
 from fairseq_tutel.kernels.triton_dispatch import gather_values as gather_values
@@ -13,6 +14,7 @@ from fairseq_tutel.kernels.triton_gemm import ffn_up_backward as ffn_up_backward
 from fairseq_tutel.kernels.triton_gemm import grouped_linear as grouped_linear
 from fairseq_tutel.kernels.triton_hidden import ffn_down_backward as ffn_down_backward
 from fairseq_tutel.kernels.triton_place import assign_rows as assign_rows
+from fairseq_tutel.kernels.triton_route import gate_backward as gate_backward
 from fairseq_tutel.kernels.triton_route import softmax_top_k as softmax_top_k
 from fairseq_tutel.kernels.triton_route import softmax_top_k_backward as softmax_top_k_backward
 from fairseq_tutel.kernels.triton_up import ffn_up as ffn_up

@@ -70,24 +70,63 @@ def softmax_top_k_backward(
     normalize: bool = False,
 ) -> Tensor:
     """Return the gradient of the logits in `softmax_top_k`; an output gradient of None means zeros."""
-    probs_TE, ids_TK = probs_TE.contiguous(), ids_TK.contiguous()
+    dlogits_TE = torch.empty_like(probs_TE, memory_format=torch.contiguous_format)
+    if dlogits_TE.numel():
+        _launch_backward(probs_TE, ids_TK, dprobs_TE, dweights_TK, normalize, dlogits_TE)
+    return dlogits_TE
+
+
+def _fake_gate_backward(
+    probs_TE: Tensor, ids_TK: Tensor, dprobs_TE: Any, dweights_TK: Any, normalize: bool, weight_ED: Tensor
+) -> tuple[Tensor, Tensor]:
+    num_tokens, num_experts = probs_TE.shape
+    pair_TF = weight_ED.new_empty(num_tokens, 2 * num_experts)
+    return pair_TF, weight_ED.new_empty(2 * num_experts, weight_ED.shape[1])
+
+
+@opaque(_fake_gate_backward)
+def gate_backward(
+    probs_TE: Tensor,
+    ids_TK: Tensor,
+    dprobs_TE: Tensor | None,
+    dweights_TK: Tensor | None,
+    normalize: bool,
+    weight_ED: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the factors of the gradient of a linear gate's input, pair_TF @ twice_FD."""
+    arguments = probs_TE, ids_TK, dprobs_TE, dweights_TK, normalize
+    pair_TF, twice_FD = _fake_gate_backward(*arguments, weight_ED)
+    _launch_backward(*arguments, pair_TF, weight_ED.contiguous(), twice_FD)
+    return pair_TF, twice_FD
+
+
+def _launch_backward(
+    probs_TE: Tensor,
+    ids_TK: Tensor,
+    dprobs_TE: Tensor | None,
+    dweights_TK: Tensor | None,
+    normalize: bool,
+    dlogits: Tensor,
+    weight_ED: Tensor | None = None,
+    twice_FD: Tensor | None = None,
+) -> None:
     if dprobs_TE is not None and dprobs_TE.stride() not in ((0, 1), (probs_TE.shape[1], 1)):
         dprobs_TE = dprobs_TE.contiguous()  # a balance loss gives all tokens one row, of stride 0
-    dweights_TK = None if dweights_TK is None else dweights_TK.contiguous()
-    dlogits_TE = torch.empty_like(probs_TE)
     num_tokens, num_experts = probs_TE.shape
-    if num_tokens == 0:
-        return dlogits_TE
+    size = 0 if weight_ED is None else weight_ED.numel()
     block_t, block_e = _tile(num_experts, probs_TE.dtype == torch.float64)
     launch(
         _softmax_top_k_backward_kernel,
-        (cdiv(num_tokens, block_t),),
+        (cdiv(num_tokens, block_t) + cdiv(size, TILE),),
         probs_TE.device,
-        probs_TE,
-        ids_TK,
+        probs_TE.contiguous(),
+        ids_TK.contiguous(),
         dprobs_TE,
-        dweights_TK,
-        dlogits_TE,
+        None if dweights_TK is None else dweights_TK.contiguous(),
+        dlogits,
+        weight_ED,
+        twice_FD,
+        size,
         num_tokens,
         num_experts,
         ids_TK.shape[1],
@@ -97,8 +136,8 @@ def softmax_top_k_backward(
         ACC=accumulator_of(probs_TE.dtype),
         BLOCK_T=block_t,
         BLOCK_E=block_e,
+        BLOCK=TILE,
     )
-    return dlogits_TE
 
 
 def _tile(num_experts: int, is_wide: bool) -> tuple[int, int]:
@@ -155,13 +194,16 @@ def _softmax_top_k_kernel(
     tl.store(weights_ptr + copies, weights, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "size"])
 def _softmax_top_k_backward_kernel(
     probs_ptr,
     ids_ptr,
     dprobs_ptr,
     dweights_ptr,
     dlogits_ptr,
+    gate_ptr,
+    twice_ptr,
+    size,
     num_tokens,
     num_experts,
     top_k,
@@ -171,7 +213,16 @@ def _softmax_top_k_backward_kernel(
     ACC: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    programs = tl.cdiv(num_tokens, BLOCK_T)
+    if gate_ptr is not None:  # noqa: SIM102 (the first condition is evaluated at compile time)
+        if tl.program_id(0) >= programs:  # further programs copy the gate's weight
+            copied = (tl.program_id(0) - programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            values = tl.load(gate_ptr + copied, mask=copied < size)
+            tl.store(twice_ptr + copied, values, mask=copied < size)
+            tl.store(twice_ptr + size + copied, values, mask=copied < size)
+            return
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts = tl.arange(0, BLOCK_E)
     here = tokens < num_tokens
@@ -200,7 +251,15 @@ def _softmax_top_k_backward_kernel(
             dweights = (dweights - shift) / total
             grads += tl.where(experts[None, :] == ids[:, None], dweights[:, None], 0.0)
     dots = tl.sum(probs * grads, axis=1)
-    tl.store(dlogits_ptr + cells, probs * (grads - dots[:, None]), mask=inside)
+    dlogits = probs * (grads - dots[:, None])
+    if gate_ptr is None:
+        tl.store(dlogits_ptr + cells, dlogits, mask=inside)
+    else:
+        cells += tokens[:, None] * num_experts
+        dlogits = dlogits.to(tl.float32)
+        high = dlogits.to(dlogits_ptr.dtype.element_ty)
+        tl.store(dlogits_ptr + cells, high, mask=inside)
+        tl.store(dlogits_ptr + num_experts + cells, dlogits - high.to(tl.float32), mask=inside)
 
 
 @triton.jit

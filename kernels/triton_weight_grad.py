@@ -27,15 +27,17 @@ def grouped_weight_grad(
     dout_index_R: Tensor | None = None,
     rows_index_R: Tensor | None = None,
     bias: bool = False,
-    bias_scale_R: Tensor | None = None,
+    bias_scale_N: Tensor | None = None,
+    bias_source_R: Tensor | None = None,
     tf32x3: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of each expert's weight and bias, summed over the expert's rows."""
     num_experts = groups.counts.shape[0]
     tiles = groups.tiles((dout_NO if dout_index_R is None else dout_index_R).shape[0])
     dweight_EOI, dbias_EO = triton_weight_grad(
-        dout_NO, rows_NI, tiles, num_experts, dout_index_R, rows_index_R, bias, bias_scale_R, tf32x3
-    )
+        dout_NO, rows_NI, tiles, num_experts, dout_index_R, rows_index_R, bias, bias_scale_N, bias_source_R,
+        tf32x3,
+    )  # fmt: skip
     return dweight_EOI, dbias_EO if bias else None
 
 
@@ -58,7 +60,8 @@ def triton_weight_grad(
     dout_index_R: Tensor | None,
     rows_index_R: Tensor | None,
     bias: bool,
-    bias_scale_R: Tensor | None,
+    bias_scale_N: Tensor | None,
+    bias_source_R: Tensor | None,
     tf32x3: bool,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel of `grouped_weight_grad`; without `bias`, the bias gradient is empty.
@@ -73,8 +76,9 @@ def triton_weight_grad(
         return dweight_EOI, dbias_EO
     _, out_dim, in_dim = dweight_EOI.shape
     dout_NO, rows_NI = dout_NO.contiguous(), rows_NI.contiguous()
-    dout_index_R, rows_index_R, bias_scale_R = (
-        None if t is None else t.contiguous() for t in (dout_index_R, rows_index_R, bias_scale_R)
+    dout_index_R, rows_index_R, bias_scale_N, bias_source_R = (
+        None if t is None else t.contiguous()
+        for t in (dout_index_R, rows_index_R, bias_scale_N, bias_source_R)
     )
 
     num_rows = (dout_NO if dout_index_R is None else dout_index_R).shape[0]
@@ -88,7 +92,8 @@ def triton_weight_grad(
         dout_index_R,
         rows_NI,
         rows_index_R,
-        bias_scale_R,
+        bias_scale_N,
+        bias_source_R,
         tiles,
         dweight_EOI,
         dbias_EO if bias else None,
@@ -126,8 +131,10 @@ def _load_transposed(x, source, r, end, columns, D):
 
 
 @triton.jit
-def _write_bias(dout, dout_index, scale, dbias, expert, first, end, o, OUT, ACC, BLOCK_R: tl.constexpr):
-    """Write the sums of scale[r] * dout[r] over an expert's rows to dbias, at the columns o."""
+def _write_bias(
+    dout, dout_index, scale, source, dbias, expert, first, end, o, OUT, ACC, BLOCK_R: tl.constexpr
+):
+    """Write the sums of scale[source[r]] * dout[r] over an expert's rows to dbias, at the columns o."""
     # One sum per element: a sum over the tile's rows in each step would synchronize the warps.
     sums = tl.zeros([o.shape[0], BLOCK_R], dtype=ACC)
     # Explicit stages make the compiler prefetch a loop without matrix products.
@@ -135,7 +142,8 @@ def _write_bias(dout, dout_index, scale, dbias, expert, first, end, o, OUT, ACC,
         r = r_0 + tl.arange(0, BLOCK_R)
         tile = _load_transposed(dout, _sources(dout_index, r, end), r, end, o, OUT).to(ACC)
         if scale is not None:
-            tile *= tl.load(scale + r, mask=r < end, other=0.0).to(ACC)[None, :]
+            of_row = _sources(source, r, end)
+            tile *= tl.load(scale + of_row, mask=r < end, other=0.0).to(ACC)[None, :]
         sums += tile
     tl.store(dbias + expert.to(tl.int64) * OUT + o, tl.sum(sums, 1), mask=o < OUT)
 
@@ -147,6 +155,7 @@ def _weight_grad_kernel(
     rows,
     rows_index,
     bias_scale,
+    bias_source,
     starts,
     dweight,
     dbias,
@@ -169,7 +178,9 @@ def _weight_grad_kernel(
     o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
     if dbias is not None:  # noqa: SIM102 (the first condition is evaluated at compile time)
         if tile_i == tiles_i - 1:
-            _write_bias(dout, dout_index, bias_scale, dbias, expert, first, end, o, OUT, ACC, BLOCK_R)
+            _write_bias(
+                dout, dout_index, bias_scale, bias_source, dbias, expert, first, end, o, OUT, ACC, BLOCK_R
+            )
             return
     i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
     total = tl.zeros([BLOCK_O, BLOCK_I], dtype=ACC)

@@ -102,12 +102,13 @@ class FFNGradients(NamedTuple):
 
     Attributes:
         x_RD: [R, D] the gradient of every row's input, with a zero tail; None if it is not needed.
-        gate_R: [R] the gradient of the gates, with an undefined tail; None without gates.
+        gate_PR: [P, R] parts, whose sum is the gradient of each row's gate, with an undefined tail; None
+            without gates.
         weights: the gradients of the weights; None if they are not needed.
     """
 
     x_RD: Tensor | None
-    gate_R: Tensor | None
+    gate_PR: Tensor | None
     weights: FFNWeights | None
 
     @classmethod
@@ -118,7 +119,7 @@ class FFNGradients(NamedTuple):
         w1 = weights.fc1_weight
         return cls(
             w1.new_empty(num_rows, w1.shape[2]) if needs_dx else None,
-            None if gate_R is None else torch.empty_like(gate_R),
+            None if gate_R is None else torch.empty_like(gate_R).unsqueeze(0),
             FFNWeights.of([None if t is None else torch.empty_like(t) for t in weights.tensors()])
             if needs_weights
             else None,

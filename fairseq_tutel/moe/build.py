@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 
 def load_class(name: str | type) -> Any:
@@ -38,6 +39,13 @@ def draw(kind: Callable[[Any], nn.Module], config: Any, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # CPU only; torch.manual_seed would also reseed GPUs
         return kind(config)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether calls must run hooks or a `forward` of this object, which some libraries set."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    has_hooks = bool(before or after or module._backward_pre_hooks or module._backward_hooks)
+    return has_hooks or "forward" in vars(module) or _has_any_global_hook()
 
 
 def seeded_generator(seed: int, name: str, expert: int, tensor: str) -> torch.Generator:

@@ -12,13 +12,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fairseq_tutel import kernels
+from fairseq_tutel.kernels import gate_product
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.reference_route import choose_experts, normalized, row_softmax
+from fairseq_tutel.moe.build import is_hooked
 from fairseq_tutel.moe.capacity import MicroBatch
 from fairseq_tutel.moe.config import MoEConfig, check_top_k
+from fairseq_tutel.moe.gates import LinearGate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,39 @@ def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
     return Chosen(
         scores_TE=scores_TE.detach(), probs_TE=probs_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK
     )
+
+
+def is_one_node(gate: nn.Module, x_TD: Tensor, config: MoEConfig, batch: MicroBatch) -> bool:
+    """Return whether `choose_from` can replace the gate and `choose`, with one node for their backward."""
+    return (
+        type(gate) is LinearGate
+        and torch.is_grad_enabled()
+        and gate.fp32_gate
+        and gate_product.is_supported(x_TD, gate.weight)
+        and config.choice == "tokens"
+        and config.score_function == "softmax"
+        and not (batch.training and config.gate_noise)
+        and not ways_of(config, batch)
+        and not is_hooked(gate)
+        and not torch.is_autocast_enabled(x_TD.device.type)
+        and not torch.compiler.is_compiling()
+    )
+
+
+def choose_from(
+    gate: Any, x_TD: Tensor, config: MoEConfig, batch: MicroBatch
+) -> tuple[Tensor, Tensor, Chosen]:
+    """Return x as the gate's node passes it on, the logits and the chosen experts of a linear gate."""
+    check_top_k(batch.top_k, config)
+    ops = kernels.ops(config.backend, x_TD.device)
+    normalize = config.normalize_gate == "before" and batch.top_k > 1
+    passed_TD, logits_TE, probs_TE, expert_ids_TK, weights_TK = gate_product.choice(
+        x_TD, gate.weight, batch.top_k, ops, normalize
+    )
+    chosen = Chosen(
+        scores_TE=probs_TE.detach(), probs_TE=probs_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK
+    )
+    return passed_TD, logits_TE, chosen
 
 
 def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:

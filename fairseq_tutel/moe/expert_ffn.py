@@ -96,24 +96,24 @@ class _FFN(torch.autograd.Function):
         x_ND, weights_TK, row_of_TK, source_of_R, a_RH, h_RH, g_RH, *named = ctx.saved_tensors
         call, ops, needs = ctx.call, ctx.call.ops, ctx.needs_input_grad
         # The tokens of the rows are computed again, because another saved map would take 8 T K bytes.
-        index_R = None
-        if row_of_TK is not None:
-            index_R = token_of(source_of_R, row_of_TK.shape[1])
+        index_R = None if row_of_TK is None else token_of(source_of_R, row_of_TK.shape[1])
         of_call = FFNWeights.of(named), call.groups, call.activation
         saved = SavedActivations(a_RH, h_RH, g_RH)
         if call.recompute:
             saved = ops.ffn_activations(x_ND, index_R, *of_call)
-        gate_R = None
-        if weights_TK is not None:
-            gate_R = ops.gather_values(weights_TK.reshape(-1), source_of_R)
+        gates = (None, None) if weights_TK is None else (weights_TK.reshape(-1), source_of_R)
         grads = ops.ffn_backward(
-            dy.contiguous(), x_ND, index_R, gate_R, of_call[0], saved, *of_call[1:], needs_dx=needs[1],
+            dy.contiguous(), x_ND, index_R, *gates, of_call[0], saved, *of_call[1:], needs_dx=needs[1],
             needs_weights=any(needs[6:]),
         )  # fmt: skip
         dx, dweights_TK = grads.x_RD, None
-        if needs[1] and row_of_TK is not None:
+        if needs[1] and needs[2]:
+            dx, dweights_TK = ops.gather_gradients(dx, row_of_TK, grads.gate_PR)
+        elif needs[1] and row_of_TK is not None:
             dx = ops.gather_sum(dx, row_of_TK)
-        if needs[2]:
-            dweights_TK = ops.gather_values(grads.gate_R, row_of_TK)
+        elif needs[2]:
+            dweights_TK = ops.gather_values(grads.gate_PR.sum(0), row_of_TK)
+        if dweights_TK is not None:
+            dweights_TK = dweights_TK.to(weights_TK.dtype)
         of_weights = [None] * len(named) if grads.weights is None else grads.weights.tensors()
         return None, dx, dweights_TK, None, None, None, *of_weights

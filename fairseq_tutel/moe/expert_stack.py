@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe.build import is_hooked
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.option import require
@@ -143,13 +143,6 @@ class ExpertStack(nn.Module):
         raise NotImplementedError
 
     @property
-    def is_hooked(self) -> bool:
-        """Whether calls must run hooks or a `forward` of this object, which some libraries set."""
-        before, after = self._forward_pre_hooks, self._forward_hooks
-        has_hooks = bool(before or after or self._backward_pre_hooks or self._backward_hooks)
-        return has_hooks or "forward" in vars(self) or _has_any_global_hook()
-
-    @property
     def is_one_node(self) -> bool:
         """Whether the experts are one autograd node, which recomputes its own hidden rows."""
         return False
@@ -157,7 +150,7 @@ class ExpertStack(nn.Module):
     @property
     def can_fuse(self) -> bool:
         """Whether `run_fused` can replace dispatch, `forward` and combine as separate steps."""
-        return self.is_one_node and not self.is_hooked
+        return self.is_one_node and not is_hooked(self)
 
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
         """Dispatch tokens, run their experts and combine; return each token's weighted sum of outputs."""

@@ -13,6 +13,7 @@ from fairseq_tutel.moe.adaptive import static_strategy
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.capacity import Capacity
+from fairseq_tutel.moe.choice import choose_from, is_one_node
 from fairseq_tutel.moe.config import MoEConfig, parse_balance_loss
 from fairseq_tutel.moe.decode import are_few, can_defer, decide_few
 from fairseq_tutel.moe.dispatch import Dispatcher, OwnExperts, choose_dispatcher
@@ -218,21 +219,25 @@ class MoELayer(nn.Module):
         """Choose experts for every token with the gate; this needs neither experts nor other ranks."""
         index = self.config.gate_index if call.gate_index is None else call.gate_index
         gate, config = self.gate_at(index)
+        bias_E = None if self.balance_bias is None else self.balance_bias.bias
+        batch = call.micro_batch(config, self.training, bias_E)
         seen_TD = gate_input(x_TD, config, self.training)
-        clean_TE = gate_logits(gate, seen_TD, config)
+        passed_TD, chosen = None, None
+        if is_one_node(gate, seen_TD, config, batch):
+            passed_TD, clean_TE, chosen = choose_from(gate, seen_TD, config, batch)
+        else:
+            clean_TE = gate_logits(gate, seen_TD, config)
         logits_TE = noisy_logits(clean_TE, config, self.training)
         cmr_T1 = None if self.beside is None else self.beside.cmr_gate_of(x_TD)
         topology = self.topology if self.training else None
         gate_output = GateOutput(
             logits_TE=logits_TE, clean_TE=clean_TE, noise=config.noise_std,
             score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
-            cmr_T1=cmr_T1, topology=topology, backend=config.backend,
+            cmr_T1=cmr_T1, topology=topology, backend=config.backend, x_TD=seen_TD, passed_TD=passed_TD,
         )  # fmt: skip
-        bias_E = None if self.balance_bias is None else self.balance_bias.bias
-        batch = call.micro_batch(config, self.training, bias_E)
         if self.topology.expert_group is None and are_few(logits_TE, config, batch):
             return decide_few(logits_TE, config, batch, gate_output)
-        routing = decide(logits_TE, config, batch, gate_output)
+        routing = decide(logits_TE, config, batch, gate_output, chosen)
         if self.training and call.is_new and self.balance_bias is not None:
             self.balance_bias.count(routing.assigned_KE)
         return routing
@@ -243,13 +248,15 @@ class MoELayer(nn.Module):
         If `local` is set, each rank processes all its rows with its own experts, and sends none. Every rank
         must give the same value.
         """
-        experts = self.experts
+        experts, gate = self.experts, routing.gate
+        if gate is not None and gate.passed_TD is not None and gate.x_TD is x_TD:
+            x_TD = gate.passed_TD
         if not torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(experts.dtype)
         dispatcher = OwnExperts(experts, self.config) if local else self.dispatcher
         y_TD = dispatcher.apply(x_TD, routing, experts.weights)
         if self.beside is not None:
-            cmr_T1 = None if routing.gate is None else routing.gate.cmr_T1
+            cmr_T1 = None if gate is None else gate.cmr_T1
             y_TD = self.beside(x_TD, y_TD, routing.real_T, cmr_T1)
         return mask_outputs(y_TD, 1, self.config.fom, self.training)
 

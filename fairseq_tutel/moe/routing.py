@@ -38,6 +38,10 @@ class GateOutput:
     cmr_T1: Tensor | None = None  # differentiable, the CMR gate g of each token; None without CMR
     topology: Topology | None = None  # `gshard_global` sums the loads of its ranks; None in evaluation
     backend: str = "auto"  # of the kernels
+    # The gate's input, and the same tokens behind the gate's autograd node. If experts read those, backward
+    # adds the gradients of both readers in one product.
+    x_TD: Tensor | None = None
+    passed_TD: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,17 +109,22 @@ class Routing:
 
 
 def decide(
-    logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None = None
+    logits_TE: Tensor,
+    config: MoEConfig,
+    batch: MicroBatch,
+    gate: GateOutput | None = None,
+    chosen: Chosen | None = None,
 ) -> Routing:
     """Choose experts, slots and rows for every token and return the routing.
 
-    The rows are in the compact layout, which has no empty rows between experts.
+    `chosen` is the result of `choose`, if it is known. The rows are in the compact layout, which has no
+    empty rows between experts.
 
     Source: GShard (Lepikhin et al. 2020) section 2.2 for capacity and order; Tutel for any k.
     """
     if config.choice == "experts":
         return _decide_by_experts(logits_TE, config, batch, gate)
-    return placed(choose(logits_TE, config, batch), config, batch, gate)
+    return placed(chosen or choose(logits_TE, config, batch), config, batch, gate)
 
 
 def placed(chosen: Chosen, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None = None) -> Routing:

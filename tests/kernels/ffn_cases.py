@@ -83,6 +83,8 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
         "fc3_bias": normal(experts, hidden) if case.bias and case.glu else None,
         "index": None,
         "gate": None,
+        "values": None,
+        "source": None,
     }
     if case.gathered:
         index = torch.randint(0, sources, (rows,), generator=generator)
@@ -93,6 +95,9 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
         given["index"] = index.to(device)
         if case.gated:
             given["gate"] = gate.to(wide).to(device)
+            source = torch.randperm(used, generator=generator)
+            given["values"] = gate[source.argsort()].to(wide).to(device)
+            given["source"] = F.pad(source, (0, case.tail), value=-1).to(device)
     else:
         given["x"][used:] = float("nan")
         given["dy"][used:] = float("nan")
@@ -102,24 +107,26 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
 def run(ops: Any, case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     """Return every result of the chain by name; the rows of the tail are cut off where they may be junk."""
     groups, used = Groups.of_tensor(given["counts"]), sum(case.counts)
-    index, gate, fc1, fc2, fc3 = (given[k] for k in ("index", "gate", "fc1", "fc2", "fc3"))
+    index, fc1, fc2, fc3 = (given[k] for k in ("index", "fc1", "fc2", "fc3"))
+    gate, source = given["values"], given["source"]
     a, h, g = ops.ffn_up(
         given["x"], index, fc1, given["fc1_bias"], fc3, given["fc3_bias"], groups, case.activation, True
     )
     out = ops.grouped_linear(a, fc2, given["fc2_bias"], groups)
     kept = a if case.keep or h is None else None
     dh, dg, gated, dgate = ops.ffn_down_backward(
-        given["dy"], index, gate, fc2, given["fc2_bias"], kept, h, g, groups, case.activation
+        given["dy"], index, gate, source, fc2, given["fc2_bias"], kept, h, g, groups, case.activation
     )
     if gate is None:
         assert torch.equal(gated.narrow(0, 0, used), a.narrow(0, 0, used))
     results = {"a": a, "h": h, "g": g, "out": out, "dh": dh, "dg": dg}
     if dgate is not None:
-        results["dgate"] = dgate.narrow(0, 0, used)  # a fake CUDA tensor cannot be sliced
+        results["dgate"] = dgate.sum(0).narrow(0, 0, used)  # a fake CUDA tensor cannot be sliced
         results["gated"] = gated.narrow(0, 0, used)
     results["dfc2"], results["dfc2_bias"] = ops.grouped_weight_grad(
-        given["dy"], gated, groups, dout_index_R=index, bias=case.bias, bias_scale_R=gate
-    )
+        given["dy"], gated, groups, dout_index_R=index, bias=case.bias, bias_scale_N=gate,
+        bias_source_R=source,
+    )  # fmt: skip
     for name, d in (("fc1", dh), ("fc3", dg)):
         if d is not None:
             results[f"d{name}"], results[f"d{name}_bias"] = ops.grouped_weight_grad(
@@ -150,7 +157,7 @@ def oracle(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     leaf = {
         name: None if t is None else t.detach().cpu().double().nan_to_num().requires_grad_()
         for name, t in given.items()
-        if name not in ("index", "dy", "counts")
+        if name not in ("index", "dy", "counts", "values", "source")
     }
     index = torch.arange(rows) if given["index"] is None else given["index"].cpu()
     dy = given["dy"].cpu().double().nan_to_num()

@@ -53,7 +53,7 @@ def compare_strange_logits(backend: str, device: str):
 
 def compare_backward_gradients(backend: str, dtype: torch.dtype, device: str):
     ops = kernels.ops(backend, torch.device(device))
-    for shape in ((0, 3), (1, 1), (63, 5), (63, 100)):
+    for shape in ((1, 1), (63, 5), (63, 100)):
         logits_TE = logits(*shape, torch.float64).to(device, dtype)
         for top_k in {1, min(2, shape[1]), min(5, shape[1])}:
             probs_TE, ids_TK, weights_TK = reference.softmax_top_k(logits_TE, top_k)
@@ -72,6 +72,11 @@ def compare_backward_gradients(backend: str, dtype: torch.dtype, device: str):
             ):
                 got = ops.softmax_top_k_backward(probs_TE, ids_TK, *given)
                 close(got, expected_gradient(probs_TE, ids_TK, *given))
+                weight_ED = torch.rand(700, shape[1], device=device).bfloat16().t()
+                pair_TF, twice_FD = ops.gate_backward(probs_TE.detach(), ids_TK, *given, weight_ED)
+                sum_TE = pair_TF.double().unflatten(1, (2, -1)).sum(1)
+                torch.testing.assert_close(sum_TE, got.double(), rtol=2**-15, atol=1e-6)
+                assert torch.equal(twice_FD, torch.cat((weight_ED, weight_ED)))
 
 
 def expected_gradient(probs_TE: Tensor, ids_TK: Tensor, dprobs, dweights, normalize: bool) -> Tensor:
@@ -179,11 +184,13 @@ def fake_results(time_first: tuple[int, int] | None) -> list[tuple]:
             *ops.softmax_top_k(x, 2),
             *ops.softmax_top_k(x, 2, True),
             ops.softmax_top_k_backward(x, ids, None, narrow, True),
+            *ops.gate_backward(x, ids, None, narrow, True, x),
             *ops.assign_rows(ids, 5, None, None, time_first),
             *ops.assign_rows(ids, 5, asked, rows, None, limit),
             ops.gather_rows(x, rows),
             ops.gather_rows(x, rows, narrow.view(12)),
             ops.gather_sum(x, rows.view(6, 2)),
+            *ops.gather_gradients(x, rows.view(6, 2), x.t()),
             ops.gather_dot(x, rows.view(6, 2), x),
             ops.gather_values(narrow.view(12), ids),
             triton_tiles.row_tiles(rows, 100),
@@ -307,11 +314,15 @@ def test_fake_tensors_pass_through_without_a_launch(time_first):
         *gate,
         *gate,
         ((6, 5), "bfloat16"),
+        ((6, 10), "bfloat16"),
+        ((10, 5), "bfloat16"),
         *rows,
         *rows,
         ((12, 5), "bfloat16"),
         ((12, 5), "bfloat16"),
         ((6, 5), "bfloat16"),
+        ((6, 5), "bfloat16"),
+        ((6, 2), "bfloat16"),
         ((6, 2), "bfloat16"),
         ((6, 2), "bfloat16"),
         ((tiles,), "int64"),

@@ -32,6 +32,12 @@ def compare_ops(shape: tuple[int, int, int, int], dtype: torch.dtype, device: st
     ):
         got, expected = (getattr(ops, op)(*arguments) for ops in (triton_ops, reference))
         compare(got, expected, f"{op} with {len(arguments)} arguments")
+    parts_PR = i.rows_RD.t()[:3].to(torch.promote_types(dtype, torch.float32))
+    got, expected = (
+        ops.gather_gradients(i.rows_RD, i.row_of_TK, parts_PR) for ops in (triton_ops, reference)
+    )
+    for result, other in zip(got, expected, strict=True):
+        compare(result, other, "gather_gradients")
 
 
 def compare_strided(device: str) -> None:
