@@ -130,7 +130,8 @@ def _is_of_type(value: Any, kind: Any) -> bool:
 
 def is_whole(value: Any) -> bool:
     """Return whether a value is a Python or NumPy integer. A boolean is not an integer."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    kind = type(value)
+    return kind is int or (isinstance(value, numbers.Integral) and kind is not bool)
 
 
 def is_number(value: Any) -> bool:

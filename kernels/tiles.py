@@ -118,6 +118,7 @@ TABLE = (
 )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1024)
 def choose(kind: str, hardware: str, precision: str, rows: int, experts: int, n: int, k: int) -> Tile:
     """Return the tile of a grouped matrix product, no larger than its matrices.
 

@@ -103,18 +103,16 @@ def place_assignments(
     if num_tokens == 0:
         counts.zero_()
         return found
-    assigned_KE, counts_E, dropped_K, tiles = _parts(counts, top_k, num_experts)
     ids_TK = ids_TK.contiguous()
     asked = None if asked_TK is None else asked_TK.contiguous().view(torch.uint8)
     sizes = num_tokens, top_k, num_experts, time, batch
-    results = assigned_KE, counts_E, dropped_K, limit
-    starts_BE = _block_starts(ids_TK, asked, None, sizes, results)
+    starts_BE = _block_starts(ids_TK, asked, None, sizes, counts, limit)
     chains, length = top_k, num_tokens
     if order_N is not None:
         order_N = order_N.contiguous()
         # An order may mix choices, so its blocks do not give the counts per choice.
         del starts_BE  # frees the memory for the next tensor, which has the same size
-        starts_BE = _block_starts(ids_TK, asked, order_N, sizes, (None, *results[1:]))
+        starts_BE = _block_starts(ids_TK, asked, order_N, sizes, counts, limit)
         chains, length = 1, top_k * num_tokens
     num_blocks = cdiv(length, BLOCK_N)
     launch(
@@ -126,12 +124,11 @@ def place_assignments(
         order_N,
         limit,
         starts_BE,
-        counts_E,
+        counts,
         slots_TK,
         row_of_TK,
         source_of_R,
         None if top_k == 1 else token_of_R,
-        tiles,
         chains * num_blocks,
         num_blocks,
         length,
@@ -142,7 +139,7 @@ def place_assignments(
         **CONSTANTS,
     )
     if limit is not None:
-        torch.sum(slots_TK >= limit, dim=0, out=dropped_K)
+        torch.sum(slots_TK >= limit, dim=0, out=_parts(counts, top_k, num_experts)[2])
     return found
 
 
@@ -151,9 +148,10 @@ def _block_starts(
     asked: Tensor | None,
     order_N: Tensor | None,
     sizes: tuple[int, ...],
-    results: tuple[Tensor | None, ...],
+    counts: Tensor,
+    limit: Tensor | None,
 ) -> Tensor:
-    """Return each expert's number of assignments before each block, and write the counts to `results`.
+    """Return each expert's number of assignments before each block, and write the totals to `counts`.
 
     The blocks split K chains of T assignments each, or with an order one chain of N. The result is
     [chains * blocks, E] int32, chain by chain.
@@ -181,10 +179,13 @@ def _block_starts(
         (cdiv(num_experts, SCAN_BLOCK_E),),
         ids_TK.device,
         starts_BE,
-        *results,
+        counts,
+        limit,
         chains,
         num_blocks,
+        top_k,
         num_experts,
+        HAS_ORDER=order_N is not None,
         BLOCK_B=SCAN_BLOCK_B,
         BLOCK_E=SCAN_BLOCK_E,
     )
@@ -247,13 +248,13 @@ def _count_kernel(
 @triton.jit(do_not_specialize=["chains", "num_blocks"])
 def _scan_kernel(
     starts,
-    assigned,
-    kept,
-    dropped,
+    results,
     limit,
     chains,
     num_blocks,
+    top_k,
     num_experts,
+    HAS_ORDER: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -272,14 +273,14 @@ def _scan_kernel(
             earlier = tl.cumsum(counts, axis=0) - counts
             tl.store(starts + cells, before[None, :] + earlier, mask=mask)
             before += tl.sum(counts, axis=0)
-        if assigned is not None:
-            tl.store(assigned + chain * num_experts + experts, before - before_chain, mask=inside)
+        if not HAS_ORDER:
+            tl.store(results + chain * num_experts + experts, before - before_chain, mask=inside)
         if tl.program_id(0) == 0:
-            tl.store(dropped + chain, 0)
+            tl.store(results + (top_k + 1) * num_experts + chain, 0)
     rows = before.to(tl.int64)
     if limit is not None:
         rows = tl.minimum(rows, tl.load(limit))
-    tl.store(kept + experts, rows, mask=inside)
+    tl.store(results + top_k * num_experts + experts, rows, mask=inside)
 
 
 @triton.jit(do_not_specialize=["programs", "num_blocks", "length", "num_tokens", "time", "batch"])
@@ -289,12 +290,11 @@ def _place_kernel(
     order,
     limit,
     starts,
-    kept,
+    results,
     slots_out,
     row_of,
     source_of,
     token_of,
-    tiles,
     programs,
     num_blocks,
     length,
@@ -312,8 +312,9 @@ def _place_kernel(
     BLOCK_T: tl.constexpr,
 ):
     block = tl.program_id(0)
+    kept = results + top_k * num_experts  # each expert's number of rows
     if block >= programs:  # further programs write the tables of row tiles
-        num_rows = num_tokens * top_k
+        num_rows, tiles = num_tokens * top_k, kept + num_experts + top_k
         write_tiles(block - programs, kept, tiles, num_rows, num_experts, SIZES, SMALLEST, TILES_E, BLOCK_T)
         return
     chain, first = block // num_blocks, block % num_blocks * BLOCK

@@ -399,7 +399,8 @@ def check_top_k(top_k: int, config: MoEConfig) -> None:
     """Raise ValueError if top_k exceeds the number of experts that a token can choose from."""
     groups, kept = config.expert_groups, min(config.groups_per_token, config.expert_groups)
     most = config.num_experts // groups * kept
-    require(
-        is_whole(top_k) and 1 <= top_k <= most,
-        f"{label_of('top_k')} is {top_k!r}, but a token can choose from {most} experts; give 1 to {most}.",
-    )
+    if not (is_whole(top_k) and 1 <= top_k <= most):
+        label = label_of("top_k")
+        raise ValueError(
+            f"{label} is {top_k!r}, but a token can choose from {most} experts; give 1 to {most}."
+        )

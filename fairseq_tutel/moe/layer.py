@@ -28,7 +28,7 @@ from fairseq_tutel.moe.gates import (
 )
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts
-from fairseq_tutel.option import is_whole, require
+from fairseq_tutel.option import is_whole
 from fairseq_tutel.parallel.call_id import CallCounter
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.parallel.strategy import Strategy
@@ -292,7 +292,9 @@ class MoELayer(nn.Module):
     def gate_at(self, index: int) -> tuple[nn.Module, MoEConfig]:
         """Return the gate with this index and its configuration; raise ValueError for an invalid index."""
         count = len(self.gate_configs)
-        message = f"gate_index is {index!r} but there are {count} gates; choose from 0 to {count - 1}."
-        require(is_whole(index) and 0 <= index < count, message)
+        if not (is_whole(index) and 0 <= index < count):
+            raise ValueError(
+                f"gate_index is {index!r} but there are {count} gates; choose from 0 to {count - 1}."
+            )
         gate = self.gate if index == 0 else self.other_gates[index - 1]
         return gate, self.gate_configs[index]
