@@ -26,17 +26,25 @@ def opaque(
 
     Args:
         fake: takes the same arguments, of which the first one is a tensor, and returns empty tensors of the
-            right shapes.
+            right shapes, or None for results that are not needed.
         finish: is applied to the operator's results, but not to those of an eager call.
     """
 
     def decorate(launch: Launch) -> Launch:
-        @functools.wraps(launch)
-        def complete(*arguments: Any) -> Any:
-            return finish(launch(*arguments))
+        def completed(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(launch)
+            def call(*arguments: Any) -> Any:
+                found = finish(function(*arguments))
+                if not isinstance(found, tuple):
+                    return found
+                # An operator cannot return None.
+                return tuple(found[0].new_empty(0) if t is None else t for t in found)
 
-        operator = torch.library.custom_op(f"fairseq_tutel::{launch.__name__}", complete, mutates_args=())
-        operator.register_fake(fake)
+            return call
+
+        name = f"fairseq_tutel::{launch.__name__}"
+        operator = torch.library.custom_op(name, completed(launch), mutates_args=())
+        operator.register_fake(completed(fake))
 
         @functools.wraps(launch)
         def call(*arguments: Any) -> Any:

@@ -73,21 +73,22 @@ def ffn_down_backward(
 
 def _hidden_shapes(
     dy_ND: Tensor, index_R: Any, gate_N: Any, source_R: Any, fc2_weight: Tensor, fc2_bias: Any, a_RH: Any,
-    h_RH: Any, g_RH: Any, *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    h_RH: Any, g_RH: Any, *_: Any, parts: int = 1,
+) -> tuple[Tensor, Any, Any, Any]:  # fmt: skip
     num_rows = dy_ND.shape[0] if index_R is None else index_R.shape[0]
     dh_RH = dy_ND.new_empty(num_rows, fc2_weight.shape[2])
-    dg_RH = dy_ND.new_empty(0) if g_RH is None else torch.empty_like(dh_RH)
+    dg_RH = None if g_RH is None else torch.empty_like(dh_RH)
     writes_a = a_RH is None or gate_N is not None
-    gated_RH = torch.empty_like(dh_RH) if writes_a else dy_ND.new_empty(0)
-    sum_dtype = torch.promote_types(dy_ND.dtype, torch.float32)
-    dgate_PR = dy_ND.new_empty(1, 0 if gate_N is None else num_rows, dtype=sum_dtype)
+    gated_RH = torch.empty_like(dh_RH) if writes_a else None
+    dgate_PR, sum_dtype = None, torch.promote_types(dy_ND.dtype, torch.float32)
+    if gate_N is not None:
+        dgate_PR = dh_RH.new_empty(parts, num_rows, dtype=sum_dtype)
     return dh_RH, dg_RH, gated_RH, dgate_PR
 
 
-def _summed(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _summed(found: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the results of `triton_hidden` with one part, because the tile determines their number."""
-    return *found[:3], found[3].sum(0, keepdim=True)
+    return *found[:3], None if found[3] is None else found[3].sum(0, keepdim=True)
 
 
 @opaque(_hidden_shapes, _summed)
@@ -110,27 +111,25 @@ def triton_hidden(
     The arguments are those of `ffn_down_backward`, with the tables of `row_tiles` in place of groups.
     `activation` is the function that was applied to h. With g it is "swish".
     """
+    num_rows = (dy_ND if index_R is None else index_R).shape[0]
+    num_experts, model_dim, hidden_dim = fc2_weight.shape
+    kind = "glu_hidden" if g_RH is not None else "relu_hidden" if activation == "relu" else "hidden"
+    tile = chosen(kind, dy_ND, (num_rows, num_experts, hidden_dim, model_dim), tf32x3)
+    tiles_n = cdiv(hidden_dim, tile.block_n) + (gate_N is not None and fc2_bias is not None)
+    # Each column tile writes one part of the gate's gradient. The parts are added in a fixed order without
+    # atomics, so the result is deterministic.
     dh_RH, dg_RH, gated_RH, dgate_PR = _hidden_shapes(
-        dy_ND, index_R, gate_N, source_R, fc2_weight, fc2_bias, a_RH, h_RH, g_RH
+        dy_ND, index_R, gate_N, source_R, fc2_weight, fc2_bias, a_RH, h_RH, g_RH, parts=tiles_n
     )
     if dh_RH.numel() == 0:
         return dh_RH, dg_RH, gated_RH, dgate_PR
-    num_rows, hidden_dim = dh_RH.shape
-    num_experts, model_dim, _ = fc2_weight.shape
     dy_ND = dy_ND.contiguous()
     index_R, gate_N, source_R, fc2_bias, a_RH, h_RH, g_RH = (
         None if t is None else t.contiguous()
         for t in (index_R, gate_N, source_R, fc2_bias, a_RH, h_RH, g_RH)
     )
     weight_EHD = fc2_weight.mT
-    kind = "glu_hidden" if g_RH is not None else "relu_hidden" if activation == "relu" else "hidden"
-    tile = chosen(kind, dy_ND, (num_rows, num_experts, hidden_dim, model_dim), tf32x3)
     tiles_m = num_tiles(num_rows, num_experts, tile.block_m)
-    tiles_n = cdiv(hidden_dim, tile.block_n) + (gate_N is not None and fc2_bias is not None)
-    # Each column tile writes one part of the gate's gradient. The parts are added in a fixed order without
-    # atomics, so the result is deterministic.
-    if gate_N is not None:
-        dgate_PR = dgate_PR.new_empty(tiles_n, num_rows)
     (dy_from,), (weight_from,), constants = operands(
         [dy_ND], [weight_EHD], tile, tf32x3, are_gathered=index_R is not None
     )
@@ -148,9 +147,9 @@ def triton_hidden(
         h_RH,
         g_RH,
         dh_RH,
-        None if g_RH is None else dg_RH,
-        gated_RH if a_RH is None or gate_N is not None else None,
-        None if gate_N is None else dgate_PR,
+        dg_RH,
+        gated_RH,
+        dgate_PR,
         tiles,
         table_start(num_rows, num_experts, tile.block_m),
         tiles_m,

@@ -60,7 +60,7 @@ def _parts(counts: Tensor, top_k: int, num_experts: int) -> tuple[Tensor, Tensor
 
 def _fake_place_assignments(
     ids_TK: Tensor, asked_TK: Any, order_N: Any, limit: Any, num_experts: int, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Any, Tensor]:
     num_tokens, top_k = ids_TK.shape
     size = num_tokens * top_k
     tiles = table_start(size, num_experts, 2 * BLOCKS_M[-1])
@@ -68,7 +68,7 @@ def _fake_place_assignments(
         ids_TK.new_empty(num_tokens, top_k),
         ids_TK.new_empty(num_tokens, top_k),
         ids_TK.new_empty(size),
-        ids_TK.new_empty(0 if top_k == 1 else size),
+        None if top_k == 1 else ids_TK.new_empty(size),
         ids_TK.new_empty((top_k + 1) * num_experts + top_k + tiles),
     )
 
@@ -85,7 +85,7 @@ def place_assignments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernels of `assign_rows`: slots_TK, row_of_TK, source_of_R, token_of_R, small results.
 
-    For K = 1, token_of_R is empty. `_parts` splits the small results.
+    For K = 1, token_of_R is None, or empty. `_parts` splits the small results.
 
     Args:
         ids_TK: as in `assign_rows`.
@@ -128,7 +128,7 @@ def place_assignments(
         slots_TK,
         row_of_TK,
         source_of_R,
-        None if top_k == 1 else token_of_R,
+        token_of_R,
         chains * num_blocks,
         num_blocks,
         length,

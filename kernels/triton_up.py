@@ -62,11 +62,11 @@ def ffn_up(
 def _up_shapes(
     x_ND: Tensor, index_R: Any, fc1_weight: Tensor, fc1_bias: Any, fc3_weight: Any, fc3_bias: Any,
     tiles: Any, activation: str, keep_h: bool, *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Any, Any]:  # fmt: skip
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     a_RH = x_ND.new_empty(num_rows, fc1_weight.shape[1])
-    h_RH = torch.empty_like(a_RH) if keep_h else x_ND.new_empty(0)
-    g_RH = torch.empty_like(a_RH) if keep_h and fc3_weight is not None else x_ND.new_empty(0)
+    h_RH = torch.empty_like(a_RH) if keep_h else None
+    g_RH = torch.empty_like(a_RH) if keep_h and fc3_weight is not None else None
     return a_RH, h_RH, g_RH
 
 
@@ -83,7 +83,7 @@ def triton_up(
     keep_h: bool,
     tf32x3: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel of `ffn_up`; return empty tensors for results that are not needed.
+    """Launch the kernel of `ffn_up`. As an operator, it returns an empty tensor in place of None.
 
     The arguments are those of `ffn_up`, with the tables of `row_tiles` in place of groups. `activation` is
     applied to h. With fc3 it is "swish". `keep_h`: whether to return h and, with fc3, g.
@@ -119,8 +119,8 @@ def triton_up(
         weights_from[1] if is_glu else None,
         fc3_bias,
         a_RH,
-        h_RH if keep_h else None,
-        g_RH if keep_h and is_glu else None,
+        h_RH,
+        g_RH,
         tiles,
         table_start(num_rows, num_experts, tile.block_m),
         tiles_m,

@@ -44,10 +44,10 @@ def grouped_weight_grad(
 def _weight_grad_shapes(
     dout_NO: Tensor, rows_NI: Tensor, tiles: Tensor, num_experts: int, of_dout: Any, of_rows: Any,
     bias: bool, *_: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Any]:  # fmt: skip
     out_dim = dout_NO.shape[1]
     dweight_EOI = dout_NO.new_empty(num_experts, out_dim, rows_NI.shape[1])
-    dbias_EO = dout_NO.new_empty(num_experts, out_dim) if bias else dout_NO.new_empty(0)
+    dbias_EO = dout_NO.new_empty(num_experts, out_dim) if bias else None
     return dweight_EOI, dbias_EO
 
 
@@ -64,7 +64,7 @@ def triton_weight_grad(
     bias_source_R: Tensor | None,
     tf32x3: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel of `grouped_weight_grad`; without `bias`, the bias gradient is empty.
+    """Launch the kernel of `grouped_weight_grad`; without `bias`, its gradient is None, or empty.
 
     The arguments are the arguments of `grouped_weight_grad`, with the tables of `row_tiles` and the number
     of experts in place of groups.
@@ -96,7 +96,7 @@ def triton_weight_grad(
         bias_source_R,
         tiles,
         dweight_EOI,
-        dbias_EO if bias else None,
+        dbias_EO,
         out_dim,
         in_dim,
         PRECISION=input_precision_of(dout_NO, tf32x3),
