@@ -48,7 +48,7 @@ def opaque(
 
         @functools.wraps(launch)
         def call(*arguments: Any) -> Any:
-            if torch.compiler.is_compiling() or isinstance(arguments[0], FakeTensor):
+            if torch.compiler.is_dynamo_compiling() or isinstance(arguments[0], FakeTensor):
                 return operator(*arguments)
             return launch(*arguments)
 

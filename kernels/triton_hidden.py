@@ -17,7 +17,7 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_activations import activate, activate_backward
-from fairseq_tutel.kernels.triton_launch import chosen, launch, operands
+from fairseq_tutel.kernels.triton_launch import chosen, contiguous, launch, operands
 from fairseq_tutel.kernels.triton_operands import (
     add_product,
     load_bias,
@@ -124,10 +124,8 @@ def triton_hidden(
     if dh_RH.numel() == 0:
         return dh_RH, dg_RH, gated_RH, dgate_PR
     dy_ND = dy_ND.contiguous()
-    index_R, gate_N, source_R, fc2_bias, a_RH, h_RH, g_RH = (
-        None if t is None else t.contiguous()
-        for t in (index_R, gate_N, source_R, fc2_bias, a_RH, h_RH, g_RH)
-    )
+    index_R, gate_N, source_R, fc2_bias = contiguous(index_R, gate_N, source_R, fc2_bias)
+    a_RH, h_RH, g_RH = contiguous(a_RH, h_RH, g_RH)
     weight_EHD = fc2_weight.mT
     tiles_m = num_tiles(num_rows, num_experts, tile.block_m)
     (dy_from,), (weight_from,), constants = operands(

@@ -24,10 +24,10 @@ IS_HIP = torch.version.hip is not None
 
 
 class _Compiled(threading.local):
-    """The kernels that this thread has launched: by key, the compiled kernel and its constants."""
+    """The kernels that this thread has launched: by key, what its launches share."""
 
     def __init__(self) -> None:
-        self.by_key: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+        self.by_key: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
 _COMPILED = _Compiled()
@@ -52,11 +52,12 @@ def launch(
     if not is_direct(device):
         kernel[grid](*arguments, **constants)
         return
-    if device.index != driver.active.get_current_device():
-        with torch.cuda.device(device.index):
+    active, index = driver.active, device.index
+    if index != active.get_current_device():
+        with torch.cuda.device(index):
             launch(kernel, grid, device, *arguments, **constants)
         return
-    key: list[Any] = [kernel.fn, device.index, *constants.values()]
+    key: list[Any] = [kernel.fn, index, *constants.values()]
     add = key.append
     for argument in arguments:
         kind = type(argument)
@@ -74,27 +75,22 @@ def launch(
                 add(argument.untyped_storage().nbytes() < 2**31)
     found = _COMPILED.by_key.get(tuple(key))
     if found is not None:
-        compiled, rest = found
-        x, y, z, *_ = *grid, 1, 1
-        if _has_hooks():
+        compiled, run, fixed, rest = found
+        x, y, z = (*grid, 1, 1)[:3]
+        hooks = knobs.runtime
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # of a profiler
             compiled[x, y, z](*arguments, *rest)
         else:  # the same, without the hooks' metadata, which takes as long as the rest of the launch
-            fixed = compiled.function, compiled.packed_metadata, None, None, None
-            stream = driver.active.get_current_stream(device.index)
-            compiled.run(x, y, z, stream, *fixed, *arguments, *rest)
+            run(x, y, z, active.get_current_stream(index), *fixed, *arguments, *rest)
         return
     # A new thread has no CUDA context, and a launch with tensor descriptors needs one. torch.cuda.stream
     # does not bind it, nor does torch.cuda.set_device to the current device.
     torch.zeros(1, device=device)
     compiled = kernel[grid](*arguments, **constants)
     rest = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-    _COMPILED.by_key[tuple(key)] = compiled, rest
-
-
-def _has_hooks() -> bool:
-    """Return whether a profiler wants to know about launches."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    fixed = compiled.function, compiled.packed_metadata, None, None, None
+    _COMPILED.by_key[tuple(key)] = compiled, compiled.run, fixed, rest
 
 
 @functools.cache
@@ -259,8 +255,13 @@ def _constants(
     }
 
 
+def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return contiguous tensors with the same values."""
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
 def alike(weights: list[Tensor]) -> list[Tensor]:
     """Return the weights with equal strides; if their strides differ, copy them to contiguous tensors."""
-    if all(w.stride() == weights[0].stride() for w in weights):
+    if len(weights) == 1 or all(w.stride() == weights[0].stride() for w in weights):
         return weights
     return [w.contiguous() for w in weights]

@@ -17,7 +17,7 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_activations import activate
-from fairseq_tutel.kernels.triton_launch import alike, chosen, launch, operands
+from fairseq_tutel.kernels.triton_launch import alike, chosen, contiguous, launch, operands
 from fairseq_tutel.kernels.triton_operands import (
     load_bias,
     load_rows,
@@ -96,9 +96,7 @@ def triton_up(
     num_rows, hidden_dim = a_RH.shape
     num_experts, _, model_dim = fc1_weight.shape
     x_ND = x_ND.contiguous()
-    index_R, fc1_bias, fc3_bias = (
-        None if t is None else t.contiguous() for t in (index_R, fc1_bias, fc3_bias)
-    )
+    index_R, fc1_bias, fc3_bias = contiguous(index_R, fc1_bias, fc3_bias)
     is_glu = fc3_weight is not None
     weights = alike([fc1_weight] if fc3_weight is None else [fc1_weight, fc3_weight])
 

@@ -14,7 +14,13 @@ from torch import Tensor
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles import cdiv
-from fairseq_tutel.kernels.triton_launch import accumulator_of, chosen, input_precision_of, launch
+from fairseq_tutel.kernels.triton_launch import (
+    accumulator_of,
+    chosen,
+    contiguous,
+    input_precision_of,
+    launch,
+)
 from fairseq_tutel.kernels.triton_operands import multiply
 from fairseq_tutel.kernels.triton_tiles import place
 
@@ -76,10 +82,8 @@ def triton_weight_grad(
         return dweight_EOI, dbias_EO
     _, out_dim, in_dim = dweight_EOI.shape
     dout_NO, rows_NI = dout_NO.contiguous(), rows_NI.contiguous()
-    dout_index_R, rows_index_R, bias_scale_N, bias_source_R = (
-        None if t is None else t.contiguous()
-        for t in (dout_index_R, rows_index_R, bias_scale_N, bias_source_R)
-    )
+    dout_index_R, rows_index_R = contiguous(dout_index_R, rows_index_R)
+    bias_scale_N, bias_source_R = contiguous(bias_scale_N, bias_source_R)
 
     num_rows = (dout_NO if dout_index_R is None else dout_index_R).shape[0]
     tile = chosen("weight", dout_NO, (num_rows, num_experts, in_dim, out_dim), tf32x3)

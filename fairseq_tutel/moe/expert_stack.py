@@ -192,8 +192,7 @@ class ExpertStack(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the expert weights, and without autocast also of the experts' inputs."""
-        dtypes = (getattr(self, name).dtype for name in self.names)
-        return next(dtype for dtype in dtypes if dtype.is_floating_point)
+        return next(d for name in self.names if (d := getattr(self, name).dtype).is_floating_point)
 
     @property
     def device(self) -> torch.device:
