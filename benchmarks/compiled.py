@@ -241,7 +241,6 @@ def _exchanged(target: str, precision: str) -> Trace:
     with recorded(target, precision) as trace:
         ops.gather_rows(x_TD, row_of_TK.flatten(), None)
         ops.gather_dot(x_TD, row_of_TK, x_TD)
-        ops.gather_values(x_TD[0], row_of_TK)
         row_tiles(row_of_TK[0], len(x_TD))
     return trace
 

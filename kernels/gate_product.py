@@ -29,7 +29,7 @@ def product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     Backward splits the gradient of the logits into a bf16 number and the bf16 rest, which together have 16
     bits. With one bf16 number, rounding errors would remain where a softmax gradient cancels.
     """
-    return _Product.apply(x_TD, weight_ED)
+    return _Gate.apply(x_TD, weight_ED, 0, None, False)[1]
 
 
 def choice(
@@ -40,29 +40,18 @@ def choice(
     The gate's part of x's gradient is added to the gradient of the returned x in the same product, so only
     functions whose backward returns a new tensor may read the returned x.
     """
-    return _Choice.apply(x_TD, weight_ED, top_k, ops, normalize)
+    return _Gate.apply(x_TD, weight_ED, top_k, ops, normalize)
 
 
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TD, weight_ED)
-        return _in_fp32(x_TD, weight_ED.t())
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, weight_ED = ctx.saved_tensors
-        pair_TF = in_pairs(dlogits_TE, weight_ED.dtype)
-        return _gradients(ctx, None, x_TD, pair_TF, torch.cat((weight_ED, weight_ED)))
-
-
-class _Choice(torch.autograd.Function):
+class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_TD: Tensor, weight_ED: Tensor, top_k: int, ops: Any, normalize: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor | None, ...]:
         logits_TE = _in_fp32(x_TD, weight_ED.t())
+        if top_k == 0:  # only the logits
+            ctx.save_for_backward(x_TD, weight_ED, None, None)
+            return None, logits_TE
         probs_TE, ids_TK, weights_TK = ops.softmax_top_k(logits_TE, top_k, normalize)
         ctx.save_for_backward(x_TD, weight_ED, probs_TE, ids_TK)
         ctx.mark_non_differentiable(*((ids_TK,) if ctx.needs_input_grad[0] else (ids_TK, x_TD)))
@@ -73,30 +62,24 @@ class _Choice(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(
-        ctx: Any, dx_TD: Tensor | None, dlogits_TE: Any, dprobs_TE: Any, _: None, dweights_TK: Any
+        ctx: Any, dx_TD: Any, dlogits_TE: Any, dprobs_TE: Any = None, _: Any = None, dweights_TK: Any = None
     ) -> tuple[Tensor | None, ...]:
         x_TD, weight_ED, probs_TE, ids_TK = ctx.saved_tensors
-        given = probs_TE, ids_TK, dprobs_TE, dweights_TK, ctx.normalize
+        if probs_TE is not None:
+            given = probs_TE, ids_TK, dprobs_TE, dweights_TK, ctx.normalize
         if dlogits_TE is None:
-            factors = ctx.ops.gate_backward(*given, weight_ED)
-        else:  # a balance loss reads the logits
-            dlogits_TE = dlogits_TE + ctx.ops.softmax_top_k_backward(*given)
-            factors = in_pairs(dlogits_TE, weight_ED.dtype), torch.cat((weight_ED, weight_ED))
-        return *_gradients(ctx, dx_TD, x_TD, *factors), None, None, None
-
-
-def _gradients(
-    ctx: Any, dx_TD: Tensor | None, x_TD: Tensor, pair_TF: Tensor, twice_FD: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of x and the gate's weight; x's is added to `dx_TD` if that is given."""
-    dweight_ED = None
-    if ctx.needs_input_grad[0]:
-        dx_TD = torch.mm(pair_TF, twice_FD) if dx_TD is None else dx_TD.addmm_(pair_TF, twice_FD)
-    if ctx.needs_input_grad[1]:
-        both_FD = _in_fp32(pair_TF.t(), x_TD)
-        halves = both_FD.split(both_FD.shape[0] // 2)
-        dweight_ED = torch.add(*halves, out=x_TD.new_empty(halves[0].shape))
-    return dx_TD, dweight_ED
+            pair_TF, twice_FD = ctx.ops.gate_backward(*given, weight_ED)
+        else:
+            if probs_TE is not None:  # a balance loss reads the logits
+                dlogits_TE = dlogits_TE + ctx.ops.softmax_top_k_backward(*given)
+            pair_TF, twice_FD = in_pairs(dlogits_TE, weight_ED.dtype), torch.cat((weight_ED, weight_ED))
+        dweight_ED = None
+        if ctx.needs_input_grad[0]:
+            dx_TD = torch.mm(pair_TF, twice_FD) if dx_TD is None else dx_TD.addmm_(pair_TF, twice_FD)
+        if ctx.needs_input_grad[1]:
+            halves = _in_fp32(pair_TF.t(), x_TD).split(weight_ED.shape[0])
+            dweight_ED = torch.add(*halves, out=torch.empty_like(weight_ED))
+        return dx_TD, dweight_ED, None, None, None
 
 
 def _in_fp32(a: Tensor, b: Tensor) -> Tensor:

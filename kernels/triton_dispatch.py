@@ -18,8 +18,6 @@ from fairseq_tutel.kernels.triton_launch import accumulator_of, launch
 
 # Maximum columns per program. One or two programs cover common model dimensions. The value is not tuned.
 MAX_BLOCK_D = 1024
-# Values per program of `gather_values`.
-BLOCK_VALUES = 1024
 
 
 def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) -> Tensor:
@@ -115,40 +113,13 @@ def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
     return dots_TK
 
 
-def _fake_gather_values(values_N: Tensor, index_X: Tensor) -> Tensor:
-    return values_N.new_empty(index_X.shape)
-
-
-@opaque(_fake_gather_values)
 def gather_values(values_N: Tensor, index_X: Tensor) -> Tensor:
     """Read values by index: result[x] = values[index[x]], or 0 where the index is -1."""
-    values_N, index_X = values_N.contiguous(), index_X.contiguous()
-    read_X = _fake_gather_values(values_N, index_X)
-    size = read_X.numel()
-    if size:
-        launch(
-            _gather_values_kernel,
-            (cdiv(size, BLOCK_VALUES),),
-            values_N.device,
-            values_N,
-            index_X,
-            read_X,
-            size,
-            BLOCK=BLOCK_VALUES,
-        )
-    return read_X
+    return gather_sum(values_N.unsqueeze(1), index_X.reshape(-1, 1)).view(index_X.shape)
 
 
 def _block_d(model_dim: int) -> int:
     return min(next_power_of_2(model_dim), MAX_BLOCK_D)
-
-
-@triton.jit(do_not_specialize=["size"])
-def _gather_values_kernel(values_ptr, index_ptr, read_ptr, size, BLOCK: tl.constexpr):
-    where = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = where < size
-    index = tl.load(index_ptr + where, mask=inside, other=-1)
-    tl.store(read_ptr + where, tl.load(values_ptr + index, mask=index >= 0, other=0.0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_parts", "num_rows"])

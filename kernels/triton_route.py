@@ -70,50 +70,33 @@ def softmax_top_k_backward(
     normalize: bool = False,
 ) -> Tensor:
     """Return the gradient of the logits in `softmax_top_k`; an output gradient of None means zeros."""
-    dlogits_TE = torch.empty_like(probs_TE, memory_format=torch.contiguous_format)
-    if dlogits_TE.numel():
-        _launch_backward(probs_TE, ids_TK, dprobs_TE, dweights_TK, normalize, dlogits_TE)
-    return dlogits_TE
+    return gate_backward(probs_TE, ids_TK, dprobs_TE, dweights_TK, normalize, None)[0]
 
 
-def _fake_gate_backward(
-    probs_TE: Tensor, ids_TK: Tensor, dprobs_TE: Any, dweights_TK: Any, normalize: bool, weight_ED: Tensor
-) -> tuple[Tensor, Tensor]:
-    num_tokens, num_experts = probs_TE.shape
-    pair_TF = weight_ED.new_empty(num_tokens, 2 * num_experts)
-    return pair_TF, weight_ED.new_empty(2 * num_experts, weight_ED.shape[1])
-
-
-@opaque(_fake_gate_backward)
 def gate_backward(
     probs_TE: Tensor,
     ids_TK: Tensor,
     dprobs_TE: Tensor | None,
     dweights_TK: Tensor | None,
     normalize: bool,
-    weight_ED: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the factors of the gradient of a linear gate's input, pair_TF @ twice_FD."""
-    arguments = probs_TE, ids_TK, dprobs_TE, dweights_TK, normalize
-    pair_TF, twice_FD = _fake_gate_backward(*arguments, weight_ED)
-    _launch_backward(*arguments, pair_TF, weight_ED.contiguous(), twice_FD)
-    return pair_TF, twice_FD
+    weight_ED: Tensor | None,
+) -> tuple[Tensor, Any]:
+    """Return the factors of the gradient of a linear gate's input, pair_TF @ twice_FD.
 
-
-def _launch_backward(
-    probs_TE: Tensor,
-    ids_TK: Tensor,
-    dprobs_TE: Tensor | None,
-    dweights_TK: Tensor | None,
-    normalize: bool,
-    dlogits: Tensor,
-    weight_ED: Tensor | None = None,
-    twice_FD: Tensor | None = None,
-) -> None:
+    Without a weight, the first result is the gradient of the logits.
+    """
     if dprobs_TE is not None and dprobs_TE.stride() not in ((0, 1), (probs_TE.shape[1], 1)):
         dprobs_TE = dprobs_TE.contiguous()  # a balance loss gives all tokens one row, of stride 0
     num_tokens, num_experts = probs_TE.shape
-    size = 0 if weight_ED is None else weight_ED.numel()
+    twice_FD, size = None, 0
+    if weight_ED is None:
+        dlogits = probs_TE.new_empty(probs_TE.shape)
+    else:
+        weight_ED, size = weight_ED.contiguous(), weight_ED.numel()
+        dlogits = weight_ED.new_empty(num_tokens, 2 * num_experts)
+        twice_FD = weight_ED.new_empty(2 * num_experts, weight_ED.shape[1])
+    if num_tokens + size == 0:
+        return dlogits, twice_FD
     block_t, block_e = _tile(num_experts, probs_TE.dtype == torch.float64)
     launch(
         _softmax_top_k_backward_kernel,
@@ -138,6 +121,7 @@ def _launch_backward(
         BLOCK_E=block_e,
         BLOCK=TILE,
     )
+    return dlogits, twice_FD
 
 
 def _tile(num_experts: int, is_wide: bool) -> tuple[int, int]:

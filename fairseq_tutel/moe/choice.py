@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels import gate_product
@@ -94,6 +95,7 @@ def is_one_node(gate: nn.Module, x_TD: Tensor, config: MoEConfig, batch: MicroBa
         and not is_hooked(gate)
         and not torch.is_autocast_enabled(x_TD.device.type)
         and not torch.compiler.is_compiling()
+        and not isinstance(x_TD, FakeTensor)
     )
 
 

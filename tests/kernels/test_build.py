@@ -19,7 +19,7 @@ TARGETS = {
 }
 DESCRIBED = {"sm_90", "sm_100", "sm_120"}
 PRODUCTS = {"up", "hidden", "linear", "weight_grad"}
-KERNELS = {"count", "scan", "place", "gather_sum", "gather_dot", "gather_values",
+KERNELS = {"count", "scan", "place", "gather_sum", "gather_dot",
            "softmax_top_k", "softmax_top_k_backward", "load_loss", "row_tiles", *PRODUCTS}  # fmt: skip
 
 
