@@ -233,7 +233,8 @@ class MoELayer(nn.Module):
         gate_output = GateOutput(
             logits_TE=logits_TE, clean_TE=clean_TE, noise=config.noise_std,
             score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
-            cmr_T1=cmr_T1, topology=topology, backend=config.backend, x_TD=seen_TD, passed_TD=passed_TD,
+            cmr_T1=cmr_T1, topology=topology, backend=config.backend,
+            x_TD=None if chosen is None else seen_TD, passed_TD=passed_TD,
         )  # fmt: skip
         if self.topology.expert_group is None and are_few(logits_TE, config, batch):
             return decide_few(logits_TE, config, batch, gate_output)
@@ -250,7 +251,7 @@ class MoELayer(nn.Module):
         """
         experts, gate = self.experts, routing.gate
         if gate is not None and gate.passed_TD is not None and gate.x_TD is x_TD:
-            x_TD = gate.passed_TD
+            x_TD = gate.passed_TD  # so that backward adds both gradients of x in one product
         if not torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(experts.dtype)
         dispatcher = OwnExperts(experts, self.config) if local else self.dispatcher

@@ -38,8 +38,7 @@ class GateOutput:
     cmr_T1: Tensor | None = None  # differentiable, the CMR gate g of each token; None without CMR
     topology: Topology | None = None  # `gshard_global` sums the loads of its ranks; None in evaluation
     backend: str = "auto"  # of the kernels
-    # The gate's input, and the same tokens behind the gate's autograd node. If experts read those, backward
-    # adds the gradients of both readers in one product.
+    # If the gate and the choice are one autograd node: its input, and the same tokens as its output.
     x_TD: Tensor | None = None
     passed_TD: Tensor | None = None
 
