@@ -1,8 +1,8 @@
-"""Host memory of saving and loading many experts, in full and sharded checkpoints, and by formula.
+"""Measure the host memory for saving and loading many experts, and compare it with a formula.
 
-Ranks joined by gloo hold L layers of E experts, with --moments of each weight. Each save and each load runs
-in processes of its own. The measurement is the largest growth of a rank's memory, without pages mapped from
-files, sampled every millisecond.
+The checkpoints are full or sharded. The ranks use gloo and hold L layers of E experts; each weight has
+--moments optimizer tensors. Each save and each load runs in new processes. The result is the largest growth
+of a rank's memory, sampled every millisecond. Pages mapped from files do not count.
 
     python -m benchmarks.checkpoint --ranks 4 --layers 12 --experts 64 --expert-mb 4 --json out.json
 """
@@ -42,7 +42,7 @@ from fairseq_tutel.parallel.world import Work
 MODEL_DIM = 512
 BYTES = 4  # float32
 States = dict[str, list[Tensor]]
-# A save in the background writes the same files as a sharded one. Its seconds are those of standing still.
+# A background save writes the same files as a sharded save. Only the seconds without training are counted.
 FORMS = {"full": ("save", "load"), "sharded": ("save", "load"), "background": ("save",)}
 
 
@@ -89,7 +89,7 @@ def _name(arguments: argparse.Namespace) -> str:
 
 
 def _measure(arguments: argparse.Namespace, form: str, mode: str, folder: Path) -> list[dict[str, Any]]:
-    """Run one save or load and return a row for rank 0 and one for the greatest of the others."""
+    """Run one save or load; return a row for rank 0, and a row with the maximum over the other ranks."""
     context = multiprocessing.get_context("spawn")
     answers, meeting = context.Queue(), f"file://{tempfile.mktemp(prefix='meeting-')}"
     processes = [
@@ -120,14 +120,14 @@ def _measure(arguments: argparse.Namespace, form: str, mode: str, folder: Path) 
 def formula(arguments: argparse.Namespace, form: str, mode: str, first: bool) -> int:
     """Return the bytes that a rank needs in addition to its own experts and moments.
 
-    full: rank 0 keeps all experts and moments until they are written, and gloo a copy of the stack that
+    full: rank 0 keeps all experts and moments until they are written; gloo keeps a copy of the stack that
     arrives; every rank reads the whole file.
-    sharded: none in a save, and the local experts of one layer in a load.
+    sharded: a save needs no memory, and a load needs memory for the local experts of one layer.
     background: copies of the rank's own experts and moments.
     """
     expert = arguments.expert_mb * 2**20
     everything = arguments.layers * arguments.experts * expert * (1 + arguments.moments)
-    stack = arguments.experts * expert // 2  # fc1's or fc2's
+    stack = arguments.experts * expert // 2  # the weight of fc1 or of fc2
     if form == "full":
         if mode == "load":
             return everything
@@ -177,7 +177,7 @@ def _save_sharded(model: nn.Module, moments: States, place: Topology, folder: Pa
 
 
 def _save_in_background(model: nn.Module, moments: States, place: Topology, folder: Path) -> float:
-    """Save with a thread; return the seconds in which training would stand still."""
+    """Save with a thread; return the seconds in which training would have to wait."""
     begin = time.perf_counter()
     shards = begin_folder(folder)
     copies = CopiedExperts(model, place, _states_of(model, moments))
@@ -216,7 +216,7 @@ def _save_records(
 
 def _load(model: nn.Module, moments: States, place: Topology, folder: Path) -> None:
     path = folder / "checkpoint.pt"
-    with path.open("rb") as file:  # as fairseq does
+    with path.open("rb") as file:  # fairseq loads checkpoints in this way too
         state = torch.load(file, weights_only=True)
     bind(state, path)
     model.load_state_dict(state.pop("model"))
@@ -230,9 +230,9 @@ def _load(model: nn.Module, moments: States, place: Topology, folder: Path) -> N
 
 
 def _grown_by(action: Callable[[], float | None]) -> dict[str, Any]:
-    """Run an action; return its seconds and the largest growth of this process's own memory in bytes.
+    """Run an action; return its seconds and the largest growth of this process's private memory in bytes.
 
-    The action may return the seconds to report.
+    If the action returns a number of seconds, this number is returned instead of the measured time.
     """
     before, begin = own_memory(), time.perf_counter()
     with own_peak() as peak:

@@ -1,8 +1,9 @@
-"""`python -m benchmarks.cluster`: collectives by trees, a ring and gloo over links of limited bandwidth.
+"""`python -m benchmarks.cluster`: measure collectives with trees, a ring and gloo over slow emulated links.
 
-Every GPU and switch of a network is a Linux network namespace, and every link a veth pair that is limited
-in both directions (`tc … tbf`). A message takes the fastest path. Predicted is the formula of docs/plans.md
-and busiest the time of the busiest link, a lower bound for an all_gather. Needs Linux and root.
+Every GPU and switch of a network is a Linux network namespace. Every link is a veth pair with a limited
+bandwidth in both directions (`tc … tbf`). Messages are routed over the fastest path. "Predicted" is the
+time by the formula of docs/plans.md. "Busiest" is the time of the busiest link, a lower bound for an
+all_gather. The benchmark needs Linux and root.
 """
 
 import argparse
@@ -39,14 +40,14 @@ ROOT = Path(__file__).resolve().parents[1]
 BASE, SLICES, INTERFACE, MOST_VERTICES = "gloo", 4, "eth0", 200
 COLLECTIVES = ("all_gather", "all_reduce")
 NETWORKS = ("boxes:2x4:10:1", "cluster:2x4:10:1")
-MTU = 9000  # a fifth of the packets for the same bytes, on cores that the ranks need
+MTU = 9000  # A fifth of the usual number of packets, so the kernel leaves more CPU time to the ranks.
 QUEUE_BYTES, BURST_BYTES = 64_000_000, 20_000
-RESEND = "10s"  # longer than any packet waits in a queue
+RESEND = "10s"  # longer than the time that any packet spends in a queue
 Form = Callable[[Tensor, Tensor], object]
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure on each network; return 0 also where no network can be made."""
+    """Measure on each network; return 0 even if this machine cannot emulate networks."""
     parser = command.parser_of("cluster", "Measure collectives on an emulated cluster.")
     add = parser.add_argument
     add("--networks", nargs="+", default=list(NETWORKS), help="names of the tool schedule, or FILE.json")
@@ -91,11 +92,11 @@ def _ip(*words: str) -> None:
 
 @contextmanager
 def wired(network: Network, unit_mbit: float) -> Iterator[None]:
-    """Make a network's vertices, rank r being namespace r, and its links; remove them in the end.
+    """Create namespaces for a network's vertices (r for rank r) and its links; remove them at the end.
 
     Raises:
         CalledProcessError: a command of ip or tc failed; the error has its stderr.
-        OSError: there is no ip or tc.
+        OSError: the program ip or tc is not installed.
     """
     made = [_namespace(vertex) for vertex in range(len(network.vertices))]
     try:
@@ -103,7 +104,7 @@ def wired(network: Network, unit_mbit: float) -> Iterator[None]:
             _ip("netns", "add", name)
             forward = "echo 1 > /proc/sys/net/ipv4/ip_forward"
             _ip("netns", "exec", name, "sh", "-c", forward)
-            # The address is none of a link's: a bridge without ports has it.
+            # A bridge without ports has the address, so the address does not belong to any link.
             _ip("-n", name, "link", "add", INTERFACE, "type", "bridge")
             _ip("-n", name, "addr", "add", f"{_address(vertex)}/32", "dev", INTERFACE)
             for link in ("lo", INTERFACE):
@@ -187,7 +188,7 @@ def _run_ranks(network: Network, options: argparse.Namespace) -> list[Row]:
 
 
 def run_rank() -> None:
-    """Measure as one rank, with torchrun's variables; rank 0 writes the rows to a file."""
+    """Measure as one rank, given by torchrun's environment variables; rank 0 writes the rows to a file."""
     settings, path = json.loads(sys.argv[1]), Path(sys.argv[2])
     network, shard = from_json(settings["network"]), 256 * settings["shard_kib"]
     dist.init_process_group("gloo", timeout=timedelta(seconds=settings["limit_s"]))
@@ -214,21 +215,21 @@ def run_rank() -> None:
             found.append(row)
     if dist.get_rank() == 0:
         path.write_text("".join(json.dumps(row) + "\n" for row in found))
-    dist.barrier()  # no rank exits while another still waits for a message
+    dist.barrier()  # no rank exits while another rank still waits for a message
     dist.destroy_process_group()
 
 
 def _predicted(
     network: Network, plan: Plan, shard_bytes: int, unit_mbit: float, alpha: float
 ) -> dict[str, float]:
-    """Return the seconds of a plan by rounds, and by the busiest link alone.
+    """Return the predicted seconds of a plan by its rounds, and by its busiest link.
 
     Args:
-        network: the links.
-        plan: of its ranks.
-        shard_bytes: of a rank, before an all_gather.
-        unit_mbit: of a link of bandwidth 1.
-        alpha: seconds of a message.
+        network: the network with its links.
+        plan: a plan for the ranks of the network.
+        shard_bytes: size of each rank's input of an all_gather.
+        unit_mbit: bandwidth in Mbit/s of a link whose bandwidth is 1 in the network.
+        alpha: latency of a message in seconds.
     """
     size = shard_bytes * (1 if plan.collective == "all_gather" else network.ranks)
     report = check(plan)
@@ -245,10 +246,10 @@ def _predicted(
 
 
 def _times(collective: str, shard: int, forms: dict[str, Form], repeats: int) -> dict[str, list[float]]:
-    """Return the slowest rank's seconds of every form, after one call that does not count.
+    """Return the seconds of each way to run the collective, on the slowest rank, after one warm-up call.
 
     Raises:
-        RuntimeError: a form gave a wrong result.
+        RuntimeError: the collective has a wrong result.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     owners = torch.arange(ranks, dtype=torch.float32).repeat_interleave(shard)

@@ -1,11 +1,11 @@
-"""Collectives of ranks on one host: plans in shared memory, plans by messages, and gloo's own.
+"""Time collectives between ranks of one host: plans in shared memory, plans with messages, and gloo.
 
     OMP_NUM_THREADS=1 python -m benchmarks.collectives --json out.json
 
-Ranks are processes of this machine. All ways of a configuration take turns in the same processes, a few
-calls in a row from a barrier on; a time is the slowest rank's, by call. Every way's result is compared with
-gloo's first. Bytes are those of the larger of what a rank has first and what it has at the end, at least a
-number a rank.
+Ranks are processes of this machine. All variants of a configuration run alternately in the same processes:
+after a barrier, a variant is called a few times. Its time is the slowest rank's time per call. Before the
+timing, every variant's result is compared with gloo's. Bytes are the larger of a rank's input and output,
+with at least one number per rank.
 """
 
 import argparse
@@ -37,7 +37,7 @@ BASE = "gloo"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = (8, 64, 512, 4096, 32768, 262144, 2097152, 16777216, 67108864)
 EXECUTORS = {"plan_shm": OneSided, "plan_p2p": TwoSided}
-# Of one turn, by the slowest way's first time; calls in a row, at most; turns, at least.
+# Seconds of a turn, estimated with the slowest variant; maximum calls in a turn; minimum number of turns.
 TURN_SECONDS, MOST_CALLS, LEAST_ROUNDS = 0.01, 50, 5
 
 Call = Callable[[], object]
@@ -78,7 +78,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _of_ranks(ranks: int, options: argparse.Namespace) -> Iterator[tuple[str, Row, list[Row]]]:
-    """Let so many processes measure; yield each configuration's name, facts and rows."""
+    """Start a process for each rank; yield the name, the properties and the rows of each configuration."""
     context = multiprocessing.get_context("fork")
     with TemporaryDirectory(prefix="collectives-") as folder:
         here, there = context.Pipe(duplex=False)
@@ -124,7 +124,7 @@ def _rank(rank: int, ranks: int, store: str, results: Connection, options: argpa
 def _configuration(
     collective: str, ranks: int, size: int, options: argparse.Namespace, programs: dict[Any, Any]
 ) -> list[Row]:
-    """Return a row for each way; of rank 0 they are those of all."""
+    """Return a row for each variant; on rank 0, the rows have the results of all ranks."""
     made, notes = {}, {BASE: ""}
     for executor, plan in _plans(collective, ranks, size, options.all_plans):
         note = plan.name.split()[0]
@@ -142,7 +142,7 @@ def _configuration(
         if is_wrong:
             rows.append({"variant": way, "status": "wrong", "reason": "another result than gloo's"})
             del ways[way]
-    out.zero_()  # whose sums are no more than that, call after call
+    out.zero_()  # zeros, so that sums do not grow from call to call
     for way, row in against(_times(ways, options.seconds), BASE).items():
         rate = {"rate": num_bytes / row["seconds"], "rate_unit": "B/s"}
         rows.append({"variant": way, "status": "ok", "note": notes[way], **row, **rate})
@@ -152,12 +152,12 @@ def _configuration(
 def _ways(
     collective: str, ranks: int, size: int, programs: dict[str, Any]
 ) -> tuple[dict[str, Call], Tensor, Tensor, int]:
-    """Return the ways of a collective of equal shards, their output, gloo's, and the number of bytes."""
+    """Return the variants of a collective of equal shards, their output, gloo's output, and the bytes."""
     shard = max(1, size // 4 // (1 if collective == "all_reduce" else ranks))
     large = shard if collective == "all_reduce" else shard * ranks
     before = shard if collective == "all_gather" else large
     after = shard if collective == "reduce_scatter" else large
-    # Whole numbers: sums are the same in any order.
+    # Integers: their sums are equal in any order.
     own = (torch.arange(before) % 251 + dist.get_rank()).float()
     out = torch.empty(after)
     wanted = own.clone() if collective == "all_reduce" else torch.empty(after)
@@ -195,7 +195,7 @@ def _by_gloo(collective: str, out: Tensor, own: Tensor) -> None:
 
 
 def _times(ways: dict[str, Call], seconds: float) -> dict[str, list[float]]:
-    """Return every way's seconds by turn, those of the slowest rank."""
+    """Return the slowest rank's seconds in every turn, for each variant."""
     first = torch.tensor([_turn(call, 1) for call in ways.values()])
     for number, call in enumerate(ways.values()):
         first[number] = min(first[number], _turn(call, 1))

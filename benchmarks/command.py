@@ -1,4 +1,4 @@
-"""Common options of benchmarks, and the end on a wrong value."""
+"""Options that all benchmarks have, and the handling of invalid values."""
 
 import argparse
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def positive(text: str) -> int:
-    """Return a number of at least 1, as argparse's type."""
+    """Parse an integer of at least 1; argparse uses this function as a type."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
@@ -34,7 +34,7 @@ def positive(text: str) -> int:
 def run(
     parser: argparse.ArgumentParser, words: list[str] | None, measure: Callable[[argparse.Namespace], int]
 ) -> int:
-    """Parse, check the output, and measure; return the exit status. A BadOption ends the command."""
+    """Parse the command line, check that --json can be written, and measure; return the exit status."""
     options = parser.parse_args(words)
     try:
         refuse_unwritable(options.json, "--json")
@@ -44,5 +44,5 @@ def run(
 
 
 def shown(options: argparse.Namespace) -> dict[str, object]:
-    """Return the options for the file, without its path."""
+    """Return the options to write to the --json file, without the path of this file."""
     return {key: value for key, value in vars(options).items() if key != "json"}

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.compiled`: registers, spills and shared memory of Triton kernels, without a GPU.
+"""`python -m benchmarks.compiled`: print registers, spills and shared memory of Triton kernels.
 
-One layer runs forward and backward on meta tensors, which have no data. Its launches are recorded as a GPU
-of each target would get them, the products once with every tile of the table, and compiled for the target.
+This needs no GPU. One layer runs forward and backward on meta tensors. The launches that a GPU of each
+target would receive are recorded and compiled. Matrix products are compiled with every tile of the table.
 A second part counts launches, host reads and bytes of one layer.
 """
 
@@ -45,8 +45,8 @@ TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.int64: "i64", torch.int32: "i32", torch.bool: "i1",
 }  # fmt: skip
-ACTIVATIONS = ("relu", "swiglu")  # epilogues differ by a few instructions: the plainest, and two maps
-MOST_TILES = 4  # of a kind of product in the table, for one hardware and precision
+ACTIVATIONS = ("relu", "swiglu")  # the epilogues of other activations are similar
+MOST_TILES = 4  # all tiles of the table for one kind of product, one hardware and one precision
 # Operations that allocate a tensor or change only its shape. Views are recognized by their schema.
 FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "detach",
         "lift_fresh", "_reshape_alias")  # fmt: skip
@@ -95,7 +95,7 @@ class Launch:
     options: dict[str, int]
 
     def build(self, target: str) -> Any:
-        """Return the compiled kernel; its `asm` holds every stage, "cubin" or "hsaco" last."""
+        """Return the compiled kernel; the last entry of its `asm`, "cubin" or "hsaco", is the binary."""
         places = {
             (self.kernel.arg_names.index(name),): [("tt.divisibility", 16)] for name in self.divisible
         }
@@ -108,8 +108,8 @@ class Trace:
     """The launches of a function, in order.
 
     Attributes:
-        names: a Triton function or a torch operation each.
-        bytes: every tensor argument is read once, and every result written once.
+        names: the name of each launched Triton function or torch operation.
+        bytes: bytes moved if every tensor argument is read once and every result is written once.
         reads: the torch operations that make the host wait for the device.
         kernels: the specializations of the Triton functions.
     """
@@ -120,8 +120,8 @@ class Trace:
     kernels: list[Launch] = field(default_factory=list)
 
     def add(self, name: str, values: Any) -> None:
-        """Add a launch with these arguments and results."""
-        values = [getattr(value, "base", value) for value in tree_leaves(values)]  # of a descriptor
+        """Record a launch with these arguments and results."""
+        values = [getattr(value, "base", value) for value in tree_leaves(values)]  # descriptor -> tensor
         self.names.append(name)
         self.bytes += sum(
             _bytes_of(t) for t in {id(v): v for v in values if isinstance(v, Tensor)}.values()
@@ -158,16 +158,16 @@ def recorded(target: str = "sm_90", precision: str = "bf16", tile: int | None = 
     """Record the launches of the block, in which meta tensors count as tensors on a GPU.
 
     Args:
-        target: every choice by device or hardware is made for it.
-        precision: of the products; a part of the kernels' names.
-        tile: the row of the table that gives every product its tile; None for the row of its shape.
+        target: the GPU; all choices that depend on the hardware are made for this GPU.
+        precision: precision of the matrix products; a part of the kernels' names.
+        tile: row of the tile table for all products; None selects the row by the shape of each product.
     """
     trace, is_amd = Trace(), TARGETS[target].backend == "hip"
     hardware = "amd" if is_amd else hardware_class(TARGETS[target].arch // 10)
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         trace.add(kernel.fn.__name__, args)
-        # Without the arguments: autograd would copy a gradient that something else refers to.
+        # The arguments are not stored, because autograd copies a gradient that has another reference.
         trace.kernels.append(_specialized(precision, kernel, args, kwargs))
 
     def choose(kind: str, hardware: str, precision: str, *_: int) -> tiles.Tile:
@@ -203,7 +203,7 @@ def launches_of(target: str, precision: str) -> list[Launch]:
 
 
 def _specialized(label: str, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
-    """Return a launch as Triton specializes it: what is None, constant or 1 is known when it compiles."""
+    """Return a launch as Triton specializes it: arguments that are None, constant or 1 become constants."""
     given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     signature, constants, divisible = {}, {}, []
     for parameter in kernel.params:
@@ -234,7 +234,7 @@ def _specialized(label: str, kernel: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _exchanged(target: str, precision: str) -> Trace:
-    """Return the trace of the kernels that only layers across ranks launch."""
+    """Return the trace of the kernels that run only if a layer's experts are on several ranks."""
     x_TD = torch.empty(4096, 1024, dtype=DTYPES[precision], device="meta")
     row_of_TK = torch.empty(4096, 2, dtype=torch.int64, device="meta")
     ops = triton_ops.BY_PRODUCTS
@@ -249,7 +249,7 @@ def row_of(launch: Launch, target: str) -> Row:
     """Compile one kernel and return its resources."""
     try:
         found = figures(launch.build(target))
-    except RuntimeError as error:  # the compiler of an older Triton may not support the target
+    except RuntimeError as error:  # The compiler of an older Triton may not support the target.
         reason = str(error).splitlines()[0]
         return {"variant": launch.name, "status": "failed", "reason": reason}
     note = f"{found['registers']} registers, {found['spilled']} spilled, {found['shared']} B shared"
@@ -260,9 +260,9 @@ def figures(compiled: Any) -> dict[str, int]:
     """Return the resources of a compiled kernel, read from its code.
 
     Returns:
-        registers: vector registers of a thread.
-        spilled: on CUDA bytes of stack per thread, on AMD registers; either way 0 is none.
-        shared: bytes of shared memory of a program.
+        registers: number of vector registers per thread.
+        spilled: on CUDA the bytes of stack per thread, on AMD the number of spilled registers.
+        shared: bytes of shared memory per program.
     """
     shared = compiled.metadata.shared
     if "cubin" not in compiled.asm:
@@ -275,14 +275,14 @@ def figures(compiled: Any) -> dict[str, int]:
         file.flush()
         words = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         text = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-    # No kernel has an array of its own, so its stack holds spilled registers alone.
+    # No kernel has a local array, so the stack contains only spilled registers.
     usage = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     spilled = usage["STACK"] + usage["LOCAL"]
     return {"registers": usage["REG"], "spilled": spilled, "shared": shared}
 
 
 def _phases(name: str) -> list[Row]:
-    """Return launches, host reads and bytes of a layer in training, and in decoding 32 sentences."""
+    """Return the launches, host reads and bytes of a layer in training, and in decoding of 32 sentences."""
     case = CUDA_CASES[name]
     found = dict(zip(("forward", "backward"), trained(case), strict=True))
     found["decoding"] = decoded(replace(case, tokens=32))

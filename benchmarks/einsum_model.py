@@ -1,4 +1,4 @@
-"""The einsum formulation in place of our layer inside a fairseq model, with its weights."""
+"""Replaces the MoE layers of a fairseq model by the einsum formulation with the same weights."""
 
 import torch
 from torch import Tensor, nn
@@ -10,21 +10,21 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 
 class EinsumFeedForward(nn.Module):
-    """The einsum formulation; fairseq calls it instead of fc1. It has no balance loss, metrics or padding.
+    """A MoE layer with einsums, called in place of fc1. It has no balance loss, metrics or padding mask.
 
     Args:
-        ours: the layer that it replaces, whose experts have two maps and biases.
+        ours: the MoE layer to replace; its experts must be FFNs with biases.
     """
 
     def __init__(self, ours: MoEFeedForward) -> None:
         super().__init__()
         self.config = ours.config
         self.gate, self.experts = ours.gate, ours.experts
-        # Slots of an expert; None for those of the capacity factor, 1 by default.
+        # Number of slots per expert; None computes the number from the capacity factor, 1 by default.
         self.capacity: int | None = None
 
     def begin_call(self, *_: object, **__: object) -> None:
-        """Ignore what our layer takes from fairseq's."""
+        """Ignore the arguments that fairseq's layer passes to our MoE layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the experts' output for x [time, batch, D], or batch first."""

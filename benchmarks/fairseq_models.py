@@ -1,6 +1,6 @@
-"""fairseq's dense and MoE models with its Trainer, without its command line.
+"""Builds fairseq's dense and MoE models with fairseq's Trainer, without a command line.
 
-Both have equal active FLOPs. Tokens are random; there is no data folder.
+Both kinds of models have equal active FLOPs. Tokens are random, so no data folder is needed.
 """
 
 import logging
@@ -25,16 +25,16 @@ SPECIAL = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a model and its micro-batches.
+    """Sizes of a model and of its micro-batches.
 
     Attributes:
-        arch: a language model, which has lm in its name, or one of encoder and decoder.
-        layers: of a stack.
-        model_dim, ffn_dim, heads: of a layer; ffn_dim also of one expert.
-        experts, top_k, freq: every freq-th layer has experts, of which a token takes top_k.
-        words: of the vocabulary.
-        sentences, tokens: of a micro-batch, and of a sentence on either side.
-        update_freq: micro-batches of an update.
+        arch: architecture of a language model (lm is a part of the name) or of an encoder-decoder.
+        layers: number of layers of the encoder, and of the decoder.
+        model_dim, ffn_dim, heads: sizes of a layer; ffn_dim is also the hidden dimension of an expert.
+        experts, top_k, freq: every freq-th layer has experts, and a token uses top_k of these.
+        words: size of the vocabulary.
+        sentences, tokens: number of sentences per micro-batch, and of tokens per sentence on each side.
+        update_freq: number of micro-batches per update.
     """
 
     arch: str
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def is_lm(self) -> bool:
-        """Whether there is a decoder alone."""
+        """Whether the model is a language model, which has no encoder."""
         return "lm" in self.arch
 
     @property
@@ -61,12 +61,12 @@ class Shape:
         return self.ffn_dim * (self.freq - 1 + self.top_k) // self.freq
 
     def tiny(self) -> "Shape":
-        """Return the same kind of model in a size that takes milliseconds."""
+        """Return a small model of the same kind, whose step needs only milliseconds."""
         sizes = {"layers": 2, "model_dim": 16, "ffn_dim": 32, "heads": 2, "experts": 4}
         return replace(self, **sizes, words=64, sentences=2, tokens=8)
 
 
-# A line for every model that is built, and deprecations of fairseq's own libraries, would bury the tables.
+# Hide fairseq's line for every built model and the deprecation warnings, which would clutter the tables.
 logging.disable(logging.INFO)
 warnings.filterwarnings("ignore")
 
@@ -94,10 +94,10 @@ def words_of(shape: Shape, *, moe: bool, balanced: bool = True, optimizer: str =
     """Return the arguments of fairseq-train, without the data.
 
     Args:
-        shape: of the model.
-        moe: with experts, or the stock architecture.
-        balanced: with experts, by our criterion, which adds the balance loss and logs the loads.
-        optimizer: moe_adam is fairseq's Adam by torch's fused kernel; it serves dense models too.
+        shape: sizes of the model.
+        moe: whether to use the architecture with experts; otherwise fairseq's architecture.
+        balanced: whether a MoE model has our criterion, which adds the balance loss and logs loads.
+        optimizer: optimizer's name; moe_adam is Adam with torch's fused kernel, for dense models too.
     """
     prefix = "moe_" if moe else ""
     criterion = "cross_entropy" if shape.is_lm else "label_smoothed_cross_entropy"
@@ -107,7 +107,7 @@ def words_of(shape: Shape, *, moe: bool, balanced: bool = True, optimizer: str =
         *("--arch", prefix + shape.arch.removeprefix("moe_")),
         *("--criterion", ("moe_" if moe and balanced else "") + criterion),
         *("--optimizer", optimizer, "--lr", 0.0001, "--clip-norm", 1),
-        # Dropout would take its time from both alike.
+        # Dropout is off, because it would slow down both models equally.
         *("--dropout", 0, "--attention-dropout", 0, "--log-format", "simple"),
     ]
     for side in ("decoder",) if shape.is_lm else ("encoder", "decoder"):
@@ -127,14 +127,14 @@ def words_of(shape: Shape, *, moe: bool, balanced: bool = True, optimizer: str =
 
 @dataclass(frozen=True)
 class Built:
-    """A model with the other arguments of fairseq's Trainer."""
+    """A model, and the other arguments of fairseq's Trainer."""
 
     cfg: Any
     task: Any
     model: nn.Module
 
     def trainer(self) -> Trainer:
-        """Return fairseq's Trainer of the model, at the begin of an epoch."""
+        """Return fairseq's Trainer of the model, at the beginning of an epoch."""
         criterion = self.task.build_criterion(self.cfg.criterion)
         trainer = Trainer(self.cfg, self.task, self.model, criterion)
         trainer.begin_epoch(1)
@@ -142,12 +142,12 @@ class Built:
 
 
 def build(shape: Shape, words: list[str], device: torch.device) -> Built:
-    """Return the model of a command line, drawn from a fixed seed.
+    """Build the model of a command line; its random weights have a fixed seed.
 
     Args:
-        shape: of the model, for its vocabulary.
-        words: see `words_of`.
-        device: where its Trainer will compute.
+        shape: sizes of the model; the vocabulary has `shape.words` words.
+        words: arguments from `words_of`.
+        device: device of the Trainer.
     """
     with TemporaryDirectory() as data:
         text = "".join(f"w{i} 1\n" for i in range(shape.words - SPECIAL))
@@ -170,7 +170,7 @@ def samples_of(shape: Shape) -> list[dict[str, Any]]:
 
 def _sample(shape: Shape, seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
-    # One more, for what is read and what is predicted are a place apart.
+    # One more token than the model reads, because targets are the inputs shifted by one position.
     size = (shape.sentences, shape.tokens + 1)
     source, target = (torch.randint(SPECIAL, shape.words, size, generator=generator) for _ in range(2))
     lengths = torch.full((shape.sentences,), shape.tokens)
@@ -189,7 +189,7 @@ def _sample(shape: Shape, seed: int) -> dict[str, Any]:
 
 
 def replaced(model: nn.Module, kind: type, make: Callable[[Any], nn.Module]) -> nn.Module:
-    """Put make(module) in the place of every module of a kind, and return the model."""
+    """Replace every module of a type by make(module), in place; return the model."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, kind):

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.generate`: incremental decoding of MoE and dense models.
+"""`python -m benchmarks.generate`: time incremental decoding with MoE and dense models.
 
-Greedy decoding with cached keys and values, one token of each sentence in a step. Times are of a whole
-text; the first token of each sentence is given.
+Decoding is greedy, with cached keys and values, and one token of each sentence per step. The first token of
+each sentence is given. Each measured time is that of all steps.
 """
 
 import argparse
@@ -23,7 +23,7 @@ BATCHES, TOKENS, QUICK_TOKENS = (1, 8, 32), 64, 6
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure; return 1 where decoding step by step differs from a forward of the whole, else 0."""
+    """Measure; return 1 if stepwise decoding differs from one forward over the complete text, else 0."""
     parser = command.parser_of("generate", "Time incremental decoding of a model with experts.")
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where, in float32")
@@ -62,10 +62,10 @@ def measured(models: dict[str, nn.Module], first_B: Tensor, tokens: int, rounds:
     """Check and time all models.
 
     Args:
-        models: language models in evaluation by name.
+        models: dictionary from names to language models in evaluation mode.
         first_B: [B] int64, the first token of every sentence.
-        tokens: of a sentence, the first included.
-        rounds: timed.
+        tokens: number of tokens per sentence, including the first.
+        rounds: number of timed rounds.
     """
     rows: dict[str, Row] = {}
     for name, model in models.items():
@@ -96,7 +96,7 @@ def decode(model: nn.Module, first_B: Tensor, tokens: int) -> tuple[Tensor, Tens
 
 @torch.no_grad()
 def checked(model: nn.Module, first_B: Tensor, tokens: int) -> Row:
-    """Compare the last step's logits with those of the whole text at once."""
+    """Compare the last step's logits with those of one forward over the complete text."""
     text_BT, logits_BV = decode(model, first_B, tokens)
     whole_BV = model(text_BT)[0][:, -1]
     (error,) = relative_errors({"y": logits_BV}, {"y": whole_BV}).values()

@@ -1,7 +1,8 @@
-"""`python -m benchmarks.gpu_speed`: times of one MoE layer on a GPU, forward and backward, as JSON lines.
+"""`python -m benchmarks.gpu_speed`: time forward and backward of one MoE layer on a GPU; print JSON lines.
 
---what kernels sums the times of kernels by torch's profiler. --what host is the time until a step is
-enqueued, without waiting for the GPU. --table prints a table of such lines. `benchmarks/gpu.sh` runs all.
+--what kernels: the sum of the kernels' times, from torch's profiler. --what host: the time until all
+kernels of a step are enqueued, without waiting for the GPU. --table FILE prints a table from the JSON lines
+in a file. `benchmarks/gpu.sh` runs all of these.
 """
 
 import argparse
@@ -23,12 +24,12 @@ from benchmarks.peers import BUILDERS, OWN
 from benchmarks.peers.variant import Unsupported, Variant
 
 WARM, PROFILED, HOST_ROUNDS = 6, 5, 40
-TOP = 8  # kernels that a line names
+TOP = 8  # number of kernels that each JSON line lists
 COLUMNS = ("kernels_ms", "tflops", "launches", "forward_us", "step_us", "wps", "skipped", "failed")
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure, and print a line for each case and variant; return 1 if one of our own variants failed."""
+    """Measure, and print a line for each case and variant; return 1 if a variant of this project failed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_speed", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -62,7 +63,7 @@ def _measured(what: str, name: str, case: Case, inputs: Inputs) -> dict[str, Any
         return MEASURES[what](variant, case, inputs)
     except (ImportError, Unsupported) as error:
         return {"skipped": str(error)}
-    except Exception as error:  # the others are measured all the same
+    except Exception as error:  # the other variants are measured nevertheless
         return {"failed": f"{type(error).__name__}: {error}"[:300]}
 
 
@@ -96,7 +97,7 @@ def _kernels(variant: Variant, case: Case, inputs: Inputs) -> dict[str, Any]:
 
 def _host(variant: Variant, case: Case, inputs: Inputs) -> dict[str, Any]:
     """Return the host's microseconds of a forward, and of a forward and backward."""
-    # In one thread, so that no time is spent on waking another.
+    # Backward runs in this thread, because waking another thread costs time.
     with torch.autograd.set_multithreading_enabled(False):
         for _ in range(WARM):
             _step(variant, inputs)
@@ -118,7 +119,7 @@ def _step(variant: Variant, inputs: Inputs) -> None:
 
 
 def _enqueued(run: Callable[[], object], inputs: Inputs) -> float:
-    """Return the median seconds until `run` returns on an idle GPU."""
+    """Return the median time in seconds of a call of `run`, which starts on an idle GPU."""
     seconds = []
     for _ in range(HOST_ROUNDS):
         _wait(inputs)
@@ -135,7 +136,7 @@ def _wait(inputs: Inputs) -> None:
 
 
 def table(text: str) -> str:
-    """Return a table of the JSON lines in a text; of several lines of a case and variant, the last wins."""
+    """Return a table of the JSON lines in a text; the last line of each case and variant is used."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for line in text.splitlines():
         if line.startswith("{"):

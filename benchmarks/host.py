@@ -1,9 +1,8 @@
-"""`python -m benchmarks.host`: the host's time for one MoE layer on a GPU, as JSON lines.
+"""`python -m benchmarks.host`: measure the host's time for one MoE layer on a GPU; print JSON lines.
 
-A time is a ratio to the time of two nn.Linear and a ReLU in the same process. The fastest rounds count,
-because other processes only add time. Without a GPU, Triton compiles the kernels for sm_90 and a driver
-launches nothing: the tensors are tiny and on the CPU, and their values are meaningless. These times lack
-the launcher's packing of arguments and descriptors, the launch itself and the GPU allocator.
+A time is divided by that of two nn.Linear and a ReLU in the same process; the fastest rounds count. Without
+a GPU, Triton compiles for sm_90, a fake driver launches nothing, and small CPU tensors have meaningless
+values: packing of arguments and descriptors, launches and the GPU allocator are excluded.
 """
 
 import argparse
@@ -30,7 +29,7 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels import gate_product, triton_launch, triton_ops
 from fairseq_tutel.moe.metrics import count_routing
 
-# Case S as the other benchmarks run it; before it fairseq's defaults, with metrics.
+# First fairseq's default options with metrics, then case S with the options of the other benchmarks.
 PLAIN = {"top_k": 1, "balance_loss": "none", "expert_bias": False}
 CASES: dict[str, dict[str, Any]] = {"defaults": {"top_k": 2}, "S": PLAIN}
 FIELDS = ["forward", "forward_backward", "launches", "launches_forward", "torch_ops", "python_calls"]
@@ -56,7 +55,7 @@ def _line(name: str, rounds: int) -> dict[str, Any]:
             run(with_backward)
         launches.append(len(trace.names))
     with ExitStack() as stack:
-        # In one thread, so that no time is spent on waking another.
+        # Backward runs in this thread, because waking another thread costs time.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         if not on_gpu:
             _without_gpu(stack)
@@ -68,7 +67,7 @@ def _line(name: str, rounds: int) -> dict[str, Any]:
 
 
 def _steps(name: str, device: torch.device, case: Case) -> list[Callable[[bool], None]]:
-    """Return functions that run the MoE layer and the dense one, with or without backward."""
+    """Return functions that run the MoE layer and the dense layer, with or without backward."""
     sizes = case.model_dim, case.hidden_dim
     config = ft.MoEConfig(*sizes, case.num_experts, **CASES[name])
     with device:
@@ -97,7 +96,7 @@ def _steps(name: str, device: torch.device, case: Case) -> list[Callable[[bool],
 
 
 def _ratio(ours: Any, base: Any, with_backward: bool, rounds: int, on_gpu: bool) -> float:
-    """Return the quotient of the fastest rounds of two functions, which run in turns."""
+    """Run two functions alternately; return the fastest time of the first divided by that of the second."""
     times: tuple[list[float], list[float]] = [], []
     for number in range(WARM + rounds):
         for function, seconds in zip((ours, base), times, strict=True):
@@ -111,7 +110,7 @@ def _ratio(ours: Any, base: Any, with_backward: bool, rounds: int, on_gpu: bool)
 
 
 def _counted(step: Callable[[], None]) -> tuple[int, int]:
-    """Return the numbers of torch operations and of calls of Python functions in a step."""
+    """Return how many torch operations and Python function calls a step has."""
     found = {"operations": 0, "call": 0}
 
     class Operations(TorchDispatchMode):
@@ -128,7 +127,7 @@ def _counted(step: Callable[[], None]) -> tuple[int, int]:
 
 
 def _without_gpu(stack: ExitStack) -> None:
-    """Let tensors on the CPU count as tensors on a Hopper GPU whose launches do nothing."""
+    """Treat CPU tensors as tensors on a Hopper GPU; launches do nothing."""
     utils = {
         "load_binary": lambda *_: (1, 1, 32, 0, 1024),
         "get_device_properties": lambda _: {"max_shared_mem": 232448},
@@ -138,7 +137,7 @@ def _without_gpu(stack: ExitStack) -> None:
         utils=SimpleNamespace(**utils),
         launcher_cls=lambda *_: lambda *_: None,
         get_current_target=lambda: compiled.TARGETS["sm_90"],
-        get_current_device=lambda: None,  # as the index of torch.device("cpu")
+        get_current_device=lambda: None,  # torch.device("cpu") has this index
         get_current_stream=lambda _: 0,
     )
     driver.set_active(fake)
@@ -146,7 +145,7 @@ def _without_gpu(stack: ExitStack) -> None:
         (triton_launch, "hardware_of", lambda _: "sm_90"),
         (triton_launch, "is_direct", lambda _: True),
         (gate_product, "is_supported", lambda *_: True),
-        # torch multiplies into fp32 only on a GPU. This is one operation more.
+        # On a CPU, torch cannot multiply into fp32, so this replacement uses one more operation.
         (gate_product, "_in_fp32", lambda a, b: torch.mm(a, b).float()),
         (kernels, "ops", lambda *_: triton_ops.BY_PRODUCTS),
     ):

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.layer`: one MoE layer, by each backend, a dense layer, and other implementations.
+"""`python -m benchmarks.layer`: time one MoE layer with each backend, a dense layer, and other packages.
 
-All run in one process, in turns. Each is compared with a loop over experts in higher precision before it is
-timed; wrong ones have no times.
+All variants run alternately in one process. Before the timing, each variant is compared with a loop over
+experts in higher precision. Wrong variants are not timed.
 """
 
 import argparse
@@ -29,19 +29,19 @@ BASE = "dense"
 CASES = {"cpu": CPU_CASES, "cuda": CUDA_CASES}
 DTYPES = {"cpu": "fp32", "cuda": "bf16"}
 OF_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Forward and backward; on a GPU also the forward in training alone.
+# Forward with backward; on a GPU also the training forward without backward.
 MODES = {"cpu": ("forward+backward",), "cuda": ("forward", "forward+backward")}
-# Operations of a mode, in forwards: a backward is a product for the input and one for the weights.
+# Cost of a mode in units of a forward: backward has two products, for the input and for the weights.
 FORWARDS = {"forward": 1, "forward+backward": 3}
 ROUNDS, WARM = {"cpu": 15, "cuda": 20}, {"cpu": 1, "cuda": 10}
 QUICK_ROUNDS = 2
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure; return 1 where one of our own variants is wrong or failed, else 0.
+    """Measure; return 1 if a variant of this project is wrong or failed, else 0.
 
     Args:
-        words: the command line; None for the process's own.
+        words: the command-line arguments; None means sys.argv.
     """
     parser = command.parser_of("layer", "Time one MoE layer and other implementations of it.")
     add = parser.add_argument
@@ -59,12 +59,12 @@ def _measure(options: argparse.Namespace) -> int:
     cases = _chosen("--configs", options.configs, CASES[device.type])
     builders = BUILDERS
     if options.variants is None:
-        same = f"ours/{backend_for('auto', device)[0]}"  # is ours/auto: once is enough
+        same = f"ours/{backend_for('auto', device)[0]}"  # measured as ours/auto
         builders = {name: build for name, build in builders.items() if name != same}
     chosen = _chosen("--variants", options.variants, builders)
     chosen = {BASE: BUILDERS[BASE], **chosen}
     dtype = OF_NAMES[options.dtype or DTYPES[device.type]]
-    # As the plugin does in training on a CPU; dense layers become faster, too.
+    # The plugin sets this in CPU training too; it also makes dense layers faster.
     keeps = device.type == "cpu" and keep_freed_memory()
     report = Report(
         "layer",
@@ -83,7 +83,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _chosen(flag: str, words: str | None, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that an option names, in the table's order."""
+    """Return the entries of a table whose names an option lists, in the table's order."""
     names = list(table) if words is None else words.split(",")
     names = [name for word in names for name in (SMALL if word == "small" else (word,))]
     for name in names:
@@ -99,7 +99,7 @@ def _rows_of(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Iterator[tuple[dict[str, Any], list[Row]]]:
-    """Yield (facts of the configuration, rows) for every number of threads."""
+    """Yield the properties of the configuration and the rows, for every number of threads."""
     inputs = make_inputs(case, device, dtype)
     about = {
         **asdict(case),
@@ -133,8 +133,8 @@ def checked(
     """Build every variant and compare its output and gradients with the loop over experts.
 
     Returns:
-        variants: those that are right, by name.
-        rows: for every name its status; its largest error and that of every tensor, where it ran.
+        variants: dictionary from names to the variants with correct results.
+        rows: status of every variant by name; with the largest error and each tensor's error if it ran.
     """
     variants, rows = {}, {}
     wanted: dict[int | None, dict[str, Tensor]] = {}
@@ -154,19 +154,19 @@ def checked(
                 variants[name] = variant
         except (ImportError, Unsupported) as error:
             row |= {"status": "skipped", "reason": str(error)}
-        except Exception as error:  # whatever it is, the others are measured all the same
+        except Exception as error:  # Any exception: the other variants are measured nevertheless.
             row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
         rows[name] = row
     return variants, rows
 
 
 def _compared(y: Tensor, variant: Variant, inputs: Inputs, wanted: dict[str, Tensor]) -> Row:
-    """Return errors, and status wrong with a reason where one is too large."""
+    """Return a variant's errors; if an error is too large, also the status "wrong" and a reason."""
     got = {"y": y, "dx": inputs.x_TD.grad}
     got |= {f"d{key}": gradient for key, gradient in variant.gradients().items()}
     errors = relative_errors(got, wanted)
     worst = max(errors, key=lambda key: errors[key] / tolerance(key, inputs.x_TD.dtype))
-    # JSON knows no infinity.
+    # JSON has no number for infinity.
     finite = {key: error if error < float("inf") else None for key, error in errors.items()}
     found = {"error": finite[worst], "error_of": worst, "errors": finite}
     if errors[worst] <= tolerance(worst, inputs.x_TD.dtype):
@@ -176,7 +176,7 @@ def _compared(y: Tensor, variant: Variant, inputs: Inputs, wanted: dict[str, Ten
 
 
 def step_of(mode: str, variant: Variant, inputs: Inputs) -> timing.Step:
-    """Return a forward that saves activations for backward, or a forward and a backward."""
+    """Return a function that runs forward only (saving activations), or forward and backward."""
     if mode == "forward":
         return lambda: variant(inputs.x_TD)
 
@@ -193,7 +193,7 @@ def _drop_gradients(variant: Variant, inputs: Inputs) -> None:
 
 
 def memory_of(variant: Variant, inputs: Inputs) -> dict[str, int]:
-    """Return kept_bytes, where there is a formula formula_bytes, and on a GPU what a step allocates."""
+    """Return kept_bytes, formula_bytes (if the variant has a formula), and on a GPU the allocated bytes."""
 
     def clear() -> None:
         _drop_gradients(variant, inputs)

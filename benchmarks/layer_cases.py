@@ -1,4 +1,4 @@
-"""The fixed configurations of `benchmarks.layer`.
+"""The predefined configurations of `benchmarks.layer`.
 
 T tokens, D model_dim, H hidden_dim, E experts, K top_k.
 """
@@ -14,11 +14,11 @@ class Case:
     Attributes:
         tokens: T.
         model_dim: D.
-        hidden_dim: H of one expert.
+        hidden_dim: H, the hidden dimension of one expert.
         num_experts: E.
         top_k: K.
-        activation: relu or gelu, of two maps; swiglu, of three: silu(x W1) * (x W3).
-        zipf: s: an expert is drawn with a probability like 1 / rank ** s; 0 for uniform.
+        activation: relu or gelu (two weight matrices), or swiglu (three): silu(x W1) * (x W3).
+        zipf: s; experts are drawn with probability proportional to 1 / rank ** s; 0 is uniform.
     """
 
     tokens: int
@@ -31,17 +31,17 @@ class Case:
 
     @property
     def is_glu(self) -> bool:
-        """Whether an expert has three maps."""
+        """Whether an expert has three weight matrices."""
         return self.activation == "swiglu"
 
     @property
     def forward_flops(self) -> int:
-        """Floating point operations of a forward's products, the gate's left out."""
+        """Floating-point operations of the experts' matrix products in forward, without the gate."""
         maps = 3 if self.is_glu else 2
         return 2 * maps * self.tokens * self.top_k * self.model_dim * self.hidden_dim
 
     def tiny(self) -> "Case":
-        """Return the same kind of case in a size that takes milliseconds."""
+        """Return a small case of the same kind, which runs in milliseconds."""
         return replace(
             self,
             tokens=min(self.tokens, 64),
@@ -65,7 +65,7 @@ CPU_CASES = {
     "e64_zipf": _cpu(hidden_dim=256, num_experts=64, top_k=8, zipf=1.0),
 }
 
-# Batches so small that what is around the products shows; in the last most experts have two rows or none.
+# Small batches show the cost outside of the products. In the last case, most experts have 0 to 2 rows.
 SMALL = {
     f"small_t{tokens}_k{top_k}": replace(CPU_CASES[f"k{top_k}_uniform"], tokens=tokens)
     for tokens in (64, 256, 1024)
@@ -77,19 +77,19 @@ CPU_CASES |= SMALL
 
 _QWEN3 = Case(tokens=32768, model_dim=2048, hidden_dim=768, num_experts=128, top_k=8, activation="swiglu")
 CUDA_CASES = {
-    # fairseq's classic shape.
+    # The usual layer size of fairseq.
     "A": Case(tokens=32768, model_dim=1024, hidden_dim=4096, num_experts=8, top_k=1),
     "B": Case(tokens=32768, model_dim=2048, hidden_dim=8192, num_experts=8, top_k=2),
-    # Mixtral.
+    # The layer of Mixtral.
     "C": Case(tokens=8192, model_dim=4096, hidden_dim=14336, num_experts=8, top_k=2, activation="swiglu"),
-    # OLMoE.
+    # The layer of OLMoE.
     "D": Case(tokens=32768, model_dim=2048, hidden_dim=1024, num_experts=64, top_k=8, activation="swiglu"),
-    # Qwen3-30B.
+    # The layer of Qwen3-30B.
     "E": _QWEN3,
-    # SonicMoE's fine-grained 7B.
+    # The layer of SonicMoE's fine-grained 7B model.
     "F": Case(tokens=24576, model_dim=1536, hidden_dim=256, num_experts=128, top_k=8, activation="swiglu"),
-    # E, with ten times the mean for the busiest expert.
+    # Case E, but the busiest expert has ten times the mean load.
     "G": replace(_QWEN3, zipf=0.8),
-    # A with so few tokens that the [T, E, C] masks of the einsum formulation fit.
+    # Case A with fewer tokens, so that the [T, E, C] masks of the einsum formulation fit into memory.
     "S": Case(tokens=4096, model_dim=1024, hidden_dim=4096, num_experts=8, top_k=1),
 }

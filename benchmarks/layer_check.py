@@ -1,7 +1,7 @@
-"""Whether a variant computes the layer: output and every gradient against a loop over experts.
+"""Compare the output and all gradients of a variant with those of a loop over experts.
 
-The loop runs in fp64 on CPU and in fp32 on a GPU, on the same rounded inputs, and knows every token's
-experts beforehand; nothing of it is shared with a variant.
+The loop gets the same rounded inputs and every token's experts. It runs in fp64 on a CPU and in fp32 on a
+GPU, and shares no code with the variants.
 """
 
 import math
@@ -14,21 +14,21 @@ from benchmarks.layer_cases import Case
 from benchmarks.layer_inputs import Inputs
 
 REFERENCE_DTYPES = {"cpu": torch.float64, "cuda": torch.float32}
-# Norm of the error over the norm. A wrong result differs by a tenth or more.
+# Maximum relative error (of the norm), by dtype. A wrong result has an error of 0.1 or more.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# Of a gradient through relus: a hidden value next to the corner may lie on its other side in another
-# precision, which changes one row of a gradient for good.
+# Maximum error of gradients with relu: a hidden value near 0 may have another sign in another precision,
+# which changes one row of a gradient completely.
 CORNERS = 3e-3
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "swiglu": F.silu}
 
 
 def expected(case: Case, inputs: Inputs, capacity: int | None = None) -> dict[str, Tensor]:
-    """Return y, dx and d + the name of every weight, in the reference's precision.
+    """Return the output y and the gradients dx, dgate, dfc1, … in the reference's precision.
 
     Args:
         case: the layer.
-        inputs: of the case.
-        capacity: slots of an expert, first choices and earlier tokens first; None drops nothing.
+        inputs: inputs of the case.
+        capacity: slots per expert, assigned to first choices and earlier tokens first; None: no limit.
     """
     dtype = REFERENCE_DTYPES[inputs.x_TD.device.type]
     x_TD, *_ = leaves = [
@@ -56,7 +56,7 @@ def expected(case: Case, inputs: Inputs, capacity: int | None = None) -> dict[st
 
 
 def in_order(ids_TK: Tensor, probs_TE: Tensor) -> Tensor:
-    """Return every token's experts with the most probable first."""
+    """Return every token's experts, sorted from the most to the least probable."""
     order_TK = probs_TE.detach().gather(1, ids_TK).argsort(dim=1, descending=True)
     return ids_TK.gather(1, order_TK)
 
@@ -77,7 +77,7 @@ def _kept(ids_TK: Tensor, capacity: int | None) -> Tensor:
 def relative_errors(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
     """Return, by name, the norm of the difference over the norm of the expected values.
 
-    The error is infinite for values that are missing, not finite, or of another shape.
+    The error is infinite if a tensor is missing, is not finite, or has another shape.
     """
     errors = {}
     for name, expected_values in wanted.items():
@@ -93,5 +93,5 @@ def relative_errors(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[s
 
 
 def tolerance(name: str, dtype: torch.dtype) -> float:
-    """Return how far off an output of a layer may be, "y" or "d" and a name."""
+    """Return the maximum error of a tensor, which is "y", or "d" and the name of an input."""
     return TOLERANCES[dtype] if name == "y" else max(TOLERANCES[dtype], CORNERS)

@@ -1,7 +1,6 @@
-"""Tokens and weights of a case, the same for every variant, with the loads that the case asks for.
+"""Creates the tokens and weights of a case; they are equal for all variants and lead to the case's loads.
 
-Loads are made by the tokens, not by a trick in a gate, so that every variant's own gate runs and comes to
-the same decision.
+Only the tokens determine the loads. Every variant runs its normal gate; all gates choose the same experts.
 """
 
 import math
@@ -13,21 +12,21 @@ from torch import Tensor
 
 from benchmarks.layer_cases import Case
 
-# Logits of experts that a token does not choose lie in -1 .. 0, of its own in 2 .. 3: far enough apart
-# that no precision confuses them.
+# Logits of the experts that a token chooses are in 2 .. 3, other logits in -1 .. 0. Because of this
+# distance, gates choose the same experts in every precision.
 OTHERS, CHOSEN = -1.0, 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Weights and inputs of a variant.
+    """Inputs and weights of a variant.
 
     Attributes:
-        x_TD: tokens; they ask for a gradient, as inside a network.
+        x_TD: tokens, which require a gradient.
         dy_TD: gradient of the output.
         weights: gate [E, D], fc1 [E, H, D], fc2 [E, D, H], for swiglu fc3 [E, H, D].
-        ids_TK: [T, K] int64, the experts that every gate must find.
-        loads_E: [E], assignments of every expert.
+        ids_TK: [T, K] int64, the experts that every gate must choose.
+        loads_E: [E], number of assignments of every expert.
     """
 
     x_TD: Tensor
@@ -38,12 +37,12 @@ class Inputs:
 
     @property
     def busiest(self) -> int:
-        """Assignments of the busiest expert: the least capacity that drops nothing."""
+        """Number of assignments of the busiest expert, the smallest capacity that drops nothing."""
         return max(self.loads_E)
 
 
 def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 1) -> Inputs:
-    """Return the inputs of a case, drawn on the device; it has at most as many experts as dimensions."""
+    """Return random inputs of a case, which must not have more experts than dimensions."""
     generator = torch.Generator(device).manual_seed(seed)
     ids_TK = _drawn_experts(case, generator)
     x_TD, gate_ED = _steered(case, ids_TK, generator)
@@ -87,7 +86,7 @@ def _steered(case: Case, ids_TK: Tensor, generator: torch.Generator) -> tuple[Te
     shape_DE = (case.model_dim, case.num_experts)
     directions_DE = torch.randn(shape_DE, generator=generator, device=device)
     gate_ED = torch.linalg.qr(directions_DE).Q.t().contiguous()
-    # Noise in all other dimensions; in those of the gate what gives the wanted logits.
+    # The gate's dimensions get the values that lead to the wanted logits; all other dimensions get noise.
     shape_TD = (case.tokens, case.model_dim)
     noise_TD = torch.randn(shape_TD, generator=generator, device=device)
     x_TD = noise_TD + (logits_TE - F.linear(noise_TD, gate_ED)) @ gate_ED

@@ -1,4 +1,4 @@
-"""The environment of a result: versions, device, threads, precision."""
+"""Returns the environment of a measurement: versions, device, threads, precision."""
 
 import importlib.metadata
 import os
@@ -10,7 +10,7 @@ from benchmarks.output import BadOption
 
 
 def facts(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return facts for a result's file; nothing in them names the machine."""
+    """Return the environment for the --json file; it does not contain the name of the machine."""
     return {
         "torch": importlib.metadata.version("torch"),
         "triton": _triton_version(),
@@ -29,7 +29,7 @@ def device_of(name: str) -> torch.device:
     """Return the device that --device names.
 
     Raises:
-        BadOption: it is not there.
+        BadOption: this machine does not have the device.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise BadOption("--device is cuda but torch sees no GPU here; give --device cpu.")
@@ -43,7 +43,7 @@ def _name(device: torch.device) -> str:
 
 
 def _triton_version() -> str | None:
-    """Return it by the module, whose package has another name for ROCm."""
+    """Return Triton's version from its module, because its package has another name for ROCm."""
     try:
         import triton
     except ImportError:

@@ -1,4 +1,4 @@
-"""Memory: of a process, saved activations of a step, and on a GPU allocated bytes."""
+"""Measures the memory of a process, the saved activations of a step, and the bytes allocated on a GPU."""
 
 import threading
 import weakref
@@ -11,15 +11,15 @@ from torch import Tensor
 
 
 class _Kept:
-    """A saved tensor, which is freed with the graph."""
+    """Wrapper of a saved tensor, which is freed together with the autograd graph."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # Without detach, an output and its node would keep each other alive.
+        # Without detach, an output and its autograd node would refer to each other and never be freed.
         self.tensor = tensor.detach()
 
 
 def kept_bytes(forward: Callable[[], Tensor], excluded: Iterable[Tensor]) -> int:
-    """Return the bytes of saved activations, each storage once, without those of `excluded` tensors."""
+    """Return the bytes of saved activations; each storage counts once, `excluded` tensors do not count."""
     alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
 
     def pack(tensor: Tensor) -> _Kept:
@@ -42,13 +42,13 @@ def bytes_of_step(forward: Callable[[], Tensor], dy: Tensor, clear: Callable[[],
     """Run a step on a GPU; return the bytes that it allocates.
 
     Args:
-        forward: returns the output, with its graph.
+        forward: function that returns the output, with its autograd graph.
         dy: gradient of the output.
-        clear: drops all gradients.
+        clear: function that removes all gradients.
 
     Returns:
-        saved_bytes: saved activations and output, between forward and backward.
-        peak_bytes: the maximum, including the gradients of the weights.
+        saved_bytes: bytes of saved activations and output, between forward and backward.
+        peak_bytes: maximum of allocated bytes, including the gradients of the weights.
     """
     clear()
     torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def bytes_of_step(forward: Callable[[], Tensor], dy: Tensor, clear: Callable[[],
 
 @contextmanager
 def own_peak() -> Iterator[list[int]]:
-    """Sample this process's own memory (RssAnon) every millisecond; item 0 is the largest, in bytes."""
+    """Sample this process's memory (RssAnon) every millisecond; item 0 of the list is the maximum."""
     peak, done = [own_memory()], threading.Event()
 
     def watch() -> None:
@@ -82,6 +82,6 @@ def own_peak() -> Iterator[list[int]]:
 
 
 def own_memory() -> int:
-    """Return this process's memory in bytes, without pages of files. Needs Linux."""
+    """Return this process's memory in bytes, without pages mapped from files. Needs Linux."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))

@@ -1,4 +1,4 @@
-"""Arguments of every op of `fairseq_tutel.kernels`, and what it moves or computes with them.
+"""Arguments for every op of `fairseq_tutel.kernels`, and how many bytes or operations the op needs.
 
 T tokens, D model_dim, H hidden_dim, E experts, K top_k, R = T * K rows.
 """
@@ -17,7 +17,7 @@ ACTIVATION = "relu"
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of the dropless layer that the ops are part of: T, D, H, E, K, and whether its experts are SwiGLU."""
+    """Sizes T, D, H, E, K of the dropless layer that calls the ops, and whether its experts are SwiGLU."""
 
     tokens: int
     model_dim: int
@@ -32,10 +32,10 @@ class Call:
     """One call of an op.
 
     Attributes:
-        arguments: positional.
-        work: floating point operations, or bytes that must be read and written at least.
-        unit: of `work` in a second.
-        keywords: by name.
+        arguments: positional arguments.
+        work: floating-point operations, or the minimum number of bytes to read and write.
+        unit: unit of `work` per second.
+        keywords: keyword arguments.
     """
 
     arguments: tuple[Any, ...]
@@ -44,7 +44,7 @@ class Call:
     keywords: dict[str, Any] = field(default_factory=dict)
 
 
-# As in `benchmarks.layer`: on a GPU its A, B and D.
+# Configurations of `benchmarks.layer`, on a GPU its A, B and D.
 SIZES = {
     "cpu": {
         "k1": Sizes(tokens=4096, model_dim=512, hidden_dim=2048, num_experts=8, top_k=1),
@@ -69,18 +69,18 @@ class Tensors:
     """Inputs of the ops of one layer, on the device.
 
     Attributes:
-        x_TD, y_TD: values in the benchmark's dtype, as are all weights and rows.
-        logits_TE: fp32, or fp64 for fp64 values; none of a token's are so close that a precision
-            confuses them.
-        weights_TK: of the assignments, in the same dtype.
-        ids_TK: int64, every token's experts, drawn with equal chances.
-        row_of_TK, source_of_R: int64, each the other's inverse; rows are expert-major.
+        x_TD, y_TD: token values in the benchmark's dtype, which is also that of all weights and rows.
+        logits_TE: fp32, or fp64 for fp64 values. A token's logits differ so much that their order is
+            the same in every precision.
+        weights_TK: weights of the assignments, in the dtype of the logits.
+        ids_TK: int64, every token's experts, drawn with equal probability.
+        row_of_TK, source_of_R: int64, row maps that are inverse to each other; rows are sorted by expert.
         token_of_R: int64, the token of every row.
         gate_R: the weight of every row.
-        rows_RD: experts' outputs.
-        a_RH, h_RH, g_RH: hidden rows; h and g for SwiGLU alone.
-        fc1, fc2, fc3: [E, H, D], [E, D, H] and, for SwiGLU, [E, H, D].
-        groups: of the rows.
+        rows_RD: the experts' outputs.
+        a_RH, h_RH, g_RH: hidden rows; h and g exist only for SwiGLU.
+        fc1, fc2, fc3: weights [E, H, D], [E, D, H] and, for SwiGLU, [E, H, D].
+        groups: the rows of each expert.
     """
 
     x_TD: Tensor
@@ -103,17 +103,17 @@ class Tensors:
 
     @property
     def maps_in(self) -> int:
-        """How many maps lead into the hidden layer."""
+        """Number of weight matrices before the hidden layer."""
         return 1 if self.fc3 is None else 2
 
     @property
     def product_flops(self) -> int:
-        """Operations of one map over all rows."""
+        """Floating-point operations of the product of one weight matrix with all rows."""
         return 2 * self.a_RH.numel() * self.x_TD.shape[1]
 
 
 def make_tensors(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Tensors:
-    """Return the tensors of a size."""
+    """Return random tensors of these sizes."""
     generator = torch.Generator(device).manual_seed(1)
 
     def uniform(*shape: int) -> Tensor:
@@ -178,7 +178,7 @@ def _softmax_top_k(t: Tensors) -> Call:
 
 
 def _softmax_top_k_backward(t: Tensors) -> Call:
-    # The gradient of all probabilities is a balance loss's.
+    # A balance loss has a gradient for all probabilities.
     probs_TE = t.logits_TE.softmax(dim=1)
     dprobs_TE = t.logits_TE.flip(0)
     work = 3 * probs_TE.nbytes + _bytes(t.ids_TK, t.weights_TK)
@@ -192,7 +192,7 @@ def _gate_backward(t: Tensors) -> Call:
 
 
 def _assign_rows(t: Tensors) -> Call:
-    # Reads the ids; writes the slots and three maps.
+    # The op reads the expert ids, and writes the slots and three row maps.
     return Call(arguments=(t.ids_TK, len(t.fc1)), work=5 * t.ids_TK.nbytes)
 
 
@@ -212,7 +212,7 @@ def _grouped_linear(t: Tensors) -> Call:
 
 
 def _grouped_weight_grad(t: Tensors) -> Call:
-    """As fc2's, whose other factor is gathered from the tokens' gradients."""
+    """Return the call for the gradient of fc2; one factor is gathered from the tokens' gradients."""
     keywords = {"dout_index_R": t.token_of_R}
     return _product((t.y_TD, t.a_RH, t.groups), t.product_flops, keywords)
 
@@ -223,7 +223,7 @@ def _ffn_up(t: Tensors) -> Call:
 
 
 def _ffn_down_backward(t: Tensors) -> Call:
-    # SwiGLU keeps h and g, and makes a again.
+    # SwiGLU saves h and g, and recomputes a.
     kept = (t.a_RH, None, None) if t.fc3 is None else (None, t.h_RH, t.g_RH)
     gates = t.weights_TK.flatten(), t.source_of_R
     arguments = t.y_TD, t.token_of_R, *gates, t.fc2, None, *kept, t.groups, ACTIVATION
@@ -231,7 +231,7 @@ def _ffn_down_backward(t: Tensors) -> Call:
 
 
 def _ffn_up_backward(t: Tensors) -> Call:
-    # Any hidden rows do as gradients.
+    # The hidden rows are used as gradients, because any values are suitable.
     return _product((t.a_RH, t.fc1, t.g_RH, t.fc3, t.groups), t.maps_in * t.product_flops)
 
 

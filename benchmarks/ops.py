@@ -1,6 +1,7 @@
-"""`python -m benchmarks.ops`: every op of the kernels in every backend, and the plain torch reference.
+"""`python -m benchmarks.ops`: time every kernel op in every backend, and in the plain torch reference.
 
-A configuration is an op at a size. Outputs are compared with the reference in higher precision first.
+A configuration is an op with the sizes of a layer. Before the timing, outputs are compared with those of
+the reference in higher precision.
 """
 
 import argparse
@@ -28,7 +29,7 @@ QUICK_ROUNDS = 2
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure; return 1 where an op is wrong or failed, else 0."""
+    """Measure; return 1 if an op is wrong or failed, else 0."""
     parser = command.parser_of("ops", "Time every op of the kernels in every backend.")
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu in float32, cuda in bfloat16")
@@ -54,7 +55,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def available(device: torch.device) -> tuple[dict[str, ModuleType], list[Row]]:
-    """Return the backends that run here, the reference first, and a row for each that does not."""
+    """Return the backends that this machine supports, reference first, and a row for each other backend."""
     try:
         return {BASE: reference, "triton": kernels.ops("triton", device)}, []
     except ValueError as error:
@@ -68,11 +69,11 @@ def measured(
     """Check and time one op in all backends.
 
     Args:
-        name: of the op, a function of every backend that has it.
-        call: its arguments.
-        backends: modules by name, the reference among them.
-        rounds: timed.
-        device: of the arguments.
+        name: name of the op, which is a function in the modules of the backends.
+        call: arguments of the op.
+        backends: dictionary from names to modules, including the reference.
+        rounds: number of timed rounds.
+        device: device of the arguments.
     """
     steps, rows = {}, {}
     wanted: dict[str, Tensor] = {}
@@ -89,7 +90,7 @@ def measured(
                 wide = _widened(call, device)
                 wanted = _outputs(getattr(reference, name)(*wide.arguments, **wide.keywords))
             row |= _compared(_outputs(op(*call.arguments, **call.keywords)), wanted, call)
-        except Exception as error:  # the others are measured all the same
+        except Exception as error:  # the other backends are measured nevertheless
             row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
         if row["status"] == "ok":
             steps[backend] = lambda op=op: op(*call.arguments, **call.keywords)
@@ -102,7 +103,7 @@ def measured(
 
 def _compared(got: dict[str, Tensor], wanted: dict[str, Tensor], call: Call) -> Row:
     errors = relative_errors(got, wanted)
-    # Expert ids and places are exact; all else is computed in the op's dtype, whatever it is kept in.
+    # Integers must be equal; other outputs have rounding errors of the op's dtype, even if stored wider.
     floats = (value.dtype for value in _tensors_of(call) if value.is_floating_point())
     dtype = min(floats, key=lambda each: each.itemsize, default=None)
     for key, error in errors.items():
@@ -118,13 +119,13 @@ def _tensors_of(call: Call) -> list[Tensor]:
 
 
 def _outputs(result: Any) -> dict[str, Tensor]:
-    """Return the tensors that an op gave, by their place."""
+    """Return a dictionary from the position of each output tensor of an op to the tensor."""
     several = result if isinstance(result, Sequence) else [result]
     return {str(i): value for i, value in enumerate(several) if isinstance(value, Tensor)}
 
 
 def _widened(call: Call, device: torch.device) -> Call:
-    """Return the call with all floating point tensors in the reference's precision."""
+    """Return the call with all floating-point tensors in the reference's precision."""
     dtype = REFERENCE_DTYPES[device.type]
 
     def wide(value: Any) -> Any:

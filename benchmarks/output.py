@@ -1,7 +1,7 @@
-"""Outputs of a benchmark: a file, written after every configuration, and a table.
+"""Writes the results of a benchmark to a file after every configuration, and prints tables.
 
-A row is one variant in one configuration. `status` is ok, skipped (with the reason), failed (with the
-exception) or wrong (its numbers are not those of the reference, so it has no times).
+A row is the result of one variant in one configuration. `status` is ok, skipped (with the reason), failed
+(with the exception) or wrong (the numbers differ from the reference, so the row has no times).
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-# Of a table, in this order, where any row has them.
+# Possible columns of a table, in this order; a column is omitted if no row has it.
 COLUMNS = (
     "mode",
     "variant",
@@ -31,21 +31,21 @@ PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
 class BadOption(ValueError):  # noqa: N818 - it is the user's, and ends the command with one sentence
-    """One sentence: the option, its value, the fix."""
+    """An invalid option; the message is one sentence with the option, its value and the fix."""
 
 
 @dataclass
 class Report:
-    """Everything that one run of a benchmark found.
+    """All results of one run of a benchmark.
 
     Attributes:
-        benchmark: its name.
-        base: the variant that ratios are to.
-        machine: see `machine.facts`.
-        options: the run's own.
-        path: the file, or None.
-        configurations: facts of each by name.
-        rows: in the order in which they were found.
+        benchmark: name of the benchmark.
+        base: name of the variant by whose time other times are divided.
+        machine: environment from `machine.facts`.
+        options: options of the run.
+        path: path of the --json file, or None.
+        configurations: properties of each configuration, by name.
+        rows: rows in the order in which they were measured.
     """
 
     benchmark: str
@@ -57,14 +57,14 @@ class Report:
     rows: list[Row] = field(default_factory=list)
 
     def add(self, configuration: str, facts: dict[str, Any], rows: Iterable[Row]) -> None:
-        """Take in what one configuration gave, write the file anew and print the rows."""
+        """Add the results of one configuration, rewrite the file and print the rows."""
         self.configurations[configuration] = facts
         new = [{"configuration": configuration, **row} for row in rows]
         known = {_why_not(row) for row in self.rows}
         self.rows += new
         self._write(complete=False)
         print(f"\n{title_of(new[0])}\n\n{table(new)}")
-        # Once: most of these are about a package that is not installed.
+        # Print each reason only once; usually a package is not installed.
         for reason in dict.fromkeys(map(_why_not, new)):
             if reason is not None and reason not in known:
                 print(reason)
@@ -86,14 +86,14 @@ class Report:
             "configurations": self.configurations,
             "rows": self.rows,
         }
-        # A run that is cut short must leave the old file or the new one, never a half.
+        # An interrupted run must leave the complete old file or the complete new file.
         half = self.path.with_name(self.path.name + ".part")
         half.write_text(json.dumps(found, indent=1) + "\n")
         os.replace(half, self.path)
 
 
 def refuse_unwritable(path: Path | None, flag: str) -> None:
-    """Raise BadOption where a file cannot be written: before minutes of measuring, not after."""
+    """Raise BadOption if the file cannot be written, so that a measurement does not fail at its end."""
     try:
         if path is not None:
             path.open("a").close()
@@ -104,10 +104,10 @@ def refuse_unwritable(path: Path | None, flag: str) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return rows as a table, or where tabulate is not installed as lines of JSON."""
+    """Return rows as a table, or as lines of JSON if tabulate is not installed."""
     try:
         from tabulate import tabulate
-    except ImportError:  # a GPU machine that has torch alone
+    except ImportError:  # some GPU machines have only torch
         return "\n".join(map(json.dumps, rows))
     shown = [_shown(row) for row in rows if row["status"] != "skipped"]
     names = [name for name in COLUMNS if any(row.get(name) for row in shown)]
@@ -134,7 +134,7 @@ def _shown(row: Row) -> dict[str, str]:
 
 
 def with_prefix(number: float, unit: str) -> str:
-    """Return a rate as people read it: 3.2 GFLOP/s."""
+    """Return a rate with a unit prefix, such as 3.2 GFLOP/s."""
     for size, prefix in PREFIXES:
         if number >= size:
             return f"{number / size:.3g} {prefix}{unit}"
@@ -146,7 +146,7 @@ def _why_not(row: Row) -> str | None:
 
 
 def title_of(row: Row) -> str:
-    """Return the part that a row shares with its neighbours: configuration and threads."""
+    """Return the title of the table that a row belongs to: configuration and threads."""
     number = row.get("threads")
     threads = "" if number is None else f", {number} thread{'s' if number > 1 else ''}"
     return f"{row['configuration']}{threads}"

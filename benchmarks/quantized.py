@@ -1,14 +1,14 @@
-"""`python -m benchmarks.quantized`: products with quantized expert matrices, and their errors.
+"""`python -m benchmarks.quantized`: measure times and errors of products with quantized expert matrices.
 
-For each number of rows, all variants run in one process, in turns:
+For each number of rows, all variants run alternately in one process:
 
 - fp32: the product with the fp32 matrix;
 - int8, int4: the product with the quantized matrix as it is stored;
 - int8, int4 unpacked: conversion to fp32 and the product.
 
-`error` is the relative difference (of the norm) to the product with the unpacked matrix in fp32. The last
-part prints the error of each format on normal and Laplace distributed weights, and for comparison the error
-of int4 with one scale per row.
+`error` is the norm of the difference to the product with the unpacked matrix in fp32, divided by the norm
+of this product. The last part prints the error of each format for weights with a normal and a Laplace
+distribution, and for comparison the error of int4 with one scale per row.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def _products(x: Tensor, weight: Tensor, threads: int, rounds: int) -> list[Row]
 
 
 def _errors(weight: Tensor) -> list[Row]:
-    """Return the error of each format on a matrix, and its bits per weight."""
+    """Return the error of each format for a matrix, and the bits per weight of the format."""
     rows: list[Row] = []
     for name, in_rows in (("bf16", False), ("int8", False), ("int4", False), ("int4", True)):
         form = Quantized(name, tuple(weight.shape), torch.float32, in_rows)

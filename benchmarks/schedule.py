@@ -1,6 +1,6 @@
-"""What networks allow an all-gather, and how long its trees take to make.
+"""Compute the fastest all-gather of networks, and measure the time to generate its trees.
 
-All but the seconds is exact and the same on every machine; seconds are medians, by one thread.
+All results except the seconds are exact and equal on every machine. Seconds are medians on one thread.
 
     python -m benchmarks.schedule --json benchmarks/results/schedule.json
 """
@@ -24,7 +24,7 @@ NETWORKS = (
 
 
 def main(words: list[str] | None = None) -> int:
-    """Make the trees of every network."""
+    """Generate the trees of every network."""
     parser = command.parser_of("schedule", "Time the trees of networks.")
     parser.add_argument("--networks", nargs="+", default=NETWORKS, help="by name or FILE.json")
     parser.add_argument("--rounds", type=int, default=5, help="of which seconds are the median")
@@ -43,7 +43,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def row_of(name: str, rounds: int) -> dict[str, Any]:
-    """Return the facts about a network."""
+    """Return the row of a network."""
     network = find(name)
     best = optimum(network)
     few, few_s = _made(name, None, rounds)
@@ -60,7 +60,7 @@ def row_of(name: str, rounds: int) -> dict[str, Any]:
 
 
 def _made(name: str, trees: int | None, rounds: int) -> tuple[Forest, float]:
-    """Return the trees and the median of the seconds, from the name to the trees."""
+    """Return a network's trees, and the median seconds to generate them from the network's name."""
     seconds = []
     for _ in range(rounds):
         began = process_time()

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.step`: a training step by fairseq's Trainer, with optimizer and clipping.
+"""`python -m benchmarks.step`: time a training step of fairseq's Trainer, with optimizer and clipping.
 
-The MoE model is compared with the dense one of equal active FLOPs, and with the einsum formulation. All
-have torch's fused Adam, which is faster than fairseq's, except dense_stock_adam.
+The MoE model is compared with a dense model of equal active FLOPs, and with the einsum formulation. All
+variants except dense_stock_adam use torch's fused Adam, which is faster than fairseq's.
 """
 
 import argparse
@@ -27,7 +27,7 @@ ROUNDS, QUICK_ROUNDS = 7, 2
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure; return 1 where the two models with experts do not agree, else 0."""
+    """Measure; return 1 if the outputs of the two models with experts differ, else 0."""
     parser = command.parser_of("step", "Time a training step of a model with experts.")
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where, in float32")
@@ -76,7 +76,7 @@ def _built(name: str, shape: Shape, device: torch.device) -> Built:
     """Return a variant's model."""
     optimizer = "adam" if name == "dense_stock_adam" else "moe_adam"
     moe = name.startswith("moe")
-    # einsum has no balance loss and no metrics, which is an advantage.
+    # The einsum variant has no balance loss and no metrics, which makes it faster.
     words = words_of(shape, moe=moe, balanced=name == "moe", optimizer=optimizer)
     built = build(shape, words, device)
     if name == "moe_einsum":
@@ -85,7 +85,7 @@ def _built(name: str, shape: Shape, device: torch.device) -> Built:
 
 
 def step_of(built: Built, samples: list[dict[str, Any]]) -> timing.Step:
-    """Return an update by fairseq's Trainer."""
+    """Return a function that runs an update of fairseq's Trainer."""
     trainer = built.trainer()
 
     def step() -> None:
@@ -97,7 +97,7 @@ def step_of(built: Built, samples: list[dict[str, Any]]) -> timing.Step:
 
 @torch.no_grad()
 def _compared(ours: nn.Module, einsum: nn.Module, shape: Shape) -> Row:
-    """Compare the outputs of both models with experts on a few tokens, where nothing is dropped."""
+    """Compare the outputs of both models with experts for a few tokens, without dropping."""
     few = replace(shape, sentences=2, tokens=8)
     (sample, *_) = samples_of(few)
     layers = [layer for layer in einsum.modules() if isinstance(layer, EinsumFeedForward)]

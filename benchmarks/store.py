@@ -1,10 +1,9 @@
-"""`python -m benchmarks.store`: memory and speed of a model whose experts are on disk, by policy.
+"""`python -m benchmarks.store`: measure memory and speed of every expert store policy.
 
-A pre-gated language model is written into shard files; then every policy opens it in a process of its own,
-as fairseq's commands do, and decodes one sentence token by token. What counts is the most memory of its own
-(RssAnon, without pages of files) that the process ever had, opening included, and tokens/s. Files are read
-through the system's page cache, which counts for nobody: how much of them was in it is said, and `cold`
-rows begin without.
+A pre-gated language model is written to files on disk. For every policy, a new process opens the model as
+fairseq's commands do, and decodes one sentence token by token. The results are tokens/s, and the process's
+peak memory (RssAnon) including the opening of the model. Pages of files in the system's page cache do not
+count. Each row has the fraction of the files in this cache; for `cold` rows, it is 0 at the start.
 """
 
 import argparse
@@ -38,13 +37,13 @@ from fairseq_tutel.inference.options import STORE_POLICIES
 from fairseq_tutel.plugin.opening.offload import STORES
 
 BASE = "resident"
-GOAL = 0.25  # of resident's memory, for pregated
+GOAL = 0.25  # goal: the memory of pregated, as a fraction of resident's
 FILE = "checkpoint.pt"
-SECONDS = 8.0  # of decoding, at most; prefetch-all reads all experts for every token
+SECONDS = 8.0  # maximum decoding time; prefetch-all is slow because it reads all experts for every token
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure; return 1 where a policy's logits are not those of resident, else 0."""
+    """Measure; return 1 if a policy's logits differ from those of resident, else 0."""
     parser = command.parser_of("store", "Measure the policies of --moe-expert-store.")
     add = parser.add_argument
     add("--folder", type=Path, help="where the model is, or is to be written; else a temporary one")
@@ -87,7 +86,7 @@ def _folder(given: Path | None) -> Iterator[Path]:
 
 
 def _in_child(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a function in a new process, with only its own imports."""
+    """Run a function in a new process, which imports only what the function needs; return its result."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.fairseq_models", "fairseq_tutel.models"])
     with context.Pool(1) as pool:
@@ -95,7 +94,7 @@ def _in_child(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _write(shape: Shape, folder: Path) -> None:
-    """Write the model's checkpoint in shards, where there is none."""
+    """Write the model as a sharded checkpoint, unless the folder has one."""
     if (folder / FILE).exists():
         return
     words = [*words_of(shape, moe=True), "--moe-pregate", "1"]
@@ -156,14 +155,14 @@ def _decode_by_every_policy(
 
 
 def _drop(file: Path) -> None:
-    """Drop a file from the page cache, unless a process maps it."""
+    """Remove a file from the page cache, unless a process maps the file."""
     descriptor = os.open(file, os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
 
 
 def _cached(file: Path) -> int:
-    """Return how many bytes of a file are in the page cache."""
+    """Return the number of bytes of a file that are in the page cache."""
     size, page = file.stat().st_size, mmap.PAGESIZE
     present = (ctypes.c_ubyte * -(-size // page))()
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, mmap.MAP_PRIVATE) as mapped:
@@ -174,7 +173,7 @@ def _cached(file: Path) -> int:
 
 
 def _decode(folder: Path, policy: str, cache: str, tokens: int, threads: int) -> Row:
-    """Open the model and decode, in this process; return what that took, and the last logits."""
+    """Open the model and decode, in this process; return time, memory and the last logits."""
     with own_peak() as peak:
         torch.set_num_threads(threads)
         utils.import_user_module(argparse.Namespace(user_dir=str(USER_DIR)))
@@ -182,7 +181,7 @@ def _decode(folder: Path, policy: str, cache: str, tokens: int, threads: int) ->
         model, counters = _opened(folder, policy, cache)
         opening = time.perf_counter() - begin
         logits, took = _texted(model, tokens)
-    steps = took[1:] or took  # the first begins with an empty cache, and is longer
+    steps = took[1:] or took  # the first step starts with an empty expert cache, so it is slower
     return {
         "peak_bytes": peak[0],
         "seconds_opening": opening,
@@ -196,7 +195,7 @@ def _decode(folder: Path, policy: str, cache: str, tokens: int, threads: int) ->
 
 
 def _opened(folder: Path, policy: str, cache: str) -> tuple[nn.Module, Any]:
-    """Return the model as a command opens it, and the counters of its store, if it has one."""
+    """Open the model like a fairseq command; return the model and its store's counters, if any."""
     overrides = {"data": str(folder), "moe_expert_store": policy}
     if policy != BASE:
         overrides |= {"moe_expert_cache": cache, "moe_expert_tier": "disk"}
@@ -206,13 +205,13 @@ def _opened(folder: Path, policy: str, cache: str) -> tuple[nn.Module, Any]:
 
 @torch.no_grad()
 def _texted(model: nn.Module, tokens: int) -> tuple[Tensor, list[float]]:
-    """Return the logits of the second token, which every policy comes to, and the seconds of each."""
+    """Return the logits of the second token, which all policies compute, and the seconds of each token."""
     state: dict[str, dict[str, Tensor | None]] = {}
     text_BT, took, kept = torch.tensor([[SPECIAL]]), [], None
     begin = last = time.perf_counter()
     while len(took) < tokens and (len(took) < 2 or last - begin < SECONDS):
         logits_V = model(text_BT, incremental_state=state)[0][:, -1]
-        # Any next word will do, and a model that learned nothing repeats one: these go their own ways.
+        # An untrained model repeats one word, so the next word is chosen without the model.
         following = (int(logits_V.argmax()) + 7919 * len(took)) % (logits_V.shape[1] - SPECIAL) + SPECIAL
         text_BT = torch.cat([text_BT, torch.tensor([[following]])], dim=1)
         took.append(time.perf_counter() - last)

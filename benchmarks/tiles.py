@@ -1,9 +1,9 @@
-"""`python -m benchmarks.tiles`: time tiles of the grouped products on this GPU; print rows for the table.
+"""`python -m benchmarks.tiles`: time tile sizes of the grouped products on this GPU; print table rows.
 
 python -m benchmarks.tiles                          the layers A, C and E of benchmarks/layer_cases.py
 python -m benchmarks.tiles C 8192,2048,1408,64,6    C, and a layer of T, D, H, E and K; --swiglu for SwiGLU
 
-The table is `TABLE` of kernels/tiles.py. A row's shape class is to be added by hand.
+The rows are for `TABLE` of kernels/tiles.py. You must add the shape class of each row yourself.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels.tiles import Tile, choose, fitted
 
 ROUNDS, WARM, QUICK_ROUNDS = 20, 5, 1
-# Rows and columns of the candidates; stages are those of the tile in force, and one more or less.
+# Rows and columns of the candidates. The number of stages is that of the current tile, or differs by one.
 SIZES = ((64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
-# The GPU is busy for about a millisecond before a product, so that its launch does not wait for the host.
+# Before each product, the GPU is kept busy for about a millisecond, so that it never waits for the host.
 BUSY_CYCLES = 1_500_000
-CHOOSE = "fairseq_tutel.kernels.triton_launch.choose"  # every product gets its tile from it
+CHOOSE = "fairseq_tutel.kernels.triton_launch.choose"  # returns the tile of every product
 
 
 def main(words: list[str] | None = None) -> int:
@@ -88,15 +88,15 @@ def _products(t: Tensors) -> Iterator[tuple[str, Call]]:
 
 
 def _rows(op: str, call: Call, device: torch.device, name: str, rounds: int) -> Iterator[str]:
-    """Time the candidates of one product; yield the row of the fastest, then all as comments."""
+    """Time the candidates of one product; yield the fastest candidate's row, then all as comments."""
     kind, hardware, precision, rows, experts, n, k = given = _chosen(op, call, device)
     in_force = choose(*given)
     steps: dict[Tile, Callable[[], object]] = {}
     for tile in _candidates(in_force, kind, rows // experts, n, k):
         step = _step(op, call, device, tile)
         try:
-            step()  # compiles
-        except Exception as error:  # not enough shared memory or registers, or a limit of the compiler
+            step()  # the first call compiles the kernel
+        except Exception as error:  # too little shared memory, too few registers, or a compiler limit
             yield f"# {kind} {tile}: {type(error).__name__}: {str(error).splitlines()[0]}"
         else:
             steps[tile] = step
@@ -114,7 +114,7 @@ def _rows(op: str, call: Call, device: torch.device, name: str, rounds: int) -> 
 
 
 def _candidates(in_force: Tile, kind: str, rows: int, n: int, k: int) -> list[Tile]:
-    """Return the tiles to time, no larger than the matrices, the tile in force first."""
+    """Return the tiles to time: the current tile first, and none that is larger than the matrices."""
     found = [
         in_force._replace(
             block_m=m, block_n=columns, warps=8 if m * columns > 64 * 128 else 4, stages=stages
@@ -126,7 +126,7 @@ def _candidates(in_force: Tile, kind: str, rows: int, n: int, k: int) -> list[Ti
 
 
 def _chosen(op: str, call: Call, device: torch.device) -> tuple[str, str, str, int, int, int, int]:
-    """Return the arguments with which a product chooses its tile."""
+    """Return the arguments that determine the tile of a product."""
     found: list[Any] = []
     with mock.patch(CHOOSE, lambda *given: found.append(given) or choose(*given)):
         getattr(kernels.ops("triton", device), op)(*call.arguments, **call.keywords)

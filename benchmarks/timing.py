@@ -1,7 +1,6 @@
-"""Times of steps that are compared: in one process, in turns, each by its device's own clock.
+"""Measures the times of several steps, which run alternately in one process, with the device's clock.
 
-A slow moment of the machine hits all steps of a round; so what is compared is a step's time over the
-base's in the same round.
+Each step's time is divided by the baseline's time in the same round, in which the machine is equally slow.
 """
 
 import time
@@ -11,7 +10,7 @@ from statistics import median, quantiles
 import torch
 
 Step = Callable[[], object]
-# Ends a step and returns how to read its seconds once all rounds are over.
+# Ends the timing of a step; returns a function that returns its seconds after all rounds.
 Clock = Callable[[Step], Callable[[], float]]
 
 
@@ -25,11 +24,11 @@ def interleaved(
     """Run every step `warm` rounds unmeasured and then `rounds` rounds, each round in another order.
 
     Args:
-        steps: by name.
-        rounds: at least 1.
-        device: whose clock counts.
-        warm: rounds that do not count.
-        before: runs before every step, and is not timed.
+        steps: the steps by name.
+        rounds: number of rounds, at least 1.
+        device: the device whose clock is used.
+        warm: number of warm-up rounds.
+        before: a function that runs before every step, without being timed.
 
     Returns:
         `rounds` times of each step, in seconds, round by round.
@@ -40,7 +39,7 @@ def interleaved(
     for number in range(warm + rounds):
         first = number % max(len(names), 1)
         order = names[first:] + names[:first]
-        # Backwards every other time, or each would always find the caches that the same one left.
+        # Every second round is reversed, so that a step does not always run after the same other step.
         for name in order[:: -1 if number % 2 else 1]:
             before()
             reading = clock(steps[name])
@@ -57,7 +56,7 @@ def _by_wall_clock(step: Step) -> Callable[[], float]:
 
 
 def _by_cuda_events(step: Step) -> Callable[[], float]:
-    # No synchronization here: launches run ahead of the device, as in training.
+    # The host does not synchronize with the device here, so it launches kernels in advance as in training.
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     step()
@@ -74,7 +73,7 @@ CLOCKS: dict[str, Clock] = {"cpu": _by_wall_clock, "cuda": _by_cuda_events}
 
 
 def spread(numbers: Sequence[float], name: str) -> dict[str, float]:
-    """Return median, 20th and 80th percentile under `name`, `name_p20` and `name_p80`."""
+    """Return the median, 20th and 80th percentile with the keys `name`, `name_p20` and `name_p80`."""
     if len(numbers) == 1:
         low = high = numbers[0]
     else:
@@ -86,11 +85,11 @@ def against(times: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[s
     """Return every step's seconds, and its ratio to the base's time in the same round.
 
     Args:
-        times: as `interleaved` returns them.
-        base: one of their names; without it there are no ratios.
+        times: seconds from `interleaved`.
+        base: name of the baseline in `times`; if it is missing, there are no ratios.
 
     Returns:
-        For every name: seconds and ratio with their percentiles.
+        For each name, a dictionary with seconds and ratio, and with their percentiles.
     """
     summaries = {}
     for name, mine in times.items():

@@ -1,4 +1,4 @@
-"""Headless Chromium, controlled by its DevTools protocol over a pipe.
+"""Controls headless Chromium through its DevTools protocol over a pipe.
 
 The protocol: https://chromedevtools.github.io/devtools-protocol/
 """
@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-SECONDS = 60  # longest wait for an answer or for a page
+SECONDS = 60  # maximum time to wait for an answer or for a page
 TALLEST = 16_000  # pixels; Chromium cannot take larger pictures
 
 
@@ -39,7 +39,7 @@ class Browser:
         self._number = 0
         theirs, self._commands = os.pipe()
         self._answers, theirs_too = os.pipe()
-        # Chromium reads descriptor 3 and writes to descriptor 4; the copies are above both.
+        # Chromium reads file descriptor 3 and writes to 4. So the copies must have larger numbers.
         copies = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (theirs, theirs_too)]
 
         def connect() -> None:
@@ -55,7 +55,7 @@ class Browser:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            close_fds=False,  # descriptors 3 and 4 stay open; all others of Python close on exec
+            close_fds=False,  # keeps descriptors 3 and 4; exec closes Python's others
             preexec_fn=connect,
         )
         for end in (theirs, theirs_too, *copies):
@@ -94,7 +94,7 @@ class Browser:
         return answer["result"]
 
     def events(self, session: str) -> list[dict[str, Any]]:
-        """Return all events of a page until now."""
+        """Return all events of a page that have arrived until now."""
         return [event for event in self._events if event.get("sessionId") == session]
 
     def _next(self, deadline: float) -> dict[str, Any]:
@@ -130,10 +130,10 @@ class Page:
         self.wait_until("document.readyState === 'complete' && [...document.images].every(i => i.complete)")
 
     def wait_until(self, script: str) -> None:
-        """Wait until a JavaScript expression is true, also if the page reloads meanwhile."""
+        """Wait until a JavaScript expression is true, even if the page reloads during the wait."""
         deadline = time.monotonic() + SECONDS
         while True:
-            with contextlib.suppress(RuntimeError):  # a page that is loading has no value
+            with contextlib.suppress(RuntimeError):  # While the page loads, the expression has no value.
                 if self.value(script):
                     return
             if time.monotonic() > deadline:
@@ -141,7 +141,7 @@ class Page:
             time.sleep(0.05)
 
     def value(self, script: str) -> Any:
-        """Return the value of a JavaScript expression, as JSON can express it; a promise is awaited."""
+        """Return the value of a JavaScript expression, as JSON; wait for the result of a promise."""
         answer = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{script}: {answer['result'].get('description')}")
@@ -155,8 +155,8 @@ class Page:
         return base64.b64decode(answer["data"])
 
     def errors(self) -> list[str]:
-        """Return the errors in the console until now."""
-        self.value("0")  # reads the events that Chromium has already sent
+        """Return the errors that the page has logged in the console until now."""
+        self.value("0")  # this call also receives the events that Chromium has already sent
         found = []
         for event in self.browser.events(self.session):
             params = event["params"]

@@ -1,12 +1,12 @@
-"""The tables of docs/scaling.md about forms of parallelism: flags, and bytes of a rank by the formula."""
+"""Makes the table of docs/scaling.md about forms of parallelism: flags, and predicted bytes per rank."""
 
 import page
 from fairseq_tutel.parallel.cost import held_bytes
 
-# configs/hydra/zcode_64_experts.yaml, counted by tests/e2e/test_recipes.py's way of building it.
+# Parameter counts of configs/hydra/zcode_64_experts.yaml, which tests/e2e/test_recipes.py builds.
 DENSE, EXPERTS = 550_574_080, 9_669_574_656
 GPUS = 64
-# Form, recipe, flags, P, stage, offload.
+# The columns: form, recipe, flags, P, ZeRO stage, offload.
 FORMS = [
     ("data parallel alone", "", "--moe-expert-parallel-size 1", 1, 0, False),
     ("E", "parallel_e", "--moe-expert-parallel-size 64", 64, 0, False),
@@ -34,7 +34,7 @@ FORMS = [
 
 
 def forms_table() -> str:
-    """Return every form with what a rank holds."""
+    """Return the table: for every form, the bytes that a rank holds."""
     rows = []
     for form, recipe, flags, parallel, stage, offload in FORMS:
         held = held_bytes([DENSE], [EXPERTS // parallel], GPUS, parallel, stage, offload)

@@ -15,21 +15,21 @@ DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "performance.md"
 RESULTS = DOCS.parent / "benchmarks" / "results"
 BENCHMARKS = ("layer", "step", "generate", "collectives", "compiled")
-SIZES = (64, 4096, 262144, 16777216)  # bytes of a collective
+SIZES = (64, 4096, 262144, 16777216)  # sizes of collectives in the table, in bytes
 
-# See benchmarks/output.py.
+# The columns are described in benchmarks/output.py.
 Row = dict[str, Any]
 
 
 class Result(NamedTuple):
-    """One file that a benchmark wrote; content: see `benchmarks.output.Report`."""
+    """A file that a benchmark wrote; `content` has the form of `benchmarks.output.Report`."""
 
     name: str
     content: dict[str, Any]
 
     @property
     def command(self) -> str:
-        """Return the command that wrote it."""
+        """Return the command that wrote the file."""
         words = [f"python -m benchmarks.{self.content['benchmark']}"]
         for key, value in self.content["options"].items():
             if value is True:
@@ -68,7 +68,7 @@ def read() -> list[Result]:
 
 
 def ratios(results: Sequence[Result], unit: str, of_dense: Callable[[Row], str]) -> str:
-    """Return every variant's time over the dense time, a line for each configuration."""
+    """Return the table of every variant's time divided by the dense time, one line per configuration."""
     lines: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
     for result in results:
         for row in result.content["rows"]:
@@ -89,7 +89,7 @@ def _ratio(row: Row | None) -> str:
 
 
 def memory_table(results: Sequence[Result]) -> str:
-    """Return the saved activations of each variant in MiB, once for each configuration in fp32."""
+    """Return the table of saved activations in MiB, with one line per configuration in fp32."""
     lines: dict[str, dict[str, int]] = defaultdict(dict)
     for result in results:
         for row in result.content["rows"]:
@@ -104,7 +104,7 @@ def memory_table(results: Sequence[Result]) -> str:
 
 
 def collectives_table(results: Sequence[Result]) -> str:
-    """Return gloo's microseconds and every way's time over them, a column for each of SIZES."""
+    """Return the table of gloo's microseconds and each plan's time divided by gloo's, for each of SIZES."""
     lines: dict[tuple[str, int, str], dict[int, str]] = defaultdict(dict)
     for result in results:
         for row in result.content["rows"]:
@@ -118,7 +118,7 @@ def collectives_table(results: Sequence[Result]) -> str:
 
 
 def compiled_table(result: Result) -> str:
-    """Return the extremes of the compiled kernels, a line for each target."""
+    """Return the table of the compiled kernels' largest resources, with one line per target."""
     targets: dict[str, list[Row]] = defaultdict(list)
     for row in result.content["rows"]:
         if "registers" in row:
@@ -142,7 +142,7 @@ def compiled_table(result: Result) -> str:
 
 
 def launches_table(result: Result) -> str:
-    """Return a layer's launches, host reads and bytes."""
+    """Return the table of a layer's launches, host reads and bytes."""
     rows = [
         [row["configuration"], row["variant"], row["launches"], row["reads"], f"{row['bytes'] / 1e9:.2f}"]
         for row in result.content["rows"]

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "report.png"
 RUNS = {name: Path("docs", "report", f"{name}.json") for name in ("dense", "moe")}
 WIDTH = 960  # pixels
-KEY = "report"  # of the fingerprint in the picture's metadata
+KEY = "report"  # key of the fingerprint in the picture's metadata
 # The rest of the report is not in the picture.
 LEFT_OUT = r'<header>.*?</header>|<footer>.*?</footer>|<section id="(?!loss"|load").*?</section>'
 STYLE = """

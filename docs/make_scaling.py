@@ -31,14 +31,14 @@ RESULTS = DOCS.parent / "benchmarks" / "results"
 
 A100 = PRESETS["a100"]
 LOCAL = 8
-GPUS = [8 * 2**n for n in range(12)]  # 8 to 16,384
+GPUS = [8 * 2**n for n in range(12)]  # cluster sizes: 8 to 16,384 GPUs
 SIZES_MIB = (1 / 16, 1, 8, 32, 256)
-# A layer whose exchange is 32 MiB a rank, of fewer experts than GPUs from 128 on.
+# A layer with exchanges of 32 MiB per rank. It has fewer experts than GPUs on 128 GPUs or more.
 LAYER = Work(tokens=4096, model_dim=2048, hidden_dim=8192, experts=64)
-# One with large experts, where gathering weights and moving tokens weigh about the same.
+# A layer with large experts, for which gathering weights and sending tokens cost about the same.
 LARGE_LAYER = Work(tokens=4096, model_dim=4096, hidden_dim=32768, experts=64)
 TOKENS = [2**n for n in range(5, 18)]
-# What the paper averages pipelining over: experts of a GPU, D, H, tokens of a GPU, GPUs; 3^5 settings.
+# The paper's 3^5 settings for pipelining: experts per GPU, D, H, tokens per GPU, number of GPUs.
 PAPER_GRID = (
     (0.5, 1, 2),
     (1024, 2048, 4096),
@@ -70,7 +70,7 @@ def filled_in(text: str) -> str:
 
 
 def presets_table() -> str:
-    """Return the numbers of each GPU in the model."""
+    """Return the table of each GPU preset's numbers in the cost model."""
     rows = [
         [
             f"`{key}`",
@@ -89,7 +89,7 @@ def presets_table() -> str:
 
 
 def gain_of_2dh(gpus: int, mebibytes: float) -> float:
-    """Return the time of linear over that of 2DH, for an all-to-all over all A100s."""
+    """Return the time of the linear all-to-all over all A100s, divided by that of 2DH."""
     linear, hierarchical = (
         exchange_seconds(mebibytes * 2**20, A100, gpus // LOCAL, LOCAL, a) for a in ("linear", "2dh")
     )
@@ -97,22 +97,23 @@ def gain_of_2dh(gpus: int, mebibytes: float) -> float:
 
 
 def algorithms_table() -> str:
-    """Return 2DH against linear by cluster and message size."""
+    """Return the table that compares linear and 2DH by cluster size and message size."""
     rows = [[f"{gpus:,}", *(f"{gain_of_2dh(gpus, size):.2f}" for size in SIZES_MIB)] for gpus in GPUS[1::2]]
     return page.table(rows, ["A100s", *(f"{_size(size)} a rank" for size in SIZES_MIB)])
 
 
 def choices(work: Work, gpus: int) -> dict[Strategy, float]:
-    """Return the seconds of all strategies of a layer with experts on all GPUs."""
+    """Return the predicted seconds of every strategy, for a layer with experts on all GPUs."""
     cluster = Cluster(nodes=gpus // LOCAL, local=LOCAL, expert_parallel_size=gpus)
     strategies = {strategy for c, strategy in candidates(work, gpus // LOCAL, LOCAL) if c == cluster}
     return {strategy: step_seconds(work, A100, cluster, strategy) for strategy in strategies}
 
 
 def gains(work: Work, gpus: int) -> dict[str, float]:
-    """Return the gain of the best strategy over static ones: "r" over r = 1, "d" over d = 1 and linear.
+    """Return the predicted speedup of the best strategy over each static strategy.
 
-    The first lets r alone change, at d = 1 and linear; the second leaves r at 1.
+    For the entries about r, only r changes; d is 1 and the algorithm is linear. For the entry about d and
+    linear, r is 1.
     """
     times = choices(work, gpus)
     plain = {r: times[Strategy(adaptive_r=r)] for r in {strategy.adaptive_r for strategy in times}}
@@ -126,7 +127,7 @@ def gains(work: Work, gpus: int) -> dict[str, float]:
 
 
 def paper_table() -> str:
-    """Return the paper's numbers and the model's."""
+    """Return the table with the paper's and the cost model's numbers."""
     grid = [
         gains(Work(tokens=t, model_dim=d, hidden_dim=h, experts=round(e * w)), w)
         for e, d, h, t, w in product(*PAPER_GRID)
@@ -160,7 +161,7 @@ def paper_table() -> str:
 
 
 def schedule_table(content: dict[str, Any]) -> str:
-    """Return bounds of all-gathers on networks, and the times of their trees."""
+    """Return the table of lower bounds for all-gathers on networks, and of the times of their trees."""
 
     def trees(found: dict[str, Any]) -> str:
         return f"{found['trees']}; {found['shapes']}, {found['depth']}; {found['seconds']:.3f} s"
@@ -185,7 +186,7 @@ def schedule_table(content: dict[str, Any]) -> str:
 
 
 def collectives_table(content: dict[str, Any]) -> str:
-    """Return measured and predicted times of collectives on emulated networks."""
+    """Return the table of measured and predicted times of collectives on emulated networks."""
     cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in content["rows"]:
         collective, _, way = row["variant"].partition(", ")
@@ -205,7 +206,7 @@ def collectives_table(content: dict[str, Any]) -> str:
 
 
 def draw_algorithms(path: Path) -> None:
-    """Draw linear over 2DH by cluster size, for each message size."""
+    """Draw the time of linear divided by that of 2DH over cluster sizes, for each message size."""
     with matplotlib.rc_context({"font.size": 9}):
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.add_subplot(xlabel="A100s, 8 of a node", ylabel="linear / 2DH")
@@ -219,7 +220,7 @@ def draw_algorithms(path: Path) -> None:
 
 
 def draw_sizes(path: Path) -> None:
-    """Draw a layer's step by cluster size: static strategies, the adaptive one, and the best P."""
+    """Draw a layer's time over cluster sizes: static strategies, the adaptive strategy, and the best P."""
     curves: dict[str, list[float]] = defaultdict(list)
     for gpus in GPUS:
         times = choices(LAYER, gpus)
@@ -238,7 +239,7 @@ def draw_sizes(path: Path) -> None:
 
 
 def draw_parallelism(path: Path) -> None:
-    """Draw the cost of static r over the best r, by tokens of a rank, on 2,048 and 16,384 GPUs."""
+    """Draw each r's time divided by the best r's, over tokens per rank, on 2,048 and 16,384 GPUs."""
     with matplotlib.rc_context({"font.size": 9}):
         figure = Figure(figsize=(7, 3.6), layout="constrained")
         plots = figure.subplots(1, 2, sharey=True)

@@ -21,7 +21,7 @@ from fairseq_tutel.tools.flags import THEMES, all_options
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "docs" / "flags.md"
 WIDTH = 160
-# Short forms of the rules of options.
+# Rules of options -> short forms for the page.
 SHORT = {
     "a whole number of MoE layers, at least ": "≥ ",
     "a whole number, at least ": "≥ ",
@@ -77,7 +77,7 @@ def _plain(name: str) -> str:
 
 
 def metrics() -> str:
-    """Return the list of metrics, J for the choice, with the names of their lists over layers."""
+    """Return the list of metrics with the names of their lists over layers; J stands for the choice."""
     return "\n".join(
         _wrapped(
             f"- `{metric.name.format('J')}`"

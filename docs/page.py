@@ -1,6 +1,6 @@
-"""What the scripts that write tables into a page have in common: places for tables, --check.
+"""Functions for the scripts that write tables into a page: they find the tables' places and handle --check.
 
-A place for the table "x" is the line `<!-- x -->`; the table ends before the next `<!-- end -->`.
+The table "x" is between the line `<!-- x -->` and the next line `<!-- end -->`.
 """
 
 import argparse
@@ -11,15 +11,15 @@ from pathlib import Path
 
 
 def filled(text: str, page: str, tables: Mapping[str, str]) -> str:
-    """Return a page's text with every table in its place.
+    """Return a page's text with new tables.
 
     Args:
-        text: of the page.
-        page: its name, for errors.
-        tables: by the names of their places.
+        text: text of the page.
+        page: name of the page, for error messages.
+        tables: the new tables by name.
 
     Raises:
-        ValueError: a table has no place, or several.
+        ValueError: the page has no place, or several places, for a table.
     """
     for name, table in tables.items():
         pattern = rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)"
@@ -30,15 +30,15 @@ def filled(text: str, page: str, tables: Mapping[str, str]) -> str:
 
 
 def run(path: Path, filled_in: Callable[[str], str], description: str | None) -> bool:
-    """Rewrite a page, or with --check end the process, with 1 where a table is out of date.
+    """Rewrite a page. With --check, end the process with exit code 1 if a table is out of date, else 0.
 
     Args:
-        path: of the page.
-        filled_in: returns its text with all tables.
-        description: for --help.
+        path: path of the page.
+        filled_in: function that returns the page's text with new tables.
+        description: description for --help.
 
     Returns:
-        Whether the page was rewritten, so that its pictures are to be drawn too.
+        Whether the page was rewritten; the caller then also draws the page's pictures.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
@@ -55,6 +55,6 @@ def run(path: Path, filled_in: Callable[[str], str], description: str | None) ->
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
-    """Return a table without alignment, whose cells are left as they are."""
+    """Return a Markdown table without alignment; cells are not changed."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -18,7 +18,7 @@ from PIL import Image
 from browser import Browser, Page, chromium
 
 WIDTHS = {"wide": 1280, "narrow": 400}  # pixels
-TALLEST = 6000  # pixels of a picture
+TALLEST = 6000  # maximum height of a picture in pixels
 OVERFLOW = """
 (() => {
   const reach = e => e.getBoundingClientRect().right + scrollX;
@@ -32,7 +32,7 @@ MISSING = "[...document.images].filter(i => !i.naturalWidth).map(i => i.alt || i
 
 
 def taken(browser: Browser, file: Path, folder: Path, name: str) -> Iterator[tuple[Path, list[str]]]:
-    """Take the four pictures of a page; yield the file of each, and the page's problems.
+    """Take the four pictures of a page; yield each picture's file and problems.
 
     Args:
         browser: the running browser.
@@ -51,7 +51,7 @@ def taken(browser: Browser, file: Path, folder: Path, name: str) -> Iterator[tup
 
 
 def problems_of(page: Page, picture: bytes, dark: bool) -> list[str]:
-    """Return what is wrong with an open page and its picture, one sentence each."""
+    """Return one sentence for each problem of an open page and its picture."""
     problems = [f"the console has the error: {error}" for error in page.errors()]
     if wide := page.value(OVERFLOW):
         problems.append(f"the page is wider than {page.width} pixels, because of {wide}")

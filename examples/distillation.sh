@@ -4,11 +4,11 @@
 #
 #   examples/distillation.sh DATA_DIR [OUT]
 #
-# DATA_DIR is that of language_model.sh; its 4-layer MoE model is the teacher. The student starts as the teacher
-# without its second layer. It is trained without the teacher, with it for the first half of the updates
-# (staged), and with it to the end (full). Prints perplexities on the report half.
-# It takes 18 minutes on one core.
-# Environment: SEEDS of students ("1 2 3"), UPDATES of theirs (300), START (the teacher's, 640), ALPHA (1).
+# DATA_DIR is the folder for language_model.sh. The teacher is the 4-layer MoE model of that script. The student
+# starts as the teacher without its second layer. It is trained without the teacher, with the teacher for the
+# first half of the updates (staged), and with the teacher to the end (full). The script prints perplexities on
+# the report half, and takes 18 minutes on one core.
+# Environment: SEEDS (of students, "1 2 3"), UPDATES (of students, 300), START (updates of the teacher, 640), ALPHA (1).
 set -euo pipefail
 
 data=${1:?usage: examples/distillation.sh DATA_DIR [OUT]}

@@ -1,7 +1,7 @@
 """Print the table of examples/distillation.sh: python examples/distillation_table.py OUT.
 
-Perplexity on the report half, mean over seeds with standard deviation; "against" is the difference to
-the student without a teacher, seed by seed; seconds are the training time.
+The table has perplexities on the report half: means over seeds with standard deviations. "Against" is the
+difference to the student without a teacher with the same seed. Seconds are the training time.
 """
 
 import re
@@ -14,12 +14,12 @@ from tabulate import tabulate
 
 
 def seconds(run: Path) -> float:
-    """Return the training time."""
+    """Return the training time of a run in seconds."""
     return float(re.findall(r'"train_wall": "(\d+)"', (run / "output.txt").read_text())[-1])
 
 
 def shown(values: list[float], sign: str = "") -> str:
-    """Return the mean, and the standard deviation of several."""
+    """Return the mean of the values and, if there are several, the standard deviation."""
     spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):{sign}.2f}{spread}"
 

@@ -1,7 +1,7 @@
 """Compute log-mel filter banks and manifests for --task speech_to_text, with torch alone.
 
-fairseq itself needs torchaudio or PyKaldi. This writes SPLIT.tsv, config.yaml and one banks/NAME.npy per
-sound to OUT.
+fairseq's scripts need torchaudio or PyKaldi; this script does not. It writes SPLIT.tsv, config.yaml and one
+banks/NAME.npy per sound to OUT.
 
     python examples/filter_banks.py OUT --split train --text train.txt SOUND.wav …
 
@@ -21,15 +21,15 @@ WINDOW_S, STEP_S = 0.025, 0.010
 
 
 def filter_banks(samples: Tensor, rate: int, bins: int) -> Tensor:
-    """Return the log of the energy in `bins` mel bands of every 10 ms.
+    """Return the log energy in `bins` mel bands, for every 10 ms.
 
     Args:
-        samples: [samples] in -1 to 1.
-        rate: samples a second.
-        bins: B.
+        samples: one-dimensional tensor of samples from -1 to 1.
+        rate: number of samples per second.
+        bins: B, the number of mel bands.
 
     Returns:
-        [N, B] float32, of mean 0 and standard deviation 1 in every band.
+        [N, B] float32, with mean 0 and standard deviation 1 in every band.
     """
     window, step = int(WINDOW_S * rate), int(STEP_S * rate)
     size = 1 << (window - 1).bit_length()
@@ -42,7 +42,7 @@ def filter_banks(samples: Tensor, rate: int, bins: int) -> Tensor:
 
 
 def _mel_filters(frequencies: int, rate: int, bins: int) -> Tensor:
-    """Return triangles [B, F] whose corners lie evenly on the mel scale (O'Shaughnessy, 1987)."""
+    """Return triangular filters [B, F] with equal distances on the mel scale (O'Shaughnessy, 1987)."""
     edges = torch.linspace(0, 2595 * math.log10(1 + rate / 2 / 700), bins + 2)
     edges = 700 * (10 ** (edges / 2595) - 1)
     hertz = torch.linspace(0, rate / 2, frequencies)
@@ -52,7 +52,7 @@ def _mel_filters(frequencies: int, rate: int, bins: int) -> Tensor:
 
 
 def read(path: Path) -> tuple[Tensor, int]:
-    """Return the samples of a .wav of 16 bits and one channel, and how many there are a second."""
+    """Return the samples of a .wav file with 16 bits and one channel, and its sampling rate."""
     with wave.open(str(path)) as file:
         samples = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
         return torch.from_numpy(samples.astype(np.float32) / 32768), file.getframerate()

@@ -3,8 +3,8 @@
 #
 #   examples/language_model.sh DATA_DIR [OUT]
 #
-# DATA_DIR holds WikiText-2's test.txt and valid.txt. There is no train split. So this trains on test.txt,
-# tunes on the first half of valid.txt, and reports on the second. These are NOT the published splits.
+# DATA_DIR has WikiText-2's test.txt and valid.txt, but no train split. So models are trained on test.txt, tuned on
+# the first half of valid.txt, and evaluated on the second half. These are NOT the published splits.
 # Environment: SEEDS (default "1 2 3"), MODELS ("dense moe"), EXTRA (more flags of fairseq-train, which
 # win), OMP_NUM_THREADS (all cores).
 set -euo pipefail

@@ -72,7 +72,7 @@ for side in encoder decoder; do
         "--$side-embed-dim" "$(size d_model)" "--$side-attention-heads" "$(size "${side}_attention_heads")"
         "--$side-normalize-before")
 done
-# NLLB's form: the source begins with its language, and the target with </s> and its language.
+# In NLLB, a source begins with its language, and a target with </s> and its language.
 rm -rf "$out/model" && mkdir -p "$out/model"
 fairseq-train "$out/data" --user-dir "$root/user_dir" --finetune-from-model "$out/upcycled.pt" \
     --task moe_translation_multi_simple_epoch --langs "$from,$to" --lang-pairs "$from-$to" \

@@ -1,6 +1,6 @@
 """Add noise to plain text for a denoising task: python examples/noise.py < text > noised.
 
-Each word is deleted with probability DELETED; the others move by less than WINDOW positions.
+Each word is deleted with probability DELETED; all other words move by less than WINDOW positions.
 """
 
 import random
@@ -11,7 +11,7 @@ WINDOW = 3
 
 
 def main() -> None:
-    """Write every line of standard input with noise; the noise is equal in every run."""
+    """Write every line of standard input with noise; every run draws the same noise."""
     generator = random.Random(1)
     for line in sys.stdin:
         words = line.split()

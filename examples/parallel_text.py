@@ -1,4 +1,4 @@
-"""Split two parallel text files into train, valid and test, and words into pieces, for fairseq-preprocess.
+"""Split parallel text files into train, valid and test, and words into pieces, for fairseq-preprocess.
 
 Writes OUT/plain/{train,valid,test}.{de,en}, OUT/pieces/ with the same names, and OUT/bpe.model, which is
 trained unless --sentencepiece-model is given.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import sentencepiece
 
-# Sentences for validation and for the test: this part of all, and at most so many.
+# Valid and test each have this part of all sentences, but at most this number.
 HELD_OUT, MOST = 0.03, 500
 
 
@@ -68,7 +68,7 @@ def trained(folder: Path, pairs: list[tuple[str, str]], size: int) -> Path:
             model_prefix=str(folder / "bpe"),
             model_type="unigram",
             vocab_size=size,
-            hard_vocab_limit=False,  # small texts have fewer pieces
+            hard_vocab_limit=False,  # a small text may have fewer pieces than the wanted number
             character_coverage=1.0,
             minloglevel=2,
         )
@@ -83,7 +83,7 @@ def trained(folder: Path, pairs: list[tuple[str, str]], size: int) -> Path:
 
 def lines(path: Path) -> list[str]:
     """Return the lines of a text file, without spaces at the ends."""
-    # Not read_text, for which a carriage return ends a line, too.
+    # This does not use read_text, which also splits lines at carriage returns.
     return [line.strip() for line in path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")]
 
 

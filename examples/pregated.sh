@@ -4,9 +4,9 @@
 #
 #   examples/pregated.sh DATA_DIR [OUT]
 #
-# DATA_DIR and the models are those of translation.sh. The conventional model is trained for as many
-# more updates as the fine-tuned one, from the same checkpoint with the same schedule. Skips results that OUT
-# has. Prints a table at the end.
+# DATA_DIR and the models are those of translation.sh. The conventional model is trained further from the same
+# checkpoint, with as many updates and the same schedule as the fine-tuned model. Results that OUT already has are
+# skipped. A table is printed at the end.
 # Environment: UPDATES of fine-tuning (200), SEEDS ("1 2 3"), OMP_NUM_THREADS (all cores).
 set -euo pipefail
 

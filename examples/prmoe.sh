@@ -4,8 +4,8 @@
 #
 #   examples/prmoe.sh WIKITEXT_DIR MULTI30K_DIR [OUT]
 #
-# Equal active FLOPs: each token uses two networks of half the dense width: two experts (standard), or one
-# expert and a dense part (residual). Skips results that OUT has. Prints the tables at the end.
+# Active FLOPs are equal, because each token uses two networks of half the dense width: two experts (standard), or one
+# expert and a dense part (residual). Results that OUT already has are skipped. Tables are printed at the end.
 # On one core the language models (5 cases, 3 seeds) take about 20 minutes, the translation models (4 cases,
 # 3 seeds) about 40.
 # Environment: SEEDS ("1 2 3"), CASES (all), STUDIES ("language_model translation"), OMP_NUM_THREADS.
@@ -22,7 +22,7 @@ declare -A length=(
     [language_model]="--max-epoch 1 --max-update 320 --total-num-update 320 --disable-validation"
     [translation]="--max-update 250 --total-num-update 250 --disable-validation"
 )
-# Experts of each layer, encoder first: more of them in the deeper ones, or in the first ones.
+# Numbers of experts per layer, encoder first. `deep` has more experts in later layers, `shallow` in earlier ones.
 declare -A deep=([language_model]=4,4,8,16 [translation]=4,8,16,4,8,16)
 declare -A shallow=([language_model]=16,8,4,4 [translation]=16,8,4,16,8,4)
 cases=${CASES:-standard residual pyramid both fewer inverted}

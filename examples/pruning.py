@@ -5,9 +5,10 @@
 DATA_BIN is binarized parallel text, such as OUT/bin of translation.sh. For each seed, the model of
 translation_model.py is trained: the sizes of quickstart.sh, but 16 experts per layer, and 300 updates.
 Loads and importances are collected on the first 2,000 sentences of train, and perplexity is measured on
-valid. A share of the experts of each layer is kept, or ("global") of the whole model. "random" keeps the
-same random experts in all layers. BLEU is measured on test, for experts that are kept by load and by
-importance. Skips models and results that OUT has. Prints a table at the end.
+valid. A share of each layer's experts is kept; with "global", a share of the whole model's experts.
+"random" keeps the same random experts in all layers. BLEU is measured on test for the experts with the
+highest load or importance. Models and results that OUT already has are skipped. A table is printed at the
+end.
 Environment: SEEDS ("1 2 3"), SHARES ("0.75 0.5 0.25"), OMP_NUM_THREADS (all cores).
 """
 
@@ -27,13 +28,13 @@ WAYS = {
     "load, global": ("load", "--globally"),
     "importance, global": ("importance", "--globally"),
 }
-TRANSLATED = ("load", "importance")  # ways whose BLEU is measured
+TRANSLATED = ("load", "importance")  # selections for which BLEU is measured
 
 
 def results(data: Path, folder: Path, seed: int, shares: list[float]) -> dict[str, float]:
     """Return the scores of the models of a seed by name, such as "0.5 load"; "1" is the whole model.
 
-    A name is that of a perplexity, or with ", BLEU" that of a BLEU.
+    A name with ", BLEU" at the end has a BLEU score, any other name a perplexity.
     """
     path, file, use = train(data, folder, seed), folder / "results.json", folder / "use.json"
     if not use.exists():

@@ -5,8 +5,8 @@
 DATA_BIN is binarized parallel text, such as OUT/bin of translation.sh. For each seed, the model of
 translation_model.py is trained: the sizes of quickstart.sh, but 16 experts per layer, and 300 updates.
 `convert sharded` stores its experts in each format. Perplexity on valid and BLEU on test are measured with
-an expert store (on-demand). Skips models and results that OUT has; OUT may be that of pruning.py, which
-trains the same models. Prints a table at the end.
+an expert store (on-demand). Models and results that OUT already has are skipped. OUT may be the folder of
+pruning.py, which trains the same models. A table is printed at the end.
 Environment: SEEDS ("1 2 3"), OMP_NUM_THREADS (all cores).
 """
 
@@ -22,14 +22,15 @@ from routing_table import mean_of
 from tabulate import tabulate
 from translation_model import bleu, perplexity, run, train
 
-BITS = {"fp32": "32", "bf16": "16", "int8": "8.2", "int4": "4.25"}  # per expert weight, with the scales
-OTHERS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}  # --moe-inference-dtype
-# Experts, others.
+BITS = {"fp32": "32", "bf16": "16", "int8": "8.2", "int4": "4.25"}  # bits per expert weight, with scales
+# Formats of the other weights -> --moe-inference-dtype.
+OTHERS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+# Formats of the experts and of the other weights.
 CASES = (
     *((name, "fp32") for name in BITS),
     *((name, other) for other in ("bf16", "int8") for name in ("int8", "int4")),
 )
-# How a score differs from that of the same seed in fp32.
+# Score -> function that compares it with the score of the same seed in fp32.
 CHANGES = {
     "perplexity": lambda value, base: 100 * (value / base - 1),
     "BLEU": lambda value, base: value - base,

@@ -30,7 +30,7 @@ out=${3:-outputs/quickstart}
 updates=${UPDATES:-300} vocab=${VOCAB:-2000}
 [[ "$updates" =~ ^[1-9][0-9]*$ ]] || refuse "UPDATES is $updates; give a number of at least 1."
 [[ "$vocab" =~ ^[1-9][0-9]*$ ]] || refuse "VOCAB is $vocab; give a number of at least 1."
-# All checks come first, so that bad input leaves OUT as it was.
+# All checks are done first, so that bad input does not change OUT.
 if [ -e "$out" ] && [ ! -d "$out" ]; then refuse "OUT is $out, which is not a folder; give another name."; fi
 parent=$out
 while [ ! -e "$parent" ]; do parent=$(dirname "$parent"); done
@@ -77,7 +77,7 @@ fairseq-preprocess --source-lang "$from" --target-lang "$to" --joined-dictionary
     || { tail -n 5 "$out/preprocess.log" >&2; exit 1; }
 grep "sents" "$out/preprocess.log"
 
-# The size of a model of two minutes. For a real one, see docs/from_dense.md.
+# The sizes of a model that trains in two minutes. For sizes of real models, see docs/from_dense.md.
 shared=(--max-tokens 2048 --encoder-layers 2 --decoder-layers 2
     --encoder-embed-dim 128 --encoder-ffn-embed-dim 512 --encoder-attention-heads 4
     --decoder-embed-dim 128 --decoder-ffn-embed-dim 512 --decoder-attention-heads 4

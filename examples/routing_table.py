@@ -1,10 +1,10 @@
 """Print the table of examples/routing_study.sh: python examples/routing_table.py OUT.
 
-Columns: perplexity on the report half, with training capacity and without dropping; the share of dropped
-assignments; and the load of the busiest expert in even shares over 20 updates, averaged over layers. The
-last two are from the last 100 updates of training. Values are means over seeds with standard deviations.
-"against" is the difference in perplexity, seed by seed, to position at the same capacity, or to gshard
-without dropping.
+Columns: perplexity on the report half, with the training capacity and without dropping; the share of
+dropped assignments; and the busiest expert's load relative to an even share, over 20 updates and averaged
+over layers. The last two columns are from the last 100 updates. Values are means over seeds with standard
+deviations. "against" is the difference in perplexity with the same seed to position at the same capacity,
+or in dropless training to gshard.
 """
 
 import re
@@ -20,7 +20,7 @@ LAST_RECORDS = 5
 
 
 def perplexity(path: Path) -> float:
-    """Return what fairseq-eval-lm printed into this file."""
+    """Return the perplexity in an output file of fairseq-eval-lm."""
     return float(re.findall(r"Perplexity: ([\d.]+)", path.read_text())[-1])
 
 

@@ -1,9 +1,9 @@
 """Print a table of the scores in OUT: python examples/score_table.py OUT MODEL[:BASE] [MODEL …].
 
-A model is a set of folders OUT/MODEL-SEED, each with a score.txt: perplexity, and BLEU for translation.
-Its row has the parameters (in millions, if its training log exists) and each score's mean and standard
-deviation over seeds. "against" is the difference, seed by seed, to the model BASE. Models without a score
-are omitted.
+A model has one folder OUT/MODEL-SEED per seed, with a score.txt: perplexity, and BLEU for translation. The
+row of a model has its parameters (in millions, if the training log exists), and the mean and standard
+deviation of each score over seeds. "against" is the difference to the model BASE with the same seed. Models
+without a score are omitted.
 """
 
 import re

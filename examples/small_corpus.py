@@ -1,6 +1,6 @@
 """Write a small German-English corpus from a toy grammar: FOLDER/train.de and FOLDER/train.en.
 
-It stands in for a user's own two text files. Each German form has one English translation.
+The corpus is an example of a user's two text files. Each German form has one English translation.
 """
 
 import itertools
@@ -26,14 +26,14 @@ PLACES = (
     *(("im Garten", "in the garden"), ("am Fluss", "at the river"), ("auf der Straße", "on the street")),
     *(("hinter dem Haus", "behind the house"), ("im Wald", "in the forest"), ("", "")),
 )
-# Article and ending of the adjective, by case and gender.
+# Article and adjective ending, by case and gender.
 SUBJECT = {"m": ("der", "e"), "f": ("die", "e"), "n": ("das", "e")}
 OBJECT = {"m": ("den", "en"), "f": ("die", "e"), "n": ("das", "e")}
 SENTENCES = 6000
 
 
 def sentences() -> list[tuple[str, str]]:
-    """Return pairs of a German and an English sentence, the same at every call."""
+    """Return pairs of a German and an English sentence; every call returns the same pairs."""
     random_numbers = random.Random(1)
     people = list(itertools.product(NOUNS, ADJECTIVES))
     pairs: dict[str, str] = {}

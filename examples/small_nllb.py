@@ -1,6 +1,6 @@
 """Write a folder with a small random model in the format of the released NLLB-200.
 
-It stands in for a released model, which takes gigabytes. The tokenizer is trained on the given text files.
+The folder replaces a released model of several gigabytes in tests. The tokenizer is trained on text files.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> None:
     pieces = tokenizer(folder, arguments.texts, arguments.vocab_size)
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     special |= {"sep_token": "</s>", "cls_token": "<s>", "mask_token": "<mask>"}
-    # fairseq's four special tokens replace the three of sentencepiece. Languages and <mask> follow.
+    # fairseq's four special tokens replace sentencepiece's three. Languages and <mask> are at the end.
     first = dict(enumerate(("<s>", "<pad>", "</s>", "<unk>")))
     added = first | dict(enumerate([*languages, "<mask>"], pieces + 1))
     settings = {

@@ -1,4 +1,4 @@
-"""Translate the first test sentences with a trained model, and print them beside the reference."""
+"""Translate the first test sentences with a trained model, and print each output with its reference."""
 
 import itertools
 import sys

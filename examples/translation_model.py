@@ -17,7 +17,7 @@ from fairseq_tutel.__main__ import main as tool
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERTS = 16
-# The flags of quickstart.sh, but for the number of experts.
+# The flags of quickstart.sh, with another number of experts.
 FLAGS = f"""
     --task moe_translation --arch moe_transformer_iwslt_de_en --criterion moe_label_smoothed_cross_entropy
     --moe-freq 1 --moe-expert-count {EXPERTS} --moe-top-k 2 --moe-expert-ffn-dim 256
@@ -46,7 +46,7 @@ def command(name: str, *words: object) -> list[str]:
 
 
 def train(data: Path, folder: Path, seed: int) -> Path:
-    """Train the model of a seed unless the folder has it; return its checkpoint."""
+    """Train the model with this seed, unless the folder already has it; return its checkpoint."""
     path = folder / "checkpoint_last.pt"
     folder.mkdir(parents=True, exist_ok=True)
     if not path.exists():

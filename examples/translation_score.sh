@@ -3,7 +3,7 @@
 #
 #   examples/translation_score.sh DATA_DIR BIN RUN
 #
-# BIN is the folder of fairseq-preprocess, RUN the folder of checkpoint_last.pt.
+# BIN is the output folder of fairseq-preprocess. RUN is the folder with checkpoint_last.pt.
 set -euo pipefail
 
 data=${1:?usage: examples/translation_score.sh DATA_DIR BIN RUN}

@@ -3,9 +3,9 @@
 #
 #   examples/upcycling.sh DATA_DIR [OUT]
 #
-# DATA_DIR is that of translation.sh; both start from its dense model. Each layer of the upcycled model has 8
-# experts that are halves of its FFN. A token uses two, so FLOPs and the first output are equal.
-# Environment: START (updates before, 200), UPDATES (after, 250), SEEDS of the second part ("1 2").
+# DATA_DIR is the folder for translation.sh. Both runs start from the dense model of that script. Each layer of the
+# upcycled model has 8 experts that are halves of its FFN. A token uses two experts, so FLOPs and the first output are
+# equal. Environment: START (updates of the dense model, 200), UPDATES (further updates, 250), SEEDS (of these, "1 2").
 set -euo pipefail
 
 data=${1:?usage: examples/upcycling.sh DATA_DIR [OUT]}

@@ -15,8 +15,8 @@ out=${2:-outputs/vision}
 export PATH="$root/.venv/bin:$PATH"
 updates=${UPDATES:-500}
 
-# The MoE model has 8 experts in every second block of a stage, each as wide as the FFN; a patch uses one.
-# Capacity factor 1.25, load and importance losses, gate noise.
+# The MoE model has 8 experts in every second block of a stage. Each is as wide as the FFN; a patch uses one expert.
+# Training uses capacity factor 1.25, load and importance losses, and gate noise.
 moe="--task moe_image_classification --arch swin_v2_moe --criterion moe_image_classification
     --moe-expert-count 8 --moe-freq 2 --swin-expert-dropout 0"
 declare -A case=(

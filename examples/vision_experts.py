@@ -2,10 +2,10 @@
 
     python examples/vision_experts.py CHECKPOINT DATA PICTURE
 
-CHECKPOINT is a MoE model of the task image_classification, DATA its data folder; the test split is used.
-Top: one picture of every class, and its patches in the colors of their first experts, one row per MoE
-layer. Bottom: for each layer and expert, the share of patches at each position that it gets. B pictures,
-L patches per picture, C classes, E experts.
+CHECKPOINT is a MoE model of the task image_classification. DATA is its data folder, of which the test split
+is used. The upper part shows one picture of every class, with one row per MoE layer in which each patch has
+the color of its first expert. The lower part shows, for each layer and expert, the share of patches at each
+position that the expert gets. B pictures, L patches per picture, C classes, E experts.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from fairseq_tutel.plugin.feed_forward import moe_layers
 
 USER_DIR = Path(__file__).resolve().parents[1] / "user_dir"
 BATCH = 100
-CLASSES = 10  # of which a picture is drawn, at most
+CLASSES = 10  # maximum number of classes to draw
 
 
 class Watch:
-    """Records every patch's first expert, ids_BL by layer, without changing the routing."""
+    """Records the first expert of every patch as ids_BL for each layer, without changing the routing."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: dict[str, list[Tensor]] = {}
@@ -40,7 +40,7 @@ class Watch:
             layer.router = self
 
     def routing_of(self, layer: MoELayer, x_TD: Tensor, call: Call) -> Routing:
-        """Return the routing that the layer makes."""
+        """Return the layer's routing, and record it."""
         routing = layer.route(x_TD, call)
         ids_T = routing.expert_ids_TK[:, 0]
         pictures, patches = call.sentences or (1, len(ids_T))
@@ -68,7 +68,7 @@ def watched(checkpoint: str, data: str) -> tuple[Tensor, Tensor, dict[str, Tenso
 
 
 def draw(images: Tensor, labels: Tensor, ids: dict[str, Tensor], experts: int, path: Path) -> None:
-    """Write the picture of what `watched` returns."""
+    """Draw the result of `watched`, and write the picture."""
     classes = labels.unique()[:CLASSES]
     examples = [int((labels == each).nonzero()[0]) for each in classes]
     colours = colormaps["tab10" if experts <= 10 else "tab20"]
@@ -103,7 +103,7 @@ def draw(images: Tensor, labels: Tensor, ids: dict[str, Tensor], experts: int, p
 
 
 def _square(of_patches_L: Tensor) -> Tensor:
-    """Return the values of L patches of a square picture as [side, side]."""
+    """Reshape the values of L patches of a square picture to [side, side]."""
     side = math.isqrt(len(of_patches_L))
     return of_patches_L.view(side, side)
 

@@ -1,8 +1,8 @@
 """Print the tables of examples/vision.sh: python examples/vision_table.py DATA OUT.
 
-Accuracy on the test split in percent, mean over seeds with standard deviation: of every model without
-dropping, and of MoE models with limited capacity, by drop policy. "against" is the difference, seed by
-seed, to the dense model.
+The tables have the accuracy on the test split in percent: means over seeds with standard deviations. The
+first table has every model without dropping, the second MoE models with limited capacity by drop policy.
+"against" is the difference to the dense model with the same seed.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from routing_table import mean_of
 from tabulate import tabulate
 
 USER_DIR = Path(__file__).resolve().parents[1] / "user_dir"
-# Case and its label.
+# Cases and their labels.
 CASES = {
     "dense": "dense",
     "moe": "MoE, linear gate",

@@ -19,7 +19,7 @@ updates=${UPDATES:-300}
 mkdir -p "$out"
 
 if [ ! -e "$out/bin" ]; then
-    rm -rf "$out/bin.part" # of a run that was cut off
+    rm -rf "$out/bin.part" # an interrupted run may have left this folder
     python "$root/examples/bpe.py" learn "$out/bpe" "$data/train.de" "$data/train.en" --vocab-size 4000
     pieces() { python "$root/examples/bpe.py" apply "$out/bpe.model"; }
     for split in train val test_2016_flickr; do
@@ -44,7 +44,7 @@ opened="--user-dir $root/user_dir --task moe_translation_multi_simple_epoch --la
     --encoder-langtok src --decoder-langtok"
 declare -A directions=([one]=de-en [several]="de-en en-de xde-de xen-en")
 recipe="$root/configs/args/zcode_small.args"
-train() { # NAME FLAG…; the dense model is the recipe's without experts
+train() { # NAME FLAG…; the dense model has the recipe's flags without those of experts
     { case $1 in
         moe) cat "$recipe" ;;
         dense) sed -E 's/moe_(transformer|translation|label)/\1/g; s/--moe-[a-z-]+ [^ ]+//g' "$recipe" ;;
@@ -58,12 +58,12 @@ for seed in ${SEEDS:-1 2 3}; do
             run="$out/$tasks/$name-$seed"
             pairs=${directions[$tasks]}
             mkdir -p "$run"
-            for pair in $pairs; do # the rows of the table, MoE against dense
+            for pair in $pairs; do # rows of the table, which compares MoE with dense
                 row="$tasks/$name/$pair"
                 table+=("$row$([ "$name" = moe ] && echo ":$tasks/dense/$pair" || true)")
             done
             [ -e "$run/done" ] && continue
-            # A finished run would do another update.
+            # If a finished run were started again, it would run another update.
             # shellcheck disable=SC2086 # the flags are words
             [ -e "$run/trained" ] || train "$name" $shared --lang-pairs "${pairs// /,}" --seed "$seed" \
                 --save-dir "$run" --log-file "$run/train.log" > "$run/output.txt" 2>&1

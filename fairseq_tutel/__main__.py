@@ -12,9 +12,9 @@ from fairseq_tutel import __version__
 from fairseq_tutel.files import error_line
 from fairseq_tutel.tools.parser import ToolParser
 
-# Group -> tool -> its module, the only one that is imported, and one line of help. A module's
-# `add_to(tools)` adds a subparser with the default `run`: it gets the parsed arguments, and raises a
-# ValueError of one sentence on failure. The import needs neither torch nor numpy, so that --help is fast.
+# Group -> tool -> its module and one line of help. Only the chosen tool's module is imported. A module's
+# `add_to(tools)` adds a subparser. The subparser's default `run` gets the parsed arguments, and raises a
+# ValueError of one sentence on failure. A module must not import torch or numpy, so that --help is fast.
 GROUPS = {
     "see a training run": {
         "report": ("tools.report.page", "draw one HTML page of training runs, from fairseq's logs"),
@@ -53,7 +53,7 @@ def main() -> None:
     try:
         arguments.run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # such as `inspect … | head`: the reader has closed the pipe
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
         # Otherwise Python would write the remaining output into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ImportError, OSError, ValueError) as error:

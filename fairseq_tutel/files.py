@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-# The largest of these files are collective plans for many ranks.
+# The largest files that are read with these functions are collective plans for many ranks.
 LARGEST_BYTES = 2**28
 # Maximum number of characters of a value in an error message.
 SHOWN = 60

@@ -23,7 +23,7 @@ def main() -> None:
     if command not in COMMANDS:
         sys.exit(f"error: the command is {command!r}; give one of {', '.join(COMMANDS)}.")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # ranks may share a pipe: write whole lines
+        sys.stdout.reconfigure(line_buffering=True)  # write complete lines, because ranks may share a pipe
     if command == "generate":
         run_command(command, _generate)
     else:

@@ -26,14 +26,14 @@ def run_command(name: str, call: Callable[[Any], object] = methodcaller("cli_mai
     """Run a command of `fairseq_cli` with the plugin loaded."""
     if name != "hydra_train" and not _has("--user-dir"):
         sys.argv += ["--user-dir", os.path.dirname(os.path.abspath(__file__))]
-    # Import this module before the plugin, because the first import sets the format of the log.
+    # Import the command before the plugin, because the first imported command sets the format of the log.
     module = importlib.import_module(f"fairseq_cli.{name}")
 
     logging.getLogger("hydra").setLevel(logging.INFO)  # fairseq's wav2vec2 sets the root logger to DEBUG
 
     from fairseq_tutel.plugin import register
 
-    # Register here: fairseq skips a --user-dir whose package is imported, and hydra imports it too late.
+    # Register here: fairseq skips a --user-dir that is already imported, and hydra imports it too late.
     register()
     call(module)
 

@@ -179,7 +179,7 @@ def ffn_backward(
                     for e, dy, dgate in _by_expert(block, dy_nD, dgate_n):
                         dgate += dy @ of_each.fc2_bias[e]
                 da_nH.mul_(gate_Bn1[number])
-                dy_nD.mul_(gate_Bn1[number])  # dy_nD is a gathered copy, because gates require an index
+                dy_nD.mul_(gate_Bn1[number])  # in place: gates require an index, so dy_nD is a copy
             if douts is not None:
                 _outer(dy_nD, a_nH, douts.fc2_weight, douts.fc2_bias, block)
             dg_nH = None
@@ -243,7 +243,7 @@ def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
 def _row_work(x_ND: Tensor, hidden_dim: int) -> int:
     """Return the multiplications of one row and weight, or 0 on a GPU, where one thread runs all experts.
 
-    Other threads would launch work on their own stream instead of the caller's.
+    Other threads would launch work on another stream than the caller's stream.
     """
     return x_ND.shape[1] * hidden_dim if x_ND.device.type == "cpu" else 0
 

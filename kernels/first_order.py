@@ -47,7 +47,7 @@ class _Read:
 class _Refused(torch.autograd.Function):
     """An identity function whose backward raises an error, to prevent double backward.
 
-    It returns the first `number` tensors. The other tensors are the tensors that these depend on.
+    It returns the first `number` of the given tensors. The returned tensors depend on the other tensors.
     """
 
     @staticmethod

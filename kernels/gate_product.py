@@ -83,7 +83,7 @@ class _Gate(torch.autograd.Function):
 
 
 def _in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b with fp32 sums and results. On a CPU, which tests use, from fp32 copies."""
+    """Return a @ b with fp32 sums and results. On a CPU, which only tests use, multiply fp32 copies."""
     if a.device.type == "cpu":
         return torch.mm(a.float(), b.float())
     return torch.mm(a, b, out_dtype=torch.float32)

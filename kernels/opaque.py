@@ -25,9 +25,9 @@ def opaque(
     Eager calls bypass the operator, because its dispatch takes longer than a small launch.
 
     Args:
-        fake: takes the same arguments, of which the first one is a tensor, and returns empty tensors of the
-            right shapes, or None for results that are not needed.
-        finish: is applied to the operator's results, but not to those of an eager call.
+        fake: a function with the same arguments, the first of which is a tensor; it returns empty tensors
+            of the right shapes, or None for results that are not needed.
+        finish: a function that is applied to the operator's results, but not to those of an eager call.
     """
 
     def decorate(launch: Launch) -> Launch:

@@ -21,8 +21,8 @@ ZERO = 8  # the nibble of an int4 value of 0
 # an AMD EPYC with AVX-512 and bf16 instructions, in ms, for a matrix [8192, 2048]. int8: 14 vs. 19 for 8
 # rows, 61 vs. 26 for 32 rows. int4: 33 vs. 59 for 32 rows, 102 vs. 86 for 128 rows.
 MOST_ROWS = {"int8": 16, "int4": 64}
-# The kernel of int8 reads this number of input dimensions at a time, from aligned addresses; with others it
-# would crash or give wrong results.
+# The int8 kernel reads this number of input dimensions at a time. With unaligned addresses it would crash
+# or give wrong results.
 LANES, ALIGNMENT = 16, 16
 CONVERTED = 2**19  # values of a matrix that are converted at a time
 
@@ -107,7 +107,7 @@ def unpacked_int4(values: Tensor, scales_GO: Tensor, dtype: torch.dtype = torch.
     return wide
 
 
-# The following products take x in bf16 or fp32, and return fp32.
+# In the following products, x is bf16 or fp32, and the result is fp32.
 
 
 def _int8_by_kernel(x_nI: Tensor, values_OI: Tensor, scales_O: Tensor) -> Tensor:
@@ -142,5 +142,5 @@ def _int4_by_blocks(x_nI: Tensor, values: Tensor, scales_GO: Tensor) -> Tensor:
     return out.view(len(x_nI), scales_GO.shape[1]).float()
 
 
-# For each kind of matrix, the product of torch's kernel and that of converted blocks.
+# For each kind of matrix: a product by torch's kernel, and a product by converted blocks.
 PRODUCTS = {"int8": (_int8_by_kernel, _int8_by_blocks), "int4": (_int4_by_kernel, _int4_by_blocks)}

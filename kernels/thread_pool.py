@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-# Mean multiplications per expert below which threads lose more time to the GIL than they save.
+# Below this mean number of multiplications per expert, threads lose more time to the GIL than they save.
 LEAST_WORK = 2**21
 # Reading an expert's weights takes as long as multiplying this many rows with the weights.
 ROWS_OF_READING = 8
@@ -46,7 +46,7 @@ def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work:
 
 
 def _shares(counts: Sequence[int], row_work: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the experts that all threads compute together, and those that one thread each computes."""
+    """Return the experts that all threads compute together, and the experts that single threads compute."""
     threads, all_experts = torch.get_num_threads(), range(len(counts))
     busy = sum(count > 0 for count in counts)
     work = (sum(counts) + ROWS_OF_READING * busy) * row_work
@@ -92,7 +92,9 @@ def _region() -> tuple[Any, Any] | None:
     """Find OpenMP's function for parallel regions; return it and its callback type, or None."""
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     try:
-        region = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # LLVM's and Intel's OpenMP also have it
+        region = ctypes.CDLL(
+            torch._C.__file__
+        ).GOMP_parallel  # LLVM's and Intel's OpenMP also have this function
     except (OSError, AttributeError):
         return None
     region.argtypes = [kind, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

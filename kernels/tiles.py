@@ -101,7 +101,7 @@ TABLE = (
     Row("sm_80", "half", KINDS, Tile(128, 128, 64, 8, 3), COMPILED),
     Row("sm_80", "tf32", GLU, Tile(128, 64, 32, 8, 3), COMPILED),
     Row("sm_80", "tf32", KINDS, Tile(128, 128, 32, 8, 3), COMPILED),
-    # The rest of every operand after its TF32 number is an operand, too.
+    # Each operand is split into a TF32 number and a rest, and both are operands of products.
     Row("sm_80 sm_120", "tf32x3", "glu_up", Tile(64, 32, 32, 4, 3), COMPILED),
     Row(NVIDIA, "tf32x3", KINDS, Tile(64, 64, 32, 4, 3), COMPILED),
     # Without matrix instructions, a thread holds its operands in registers.
@@ -142,7 +142,7 @@ def _chosen(kind: str, hardware: str, precision: str, rows: int, n: int, k: int)
 
 
 def rows_of(kind: str, hardware: str, precision: str) -> list[Row]:
-    """Return the rows for a kind of product, in the order of the table; the last one is for every shape."""
+    """Return the rows for a kind of product, in the order of the table; the last row fits every shape."""
     found = []
     for row in TABLE:
         wanted = ((hardware, row.hardware), (precision, row.precisions), (kind, row.kinds))
@@ -154,7 +154,7 @@ def rows_of(kind: str, hardware: str, precision: str) -> list[Row]:
 
 
 def fitted(tile: Tile, kind: str, rows: int, n: int, k: int) -> Tile:
-    """Return a tile without the parts that lie outside the matrices; `rows` are the rows of an expert."""
+    """Return a tile that is no larger than the matrices; `rows` is the number of rows of an expert."""
     if kind == "weight":
         limits = {"block_m": k, "block_n": n}
     else:

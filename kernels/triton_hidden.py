@@ -156,7 +156,7 @@ def triton_hidden(
         model_dim,
         *weight_EHD.stride(),
         ACTIVATION=activation,
-        # On AMD, quarters need twice the shared memory of halves.
+        # On AMD, four parts need twice the shared memory of two parts.
         IS_CUDA=torch.version.hip is None,
         **constants,
     )

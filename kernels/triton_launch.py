@@ -36,10 +36,10 @@ _COMPILED = _Compiled()
 def launch(
     kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any
 ) -> None:
-    """Launch a Triton kernel on the current stream of a device; every launch of the package is here.
+    """Launch a Triton kernel on the current stream of a device; all kernels are launched by this function.
 
     Triton takes several times as long to find a compiled kernel as to launch it. Therefore the first launch
-    keeps the kernel, by everything that Triton specializes a kernel for.
+    caches the kernel. The key has all properties of arguments for which Triton specializes kernels.
 
     Args:
         kernel: a function decorated with triton.jit.
@@ -84,8 +84,8 @@ def launch(
         else:  # the same, without the hooks' metadata, which takes as long as the rest of the launch
             run(x, y, z, active.get_current_stream(index), *fixed, *arguments, *rest)
         return
-    # A new thread has no CUDA context, and a launch with tensor descriptors needs one. torch.cuda.stream
-    # does not bind it, nor does torch.cuda.set_device to the current device.
+    # A new thread has no CUDA context, but a launch with tensor descriptors needs a context. Neither
+    # torch.cuda.stream nor torch.cuda.set_device (to the current device) binds a context.
     torch.zeros(1, device=device)
     compiled = kernel[grid](*arguments, **constants)
     rest = [constants[name] for name in kernel.arg_names[len(arguments) :]]
@@ -136,7 +136,7 @@ def precision_of(dtype: torch.dtype, tf32x3: bool = False) -> str:
 
 
 def chosen(kind: str, rows: Tensor, shape: tuple[int, int, int, int], tf32x3: bool = False) -> Tile:
-    """Return the tile of a grouped matrix product with these rows; `shape` is the end of `choose`."""
+    """Return the tile of a grouped product of rows; `shape` has the last four arguments of `choose`."""
     return choose(kind, hardware_of(rows.device), precision_of(rows.dtype, tf32x3), *shape)
 
 

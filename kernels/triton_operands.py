@@ -1,8 +1,8 @@
 """Loads the two operands of a matrix product of one row tile: the rows and the expert's weight.
 
-Rows may be gathered. An operand is loaded with a tensor descriptor (TMA) if it has one, otherwise through
-pointers. A weight's descriptor has three dimensions, so that no tile overlaps the next expert. Addresses
-are int64.
+Rows may be gathered. An operand is loaded with its tensor descriptor (TMA), or through pointers if there is
+no descriptor. A weight's descriptor has three dimensions, so that no tile overlaps the next expert.
+Addresses are int64.
 """
 
 import triton

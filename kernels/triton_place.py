@@ -20,13 +20,13 @@ from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_launch import launch
 from fairseq_tutel.kernels.triton_tiles import BLOCKS_M, CONSTANTS, table_start, tile_programs, write_tiles
 
-# Assignments per block. A slot costs BLOCK_N comparisons, and the scan takes N / BLOCK_N steps. PEERS
+# Assignments per block. A slot needs BLOCK_N comparisons, and the scan has N / BLOCK_N steps. PEERS
 # assignments are compared at a time, because comparing 32 at once spills scalar registers on gfx90a. Not
 # tuned for speed.
 BLOCK_N, PEERS = 128, 16
 # Experts that are compared at a time.
 COUNT_BLOCK_E = 32
-# Tile of the scan over blocks. It covers few experts per program, because only programs run in parallel.
+# Tile of the scan over blocks. A tile covers few experts, because only different programs run in parallel.
 SCAN_BLOCK_B, SCAN_BLOCK_E = 256, 8
 
 
@@ -38,7 +38,7 @@ def assign_rows(
     time_first: tuple[int, int] | None = None,
     limit: Tensor | None = None,
 ) -> Rows:
-    """Number each expert's assignments and lay the kept ones out as rows, expert by expert.
+    """Number each expert's assignments, and assign rows to the kept assignments, expert by expert.
 
     The number of rows is N, since the exact number would need a host read. Unused rows have source -1.
     """
@@ -153,8 +153,8 @@ def _block_starts(
 ) -> Tensor:
     """Return each expert's number of assignments before each block, and write the totals to `counts`.
 
-    The blocks split K chains of T assignments each, or with an order one chain of N. The result is
-    [chains * blocks, E] int32, chain by chain.
+    The blocks split K chains of T assignments each, or one chain of N assignments if an order is given. The
+    result is [chains * blocks, E] int32, chain by chain.
     """
     num_tokens, top_k, num_experts, *_ = sizes
     chains, length = (top_k, num_tokens) if order_N is None else (1, top_k * num_tokens)
@@ -328,7 +328,7 @@ def _place_kernel(
         _, theirs = _assignments_at(ids, asked, order, chain, peers, sizes)
         before = (own[:, None] == theirs[None, :]) & (peers[None, :] < positions[:, None])
         slots += tl.sum(before.to(tl.int32), axis=1)
-    offsets = tl.zeros([BLOCK], dtype=tl.int32)  # rows of the experts before one's own
+    offsets = tl.zeros([BLOCK], dtype=tl.int32)  # rows of all earlier experts, for each assignment
     total = tl.zeros([], dtype=tl.int32)
     for first_expert in range(0, num_experts, BLOCK_E):
         experts = first_expert + tl.arange(0, BLOCK_E)

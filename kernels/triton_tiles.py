@@ -18,7 +18,7 @@ from fairseq_tutel.kernels.triton_launch import launch
 # Rows of a tile in the table of `tiles`.
 BLOCKS_M = (16, 32, 64, 128, 256)
 BLOCK_TILES = 32
-# Of a kernel that calls `write_tiles`.
+# The compile-time constants of a kernel that calls `write_tiles`.
 CONSTANTS = {"SIZES": len(BLOCKS_M), "SMALLEST": BLOCKS_M[0], "TILES_E": 64, "BLOCK_T": BLOCK_TILES}
 
 

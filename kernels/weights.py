@@ -33,7 +33,7 @@ class ExpertTensorList:
         return self.make(index)
 
     def unbind(self, dim: int) -> "ExpertTensorList":
-        """Return a sequence of one tensor per expert, each of which is created when it is read."""
+        """Return a sequence with one tensor per expert; each tensor is created when it is read."""
         assert dim == 0
         return self
 

@@ -1,6 +1,6 @@
-"""Small files from anybody: pipes, folders, devices, deep and large ones end in an error at once.
+"""Untrusted small files: pipes, folders, devices, deeply nested and large files raise an error at once.
 
-Also by the tools that print what is in them, whose control characters do not reach the terminal.
+Tools that print the content of a file must not send its control characters to the terminal.
 """
 
 import json
@@ -17,14 +17,14 @@ from fairseq_tutel.plans.format import to_json
 from fairseq_tutel.plans.generators import make
 
 
-def test_a_deep_file_is_no_json(tmp_path):
+def test_a_deeply_nested_json_file_is_refused(tmp_path):
     path = tmp_path / "deep.json"
     path.write_text("[" * 200_000)
     with pytest.raises(ValueError, match="nests too deeply"):
         json_of(path)
 
 
-def test_what_is_no_ordinary_file_is_refused_at_once(tmp_path):
+def test_special_files_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
@@ -33,7 +33,7 @@ def test_what_is_no_ordinary_file_is_refused_at_once(tmp_path):
                 content_of(path)
 
 
-def test_a_folder_is_named(tmp_path):
+def test_the_error_for_a_folder_names_the_folder(tmp_path):
     with pytest.raises(IsADirectoryError, match=str(tmp_path)):
         content_of(tmp_path)
 
@@ -51,8 +51,8 @@ def test_control_characters_are_printed_as_escapes():
     assert error_line(ValueError("a\x1b\nb")) == "error: a\\x1b\\nb"
 
 
-def test_a_hostile_checkpoint_commands_no_terminal(tmp_path):
-    """In an option's value and the file's own name."""
+def test_control_characters_of_a_checkpoint_do_not_reach_the_terminal(tmp_path):
+    """The control characters are in an option's value and in the name of the file."""
 
     def rename(model):
         model["decoder.\x1b[2J"] = torch.ones(2)
@@ -67,7 +67,7 @@ def test_a_hostile_checkpoint_commands_no_terminal(tmp_path):
     assert not {"\x1b", "\x9b"} & set(said + tool("inspect", path, "--json"))
 
 
-def test_a_hostile_plan_commands_no_terminal(tmp_path):
+def test_control_characters_of_a_plan_do_not_reach_the_terminal(tmp_path):
     path = tmp_path / "plan.json"
     plan = {**to_json(make("ring", "all_gather", 2)), "name": "ring \x1b[2J"}
     path.write_text(json.dumps(plan))

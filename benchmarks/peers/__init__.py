@@ -1,7 +1,7 @@
-"""Ways to compute one MoE layer, a file each, and the dense layer that they are compared with.
+"""Implementations of one MoE layer, one per file, and the dense layer that is the baseline.
 
-A builder takes (case, inputs) and returns a `Variant`; it raises `Unsupported` where it cannot compute
-the case, and ImportError where its package is not installed.
+A builder is a function (case, inputs) -> `Variant`. It raises `Unsupported` if the implementation cannot
+compute the case, and ImportError if a package is not installed.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ OWN: dict[str, Builder] = {
     "loop": loop.build,
     "grouped_mm": grouped_mm.build,
 }
-# Packages of others, where they are installed; their errors are not our failure.
+# Other packages, which may not be installed. Their errors do not change the exit status.
 PACKAGES: dict[str, Builder] = {
     "tutel": tutel.build,
     "scattermoe": scattermoe.build,

@@ -1,4 +1,4 @@
-"""The part of an expert between its products."""
+"""The activation of an expert, between its matrix products."""
 
 import torch.nn.functional as F
 from torch import Tensor

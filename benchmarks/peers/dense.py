@@ -1,7 +1,7 @@
-"""What all are compared with: a dense feed-forward layer of the same floating point operations.
+"""The baseline of all variants: a dense feed-forward layer with as many floating-point operations.
 
-nn.Linear D -> K * H -> D with the same activation; for swiglu both first maps are one product. It has no
-gate, moves no tokens, and is not the same function, so nothing checks its numbers.
+The layer is nn.Linear D -> K * H -> D with the same activation; for swiglu, the first two matrices are one
+product. It has no gate and no routing. It computes another function, so its outputs are not checked.
 """
 
 from torch import Tensor, nn

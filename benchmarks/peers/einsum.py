@@ -1,7 +1,7 @@
-"""The GShard formulation (Lepikhin et al. 2020, algorithm 2), as Meta's fairseq branch has it.
+"""The GShard formulation (Lepikhin et al. 2020, algorithm 2) as implemented in Meta's fairseq branch.
 
-Dispatch and combine are products with one-hot [T, E, C] masks: T * E * C * D operations each, which grows
-as T squared since E * C is at least K * T. Experts are batched products over [E, C, D].
+Dispatch and combine are products with one-hot [T, E, C] masks. Each needs T * E * C * D operations, which
+grow with T squared, since E * C is at least K * T. Experts are batched products over [E, C, D].
 
 T tokens, E experts, K top_k, C capacity.
 """
@@ -19,12 +19,12 @@ from benchmarks.peers.activation import activate
 from benchmarks.peers.gate import top_k_gate
 from benchmarks.peers.variant import Unsupported, Variant
 
-# Of one mask, by device; a step holds about five of its size, and goes over each again and again.
+# Maximum bytes of one mask, by device; a step has about five tensors of this size and reads each often.
 MOST_MASK_BYTES = {"cpu": 2**28, "cuda": 2**30}
 
 
 class Einsum(Variant):
-    """Three einsums around batched experts."""
+    """A MoE layer of three einsums and batched experts."""
 
     def __init__(self, case: Case, inputs: Inputs, capacity: int) -> None:
         super().__init__(inputs)
@@ -46,8 +46,8 @@ def einsum_moe(x_TD: Tensor, combine_TEC: Tensor, experts: Callable[[Tensor], Te
 
     Args:
         x_TD: tokens.
-        combine_TEC: the weight of every token in every slot, as `combine_mask` gives it.
-        experts: [E, C, D] -> [E, C, D].
+        combine_TEC: the weight of every token in every slot, from `combine_mask`.
+        experts: function [E, C, D] -> [E, C, D].
     """
     dispatch_TEC = combine_TEC.bool().to(x_TD.dtype)
     rows_ECD = torch.einsum("tec,td->ecd", dispatch_TEC, x_TD)
@@ -55,10 +55,10 @@ def einsum_moe(x_TD: Tensor, combine_TEC: Tensor, experts: Callable[[Tensor], Te
 
 
 def combine_mask(weights_TK: Tensor, ids_TK: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Return combine_TEC: the weight of token t in slot c of expert e, 0 where it is not there.
+    """Return combine_TEC: the weight of token t if it is in slot c of expert e, otherwise 0.
 
-    Slots go to all first choices before all second choices, then by token; an assignment without a slot is
-    dropped.
+    All first choices get slots before second choices; within a choice, earlier tokens come first.
+    Assignments without a slot are dropped.
     """
     num_tokens, top_k = ids_TK.shape
     combine_TEC = weights_TK.new_zeros(num_tokens, num_experts, capacity)
@@ -75,12 +75,12 @@ def combine_mask(weights_TK: Tensor, ids_TK: Tensor, num_experts: int, capacity:
 
 
 def usual_capacity(tokens: int, num_experts: int, top_k: int, factor: float = 1.0) -> int:
-    """Return the capacity of a factor; Meta's branch trains with 1."""
+    """Return the capacity for a capacity factor; in Meta's branch, the factor is 1 in training."""
     return top_k * math.ceil(factor * tokens / num_experts)
 
 
 def build(case: Case, inputs: Inputs) -> Einsum:
-    """Return it with the least capacity that drops nothing: the same function as all others.
+    """Return the layer with the smallest capacity that drops nothing, so it computes the common function.
 
     Raises:
         Unsupported: the masks do not fit.
@@ -91,7 +91,7 @@ def build(case: Case, inputs: Inputs) -> Einsum:
 
 
 def build_with_drops(case: Case, inputs: Inputs) -> Einsum:
-    """Return it with its usual capacity, K * ceil(T / E): what is above that is dropped.
+    """Return the layer with the usual capacity K * ceil(T / E); assignments above it are dropped.
 
     Raises:
         Unsupported: the masks do not fit.
@@ -105,7 +105,7 @@ def build_with_drops(case: Case, inputs: Inputs) -> Einsum:
 
 
 def _build(case: Case, inputs: Inputs, capacity: int) -> Einsum:
-    # The mask is made in the gate's precision.
+    # The mask has the gate's precision.
     itemsize = max(inputs.x_TD.dtype.itemsize, 4)
     mask_bytes = case.tokens * case.num_experts * capacity * itemsize
     most = MOST_MASK_BYTES[inputs.x_TD.device.type]

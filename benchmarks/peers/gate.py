@@ -1,4 +1,4 @@
-"""The gate of all variants that bring none: the same decision and the same cost for all."""
+"""The gate of all variants without their own gate, so that these have equal choices and gate costs."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from torch import Tensor
 def top_k_gate(x_TD: Tensor, gate_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return (weights [T, K], experts [T, K] int64, probabilities [T, E]) in fp32, fp64 for fp64.
 
-    Softmax over all experts; for K > 1 the chosen ones' weights are divided by their sum.
+    The softmax is over all experts; for K > 1, the weights of the chosen experts are divided by their sum.
     """
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     probs_TE = torch.softmax(F.linear(x_TD.to(dtype), gate_ED.to(dtype)), dim=1)

@@ -1,4 +1,4 @@
-"""Tokens sorted by expert and torch's own F.grouped_mm, as torchtitan and Hugging Face's models have it."""
+"""Tokens sorted by expert and torch's F.grouped_mm, as in torchtitan and Hugging Face's models."""
 
 import torch
 import torch.nn.functional as F
@@ -10,13 +10,13 @@ from benchmarks.peers.activation import activate
 from benchmarks.peers.gate import top_k_gate
 from benchmarks.peers.variant import Unsupported, Variant
 
-# Older releases have it under its first name alone.
+# Older releases of torch have only torch._grouped_mm.
 GROUPED_MM = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
 ALIGNMENT_BYTES = 16
 
 
 class GroupedMM(Variant):
-    """Sort, gather, grouped products, back by the inverse permutation."""
+    """A MoE layer that sorts, gathers, multiplies in groups, and restores the order."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         super().__init__(inputs)
@@ -39,10 +39,10 @@ class GroupedMM(Variant):
 
 
 def build(case: Case, inputs: Inputs) -> GroupedMM:
-    """Return it.
+    """Return the layer of a case.
 
     Raises:
-        Unsupported: this torch has no grouped_mm, or not for this dtype or these dimensions.
+        Unsupported: this torch has no grouped_mm, or does not support the dtype or dimensions.
     """
     dtype = inputs.x_TD.dtype
     if GROUPED_MM is None:

@@ -1,6 +1,7 @@
-"""Liger-Kernel's fused MoE, where `liger_kernel` is installed. Not run by its writer.
+"""Liger-Kernel's fused MoE layer, if `liger_kernel` is installed. This adapter has never been run.
 
-Written from its source, ops/fused_moe.py of 2026: SwiGLU alone, one device-to-host read a forward.
+The adapter follows ops/fused_moe.py of 2026, which supports only SwiGLU and reads once from the device per
+forward.
 """
 
 from importlib import import_module
@@ -15,7 +16,7 @@ from benchmarks.peers.variant import Unsupported, Variant
 
 
 class Liger(Variant):
-    """LigerFusedMoEFunction behind the common gate."""
+    """The common gate and LigerFusedMoEFunction."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         super().__init__()
@@ -38,11 +39,11 @@ class Liger(Variant):
 
 
 def build(case: Case, inputs: Inputs) -> Liger:
-    """Return it.
+    """Return the layer of a case.
 
     Raises:
-        Unsupported: another activation than SwiGLU, or no GPU.
-        ImportError: not installed.
+        Unsupported: the activation is not SwiGLU, or there is no GPU.
+        ImportError: the package is not installed.
     """
     import_module("liger_kernel")
     if not case.is_glu:

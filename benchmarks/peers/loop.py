@@ -1,6 +1,6 @@
-"""A loop over experts as in Hugging Face's models (Mixtral and its like, eager).
+"""A loop over experts as in Hugging Face's models such as Mixtral (eager mode).
 
-Every expert has its own matrices; it finds its tokens by torch.where and adds its output by index_add_.
+Every expert has separate matrices. torch.where finds an expert's tokens, and index_add_ adds its outputs.
 """
 
 import torch
@@ -14,7 +14,7 @@ from benchmarks.peers.variant import Variant
 
 
 class Loop(Variant):
-    """One expert after the other."""
+    """A MoE layer that computes one expert after the other."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         super().__init__()

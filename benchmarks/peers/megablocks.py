@@ -1,6 +1,7 @@
-"""MegaBlocks' dropless layer, where `megablocks` is installed. Not run by its writer.
+"""MegaBlocks' dropless layer, if `megablocks` is installed. This adapter has never been run.
 
-Written from its source of 2025, with grouped products (its block-sparse ones are off since Triton 3.2).
+The adapter follows the source of 2025 and uses grouped products, because MegaBlocks disables its
+block-sparse products since Triton 3.2.
 """
 
 from importlib import import_module
@@ -16,7 +17,7 @@ from benchmarks.peers.variant import Unsupported, Variant
 
 
 class MegaBlocks(Variant):
-    """The experts of megablocks' dMoE behind the common gate."""
+    """The common gate and the experts of megablocks' dMoE."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         layers = import_module("megablocks.layers.dmoe")
@@ -60,13 +61,13 @@ class MegaBlocks(Variant):
 
 
 def build(case: Case, inputs: Inputs) -> MegaBlocks:
-    """Return it.
+    """Return the layer of a case.
 
     Raises:
-        Unsupported: no GPU.
-        ImportError: not installed.
+        Unsupported: there is no GPU.
+        ImportError: the package is not installed.
     """
     if inputs.x_TD.device.type != "cuda":
-        # Its own import asks for a GPU.
+        # Importing megablocks needs a GPU.
         raise Unsupported("megablocks needs a GPU")
     return MegaBlocks(case, inputs)

@@ -1,4 +1,4 @@
-"""This project's layer, by its public interface, with one of its backends."""
+"""This project's layer, built through its public interface, with one of its backends."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ NAMES = {"fc1": "fc1_weight", "fc2": "fc2_weight", "fc3": "fc3_weight"}
 
 
 class Ours(Variant):
-    """ft.MoELayer without biases and, as all variants, without a balance loss."""
+    """An ft.MoELayer without biases and without a balance loss, like all variants."""
 
     def __init__(self, case: Case, inputs: Inputs, backend: str, recompute: bool) -> None:
         super().__init__()
@@ -53,30 +53,30 @@ class Ours(Variant):
 
 
 def formula_bytes(case: Case, dtype: torch.dtype, recompute: bool) -> int:
-    """Return what the layer keeps for backward beside x and its parameters, at most, in bytes.
+    """Return the maximum bytes that the layer saves for backward, in addition to x and parameters.
 
     Args:
         case: the layer.
-        dtype: of x and the experts.
-        recompute: whether hidden rows are made again.
+        dtype: dtype of x and of the experts.
+        recompute: whether backward recomputes hidden rows.
     """
     tokens, experts, copies = case.tokens, case.num_experts, case.tokens * case.top_k
     hidden = 0 if recompute else copies * case.hidden_dim * (2 if case.is_glu else 1)
-    # The probabilities and the weights.
+    # Bytes of the probabilities and of the weights.
     numbers = tokens * experts + copies
-    # The gate is in fp32 at least: of x and its own weights in half precision it keeps wider copies.
+    # The gate computes at least in fp32, so it saves fp32 copies of half-precision x and gate weights.
     wide = max(dtype.itemsize, 4)
     if wide > dtype.itemsize:
         numbers += case.model_dim * (tokens + experts)
-    # Ids and both maps are int64; one of the maps has an end.
+    # Expert ids and both row maps are int64; one of the row maps has an extra last element.
     return hidden * dtype.itemsize + wide * numbers + 8 * (3 * copies + 1)
 
 
 def build(case: Case, inputs: Inputs, backend: str, recompute: bool = False) -> Ours:
-    """Return the layer with a backend, and without hidden rows kept for backward if `recompute`.
+    """Return the layer with a backend; with `recompute`, hidden rows are not saved for backward.
 
     Raises:
-        Unsupported: the backend cannot run here.
+        Unsupported: the backend cannot run on this machine.
     """
     try:
         _, reason = kernels.backend_for(backend, inputs.x_TD.device)

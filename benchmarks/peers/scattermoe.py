@@ -1,4 +1,4 @@
-"""ScatterMoE, where `scattermoe` is installed. Not run by its writer: written from its source of 2025."""
+"""ScatterMoE, if `scattermoe` is installed. The adapter follows its source of 2025; it was never run."""
 
 from importlib import import_module
 
@@ -13,7 +13,7 @@ from benchmarks.peers.variant import Unsupported, Variant
 
 
 class ScatterMoE(Variant):
-    """scattermoe.mlp's MLP or GLUMLP behind the common gate."""
+    """The common gate and scattermoe.mlp's MLP or GLUMLP."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         mlp = import_module("scattermoe.mlp")
@@ -27,7 +27,7 @@ class ScatterMoE(Variant):
         self.experts = experts.to(inputs.x_TD.device, inputs.x_TD.dtype)
         self.gate = torch.nn.Parameter(inputs.weights["gate"].clone())
         first = inputs.weights["fc1"]
-        if case.is_glu:  # the half that is gated stands first
+        if case.is_glu:  # the first half is the one that is not passed to the activation
             first = torch.cat([inputs.weights["fc3"], first], dim=1)
         with torch.no_grad():
             self.experts.experts.weight.copy_(first)
@@ -49,11 +49,11 @@ class ScatterMoE(Variant):
 
 
 def build(case: Case, inputs: Inputs) -> ScatterMoE:
-    """Return it.
+    """Return the layer of a case.
 
     Raises:
-        Unsupported: no GPU.
-        ImportError: not installed.
+        Unsupported: there is no GPU.
+        ImportError: the package is not installed.
     """
     if inputs.x_TD.device.type != "cuda":
         import_module("scattermoe")

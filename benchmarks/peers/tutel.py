@@ -1,7 +1,8 @@
-"""Microsoft's Tutel, where `tutel` is installed. Not run by its writer: written from Tutel 0.3's source.
+"""Microsoft's Tutel, if `tutel` is installed. The adapter follows Tutel 0.3 and has never been run.
 
-Its `ffn` experts have biases, which are zero and frozen here, and no SwiGLU; it brings its own gate. With a
-capacity factor of 0 it pads every expert to the busiest one's load and drops nothing.
+Tutel's layer has its own gate. Its `ffn` experts have biases, which are zero and frozen here, and no
+SwiGLU. With a capacity factor of 0, Tutel pads every expert to the load of the busiest expert and drops
+nothing.
 """
 
 import torch
@@ -14,7 +15,7 @@ from benchmarks.peers.variant import Unsupported, Variant
 
 
 class Tutel(Variant):
-    """tutel.moe.moe_layer."""
+    """A layer built by tutel.moe.moe_layer."""
 
     def __init__(self, case: Case, inputs: Inputs) -> None:
         from tutel import moe
@@ -57,11 +58,11 @@ class Tutel(Variant):
 
 
 def build(case: Case, inputs: Inputs) -> Tutel:
-    """Return it.
+    """Return the layer of a case.
 
     Raises:
-        Unsupported: SwiGLU.
-        ImportError: not installed.
+        Unsupported: the activation is SwiGLU.
+        ImportError: the package is not installed.
     """
     if case.is_glu:
         raise Unsupported("tutel's ffn experts have no SwiGLU")

@@ -1,4 +1,4 @@
-"""What every way to compute the layer has in common: weights in, gradients by the same names out."""
+"""The base class of all implementations of the layer: it has weights, and returns gradients by name."""
 
 from torch import Tensor, nn
 
@@ -6,26 +6,26 @@ from benchmarks.layer_inputs import Inputs
 
 
 class Unsupported(Exception):  # noqa: N818 - a reason to leave a variant out, not a failure
-    """Why a variant cannot compute a case."""
+    """Raised with a reason if a variant cannot compute a case."""
 
 
 class Variant(nn.Module):
-    """A layer x_TD -> y_TD that owns copies of a case's weights.
+    """A layer x_TD -> y_TD with copies of a case's weights.
 
-    This one owns them as they are: gate [E, D], fc1 [E, H, D], fc2 [E, D, H], fc3 [E, H, D] or None. One
-    that stores them otherwise passes no inputs here and gives `gradients` in these shapes.
+    This class stores the weights as gate [E, D], fc1 [E, H, D], fc2 [E, D, H], fc3 [E, H, D] or None. A
+    subclass with another storage format passes no inputs; its `gradients` returns tensors in these shapes.
 
     Args:
-        inputs: of the case, or None.
+        inputs: inputs of the case, or None.
     """
 
-    # Whether it computes the layer, by which its numbers are checked.
+    # Whether the variant computes the MoE function, so that its results are checked.
     is_layer: bool = True
-    # Slots of an expert if the variant drops; None computes the dropless layer.
+    # Number of slots per expert if the variant drops assignments; None for a dropless layer.
     capacity: int | None = None
-    # A note for readers of its times.
+    # A note that is printed with the variant's times.
     note: str = ""
-    # What it should keep for backward beside x and its parameters, where it says so.
+    # Predicted bytes saved for backward, without x and the parameters; None without a prediction.
     formula_bytes: int | None = None
 
     def __init__(self, inputs: Inputs | None = None) -> None:

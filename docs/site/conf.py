@@ -17,10 +17,10 @@ autodoc_typehints_description_target = "documented"
 
 
 def _escape(app, what, name, obj, options, lines) -> None:
-    """Escape bars, which are absolute values here and substitutions in reStructuredText."""
+    """Escape the bars of absolute values, because reStructuredText treats bars as substitutions."""
     lines[:] = [line.replace("|", r"\|") for line in lines]
 
 
 def setup(app) -> None:
-    """Connect to Sphinx."""
+    """Register `_escape` at Sphinx."""
     app.connect("autodoc-process-docstring", _escape)

@@ -1,4 +1,4 @@
-"""A --user-dir with a network of one hidden layer on images, for examples/cmcl/compare.py."""
+"""A --user-dir with an image classifier that has one hidden layer, for examples/cmcl/compare.py."""
 
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ class TinyMLPConfig(FairseqDataclass):
 
 @register_model("tiny_mlp", dataclass=TinyMLPConfig)
 class TinyMLP(BaseFairseqModel):
-    """[B, channels, height, width] -> logits [B, classes]."""
+    """An image classifier: [B, channels, height, width] -> logits [B, classes]."""
 
     def __init__(self, channels: int, classes: int, side: int, hidden: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class TinyMLP(BaseFairseqModel):
 
     @classmethod
     def build_model(cls, cfg, task):
-        """Build the model for a task's images."""
+        """Build the model with the image size and the classes of a task."""
         return cls(task.channels, task.num_classes, cfg.tiny_side, cfg.tiny_hidden)
 
     def forward(self, images):

@@ -2,9 +2,9 @@
 
     make vision-data && python examples/cmcl/compare.py vision OUT [--sets digits] [--seeds 1 2] [--print]
 
-fairseq-train trains each method of METHODS with each seed on the data of digits.py and validates the
-result on the test split. Nothing is selected on the test split. Finished runs are skipped. Then this
-prints a table in percent, mean and standard deviation over seeds; --print only prints it.
+fairseq-train trains each method of METHODS with each seed on the data of digits.py, and validates the model
+on the test split. Nothing is selected on the test split. Finished runs are skipped. Then a table is printed
+with means and standard deviations over seeds, in percent. With --print, nothing is trained.
 """
 
 import argparse
@@ -42,7 +42,7 @@ COLUMNS = ("accuracy", "oracle_error", "member_accuracy")
 
 
 def train(data: Path, log: Path, options: str, seed: int) -> None:
-    """Train in a child of this process, which has imported fairseq; it writes its log."""
+    """Train in a forked child process, because this process has already imported fairseq; write a log."""
     child = os.fork()
     if child == 0:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -69,20 +69,20 @@ def train(data: Path, log: Path, options: str, seed: int) -> None:
 
 
 def numbers(log: Path) -> list[float]:
-    """Return the errors of a run in percent: of the mean, of the oracle, and of a member."""
+    """Return a run's errors in percent: of the mean of softmaxes, of the oracle, and of a member."""
     record = json.loads(re.findall(r"\| test \| (\{.*\})", log.read_text())[-1])
     accuracy, oracle, member = (float(record[f"test_{name}"]) for name in COLUMNS)
     return [100 - accuracy, oracle, 100 - member]
 
 
 def row(logs: list[Path]) -> list[str]:
-    """Return mean and deviation of each number."""
+    """Return the mean and standard deviation of each number over seeds."""
     columns = zip(*map(numbers, logs), strict=True)
     return [f"{statistics.mean(c):.2f} ± {statistics.stdev(c) if len(c) > 1 else 0:.2f}" for c in columns]
 
 
 def main() -> None:
-    """Train what is missing and print the table."""
+    """Train the missing runs, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
@@ -93,7 +93,7 @@ def main() -> None:
     if not given.print:
         import fairseq_cli.train  # noqa: F401 - the first to be imported sets the format of the log
         import torch
-        import torch._dynamo  # which torch's optimizers import, in seconds
+        import torch._dynamo  # torch's optimizers import this module, which takes seconds
 
         from fairseq_tutel.plugin import register
 

@@ -1,6 +1,6 @@
 """A language-modelling corpus from the sources of Python's own standard library.
 
-Every Python installation has them: real English (docstrings, comments) and real code, without a download.
+Every Python installation has these files. They contain English text and code, and need no download.
 """
 
 import os
@@ -16,7 +16,7 @@ VOCAB_SIZE = 4000
 # Filled in this order, file by file, so that no file is in two splits.
 SPLIT_CHARS = {"test": 250_000, "valid": 100_000, "train": 5_600_000}
 
-# Not prose, not typical code, or not the standard library at all.
+# Skipped folders: data, unusual code, or packages that are not part of the standard library.
 SKIPPED_FOLDERS = {
     "__pycache__",
     "dist-packages",
@@ -48,7 +48,7 @@ def build(folder: Path) -> None:
         model_prefix=str(model.with_suffix("")),
         model_type="bpe",
         vocab_size=VOCAB_SIZE,
-        # Keep the text as it is: indentation matters, and one piece can hold all of it.
+        # The tokenizer keeps white space, because indentation matters. A piece may be a complete indent.
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         allow_whitespace_only_pieces=True,

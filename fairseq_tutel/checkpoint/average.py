@@ -15,7 +15,7 @@ from fairseq_tutel.parallel.zero_state import MASTER
 def average(paths: list[Path], of_ema: bool = False) -> SavedModel:
     """Average the weights of checkpoints; return a copy of the first checkpoint with these weights.
 
-    With `of_ema`, the weights are the moving averages of --store-ema, in fp32 if a file has them in fp32.
+    With `of_ema`, the moving averages of --store-ema are averaged, in fp32 if a file has fp32 averages.
     Memory holds the averaged weights and, for sharded checkpoints, one tensor of each checkpoint. Tied
     tensors stay tied. Raises ValueError if names or shapes of the weights differ.
     """
@@ -36,7 +36,7 @@ def average(paths: list[Path], of_ema: bool = False) -> SavedModel:
         if identity not in done:
             done[identity] = mean([t if isinstance(t, Tensor) else t.whole() for t in tensors])
         averaged[key] = done[identity]
-    # Without this, resuming would restore the first file's weights from its master weights.
+    # Remove master weights, from which a resume would restore the first file's weights.
     first = opened[0].state
     kept = {key: _without(MASTER, part) for key, part in first.items() if key != "model"}
     unbind(kept)

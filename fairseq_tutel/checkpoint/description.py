@@ -16,7 +16,7 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.option import Option, plain
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
-EXPERTS = re.compile(r"(?:^|\.)experts\.")  # matches the tensor names of every supported system
+EXPERTS = re.compile(r"(?:^|\.)experts\.")  # matches expert tensors of all supported systems
 Facts = dict[str, Any]
 
 
@@ -60,7 +60,7 @@ def describe(state: Any, path: Path, options: Sequence[Option], check: bool = Fa
 def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
     for tensor in shards:
         for expert in range(tensor.shape[0]):
-            tensor.read(expert, 1)  # compares the digest
+            tensor.read(expert, 1)  # read() compares the digest
     if not is_whole(str(path)):
         raise ValueError(
             f"CHECKPOINT names {path}, whose bytes do not match their checksums; give an older checkpoint."
@@ -70,7 +70,7 @@ def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
 def _changed_options(state: dict[str, Any], known: Sequence[Option]) -> Facts:
     """Return the MoE options of a checkpoint whose values differ from the defaults."""
     options = SavedModel(state).options_of("model")
-    inner = options.get("w2v_args")  # options of a pretrained model inside the model
+    inner = options.get("w2v_args")  # options of the pretrained inner model
     options = inner.get("model", options) if isinstance(inner, dict) else options
     values = {option: plain(options[option.key]) for option in known if option.key in options}
     changed = {o.flag: value for o, value in values.items() if value not in (None, o.default)}

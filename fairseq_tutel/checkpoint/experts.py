@@ -1,8 +1,8 @@
 """Saves the experts of all ranks in the order of their global IDs.
 
-Either rank 0 gathers and saves all experts, or every rank writes its own experts. Rank 0 keeps gathered
-tensors in host memory until the files are written. These are all experts and each optimizer state tensor
-of their shape: with Adam, three times the bytes of the experts.
+Either rank 0 gathers and saves all experts, or every rank writes its experts. Rank 0 keeps gathered tensors
+in host memory until the files are written: all experts, and each optimizer state tensor of the same shape.
+With Adam, this memory is three times the bytes of the experts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Weights
 from fairseq_tutel.parallel import collectives, world
 from fairseq_tutel.parallel.groups import Slice, Topology, join, slice_of
 
-# Bytes that rank 0 gathers from all ranks together in one step, on its device.
+# Maximum number of bytes that rank 0 gathers from all ranks in one step, on its device.
 GATHERED_BYTES = 64 * 2**20
 _DIFFER = "the ranks' optimizers differ; the last saved checkpoint is complete."
 _MAKE_ROOM = "free disk space, or give a --save-dir that all ranks share; the last checkpoint is complete."
@@ -46,9 +46,9 @@ def expert_modules(model: nn.Module) -> list[ExpertStack]:
 def gather_to_first(tensor: Tensor, topology: Topology, parameter: Tensor | None = None) -> Tensor | None:
     """Gather one parameter of all experts in host memory on rank 0; return None on other ranks.
 
-    Only the EP group of rank 0 communicates: its ranks hold every expert once. For a tensor that is not a
-    parameter, such as a moment of Adam, give its parameter. If the tensor is offloaded to host memory, its
-    parts are copied to the parameter's device one at a time.
+    Only the EP group of rank 0 communicates: its ranks hold every expert once. If the tensor is not a
+    parameter but, for example, a moment of Adam, `parameter` is the parameter to which it belongs. A tensor
+    that is offloaded to host memory is copied to the parameter's device in parts.
     """
     if topology.rank >= topology.expert_parallel_size:
         return None
@@ -106,13 +106,13 @@ def drop_everywhere(model: nn.Module) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """Free what is gathered for state dicts, which have this rank's experts again."""
+    """Free gathered tensors; later state dicts contain only this rank's experts."""
     for experts in expert_modules(model):
         experts.save_as(None)
 
 
 class _ShardFile(NamedTuple):
-    """The tensors that this rank writes to one shard file, and the place of each in its stack, by key."""
+    """The tensors of one shard file of this rank, and the position of each in its stack, by key."""
 
     name: str
     tensors: dict[str, Tensor]
@@ -124,9 +124,9 @@ def save_in_shards(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Write all experts and their optimizer state to shard files. All ranks must call this.
 
-    EP replicas split the experts among them. Returns the records of the written tensors, with the keys
-    (qualified name of the stack, tensor name). Optimizer state has the tensor name PARAMETER.STATE. The
-    next `model.state_dict()` holds the records of the parameters.
+    Each EP replica writes a part of the experts. Returns the records of the written tensors, with the keys
+    (qualified name of the stack, tensor name). The tensor name of optimizer state is PARAMETER.STATE. The
+    next `model.state_dict()` contains the records of the parameters.
 
     `states` returns the optimizer's stacked tensors for a parameter. It may be collective: all ranks call
     it in the same order. If one rank cannot write, all ranks raise a ValueError.
@@ -176,7 +176,7 @@ class Written:
     error: str | None = None
 
     def write(self, file: _ShardFile | None, folder: Path) -> None:
-        """Write the file of one layer; after an error, do nothing."""
+        """Write the file of one layer; do nothing if an earlier file failed."""
         if file is None or self.error is not None:
             return
         try:
@@ -201,7 +201,7 @@ def begin_folder(save_dir: Path) -> Path:
 
 
 def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str, Any]]:
-    """Give a folder its final name if all ranks have written; return the records. Collective.
+    """Rename a folder to its final name if all ranks have written; return the records. Collective.
 
     Raises:
         ValueError: a rank could not write; all ranks raise it. The next run removes the folder.
@@ -216,7 +216,7 @@ def gather_written(own: Written, group: dist.ProcessGroup | None = None) -> list
 
 
 def records_of(everything: list[Written], folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Give a folder that all ranks have written its final name, on rank 0; return the records."""
+    """Rename a folder that all ranks have written to its final name, on rank 0; return the records."""
     stacks = _joined(everything, folder.parent)
     digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
     sizes = {file: size for written in everything for file, size in written.sizes.items()}
@@ -235,7 +235,7 @@ def records_of(everything: list[Written], folder: Path) -> dict[tuple[str, str],
 
 
 def save_as_records(model: nn.Module, records: Mapping[tuple[str, str], dict[str, Any]]) -> None:
-    """Put the records of shard files into the next `model.state_dict()`, in place of experts."""
+    """Make the next `model.state_dict()` contain the records of shard files instead of experts."""
     for layer, experts in model.named_modules():
         if isinstance(experts, ExpertStack):
             experts.save_as({name: records[layer, name] for name in experts.expert_parameters()})
@@ -267,7 +267,7 @@ def _files_of(
                 names.append((layer, name))
                 # A tensor with a different shape, such as a scale, is the same for all expert shards.
                 slicing = stack.slice_of(parameter_name) if value.shape == parameter.shape else Slice()
-                if slicing.count == 1 and index > 0:  # the first expert shard writes it
+                if slicing.count == 1 and index > 0:  # expert shard 0 writes the tensor
                     continue
                 shape = list(value.shape)
                 shape[slicing.dim] *= slicing.count
@@ -283,8 +283,8 @@ def _files_of(
 def _share(num_local: int, topology: Topology, turn: int) -> range:
     """Return the range of local experts that this rank saves; its EP replicas save the rest.
 
-    `turn` is the index of the layer. It changes the replicas that write if there are more replicas than
-    experts.
+    `turn` is the index of the layer. If there are more replicas than experts, other replicas write in each
+    layer.
     """
     n = topology.num_replicas
     replica = (topology.rank // topology.expert_parallel_size + turn) % n

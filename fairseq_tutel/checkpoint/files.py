@@ -30,15 +30,15 @@ USUAL = ("checkpoint_best.pt", "checkpoint_last.pt", "model.pt")
 
 
 def is_not_a_file(path: str | os.PathLike) -> bool:
-    """Return whether a path exists and is no file; reading a pipe or device could block forever."""
+    """Return whether a path exists but is no regular file; reading a pipe or device could block forever."""
     return os.path.lexists(path) and not os.path.isfile(path)
 
 
 def checkpoint_in(path: Path, flag: str) -> Path:
-    """Return the best checkpoint in a folder, or else the last one, or model.pt; return a file as it is.
+    """Return a folder's best checkpoint, or else the last one, or model.pt; return a file's path unchanged.
 
     Raises:
-        ValueError: the folder has none of these; the message names the flag.
+        ValueError: the folder has no such file; the message names the flag.
     """
     if not path.is_dir():
         return path
@@ -53,8 +53,8 @@ def checkpoint_in(path: Path, flag: str) -> Path:
 def is_whole(path: str) -> bool:
     """Read a file that torch.save wrote, and return whether its bytes match their checksums.
 
-    torch.load does not compare checksums. Files from before torch 1.6 have no checksums: for them, the
-    function reads only the first byte and returns True.
+    torch.load does not compare checksums. A file from before torch 1.6 has no checksums, so only its first
+    byte is checked.
     """
     return _is_old(path) or _passes(path, _matches_checksums)
 
@@ -82,20 +82,20 @@ def _is_old(path: str) -> bool:
 
 
 def _passes(path: str, test: Callable[[zipfile.ZipFile], bool]) -> bool:
-    # A file that cannot be opened is not corrupt. torch opens only names in UTF-8, so the file is open.
+    # Open the file first: if that fails, the file is not corrupt. By name, torch opens only UTF-8 names.
     with open(path, "rb") as file:
         try:
-            torch._C.PyTorchFileReader(file)  # stricter than Python's reader
+            torch._C.PyTorchFileReader(file)  # torch checks more than Python's reader
             with zipfile.ZipFile(file) as archive:
                 return all(map(_is_plain, archive.infolist())) and test(archive)
         except Exception as error:  # a changed name, size or flag
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                raise  # the disk failed; a corrupt offset has no number or EINVAL
+                raise  # the disk failed; a corrupt offset causes EINVAL or no number
             return False
 
 
 def _is_plain(entry: zipfile.ZipInfo) -> bool:
-    # torch neither compresses entries nor writes folders. Its reader and Python's use different sizes.
+    # torch writes neither compressed entries nor folders. torch and Python read different size fields.
     return entry.file_size == entry.compress_size and not entry.external_attr & DOS_FOLDER
 
 
@@ -105,7 +105,7 @@ def _matches_checksums(archive: zipfile.ZipFile) -> bool:
     with progress(f"checking {name}", sum(entry.file_size for entry in entries), "B") as advance:
         for entry in entries:
             with archive.open(entry) as content:
-                while chunk := content.read(CHUNK):  # the reader compares the checksum at the end
+                while chunk := content.read(CHUNK):  # the end of an entry compares the checksum
                     advance(len(chunk))
     return True
 
@@ -141,8 +141,8 @@ def refused_class(error: BaseException) -> str | None:
 def read_file(path: Path, flag: str, verify: bool = True) -> Any:
     """Load the file at `path`, a value of the command-line flag `flag`; raise ValueError for a bad file.
 
-    Tensors stay on disk until they are read. `verify` compares all bytes with the checksums: otherwise a
-    converter could write valid checksums for corrupt weights.
+    Tensors stay on disk until they are read. `verify` compares all bytes with the checksums. Without this
+    check, a converter could write corrupt weights to a new file with valid checksums.
     """
     let_checkpoints_load()
     if is_not_a_file(path):

@@ -1,8 +1,8 @@
 """Creates, commits and deletes the folders of shard files in --save-dir.
 
 SAVE_DIR/experts/writing-89abcdef is incomplete. SAVE_DIR/experts/0123456789abcdef is complete, and its name
-is a hash of its content. A folder is in use once a checkpoint file that names it has its final name. Before
-that, other processes cannot tell that the folder is needed. They delete such folders only after one hour.
+is a hash of its content. A folder is in use as soon as a complete checkpoint file names it. Before that,
+other processes cannot detect that the folder is needed, so they delete it only if it is one hour old.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ NAME = re.compile(r"[0-9a-f]{16}")
 MENTION = re.compile(rb"experts/([0-9a-f]{16})")
 YOUNG_SECONDS = 3600.0
 
-# Folders that this process committed or found in a checkpoint. It deletes a folder as soon as no checkpoint
-# names it.
+# Folders that this process committed or found in a checkpoint. The process deletes such a folder as soon as
+# no checkpoint names the folder.
 _known: set[Path] = set()
 
 
@@ -42,12 +42,12 @@ def commit(written: Path, digests: Iterable[str]) -> str:
     """Rename a complete folder to a hash of `digests`; return the new path relative to the checkpoint."""
     name = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()[:16]
     folder = written.parent / name
-    if folder.exists():  # the same weights were saved before, for example without an update since
+    if folder.exists():  # the same content was saved before, for example if no update has run since
         for file in written.iterdir():
             os.replace(file, folder / file.name)  # the older file may be damaged
         written.rmdir()
     else:
-        os.utime(written)  # the age of the folder is counted from now
+        os.utime(written)  # set the age of the folder to 0
         os.rename(written, folder)
     _known.add(folder.resolve())
     sync(folder)
@@ -67,9 +67,9 @@ def sync(folder: Path) -> None:
 def collect(save_dir: Path) -> None:
     """Delete folders of experts that are old and incomplete, or that no checkpoint in `save_dir` names.
 
-    A checkpoint may have any file name. If one cannot be read, only incomplete folders are deleted. If
-    `experts` is a symbolic link, nothing is deleted. A complete folder that changed within the last hour is
-    deleted only if this process committed it or found it in a checkpoint.
+    A checkpoint may have any file name. If a checkpoint is unreadable, only incomplete folders are deleted.
+    If `experts` is a symbolic link, nothing is deleted. A complete folder that changed within the last hour
+    is deleted only if this process committed it or found it in a checkpoint.
     """
     parent = save_dir / PARENT
     if parent.is_symlink() or not parent.is_dir():

@@ -18,9 +18,9 @@ NAME = "writer.lock"
 
 @contextlib.contextmanager
 def locked(folder: str) -> Iterator[bool]:
-    """Create a folder if it is missing, and lock it in the block, which ends by removing the lock's file.
+    """Context manager that locks a folder for writing; it creates a missing folder.
 
-    Yields False, after a warning, if the file system has no locks.
+    The lock's file is removed at the end. Yields False, after a warning, if the file system has no locks.
 
     Raises:
         ValueError: another process holds the lock.
@@ -34,9 +34,9 @@ def locked(folder: str) -> Iterator[bool]:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK)
             stack.callback(os.close, file)
             with contextlib.suppress(OSError):  # another user owns the file of a killed run
-                os.fchmod(file, 0o666)  # all who may write to the folder may lock it
+                os.fchmod(file, 0o666)  # users who may write to the folder may lock it
             is_locked = _lock(file, folder)
-            if os.fstat(file).st_nlink:  # 0: a run that ended removed the file before it was locked here
+            if os.fstat(file).st_nlink:  # 0: an ending run has just removed the file
                 break
         try:
             yield is_locked

@@ -1,9 +1,9 @@
 """Names in checkpoints: dtypes of stored experts, and keys of removed options."""
 
-# Dtypes of the experts in a sharded checkpoint, besides their own.
+# Dtypes to which a sharded checkpoint may convert the experts.
 EXPERT_DTYPES = ("bf16", "int8", "int4")
 
-# Keys of removed options, and the reason. A checkpoint that holds them opens as if it did not.
+# Keys of removed options, and the reason. They are ignored in checkpoints.
 RETIRED = {
     "moe_kernel_tuning_seconds": "tile sizes of kernels come from a table",
     "distill_top_k": "the teacher's whole distribution is used",

@@ -24,7 +24,7 @@ from fairseq_tutel.checkpoint.options import EXPERT_DTYPES as EXPERT_DTYPES
 from fairseq_tutel.kernels.quantized import BLOCK, GROUP, ZERO, QuantizedMatrix, packed_int4, unpacked_int4
 
 LARGEST = {"int8": 127, "int4": 7}
-# The scales that are tried for a group: the value of the largest magnitude, divided by these numbers.
+# For each group, the scales that are tried are the value of the largest magnitude divided by these numbers.
 CANDIDATES = (-8.0, -9.0)
 ROW_BLOCK = 2**18  # values
 
@@ -62,7 +62,7 @@ class Quantized:
 
     @property
     def scale_bytes(self) -> int:
-        """The bytes of all scales, which come first."""
+        """The number of bytes of all scales, which are stored before the values."""
         return self._num_rows * (2 * (self.shape[-1] // GROUP) if self.in_groups else 4)
 
     def quantize(self, values: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Quantized:
         return nibbles_RW[:, :half] | nibbles_RW[:, half:] << 4
 
     def matrix(self, stored: Tensor, dtype: torch.dtype) -> QuantizedMatrix | None:
-        """Return a stored int8 or int4 matrix for products in `dtype`; None if products need the values."""
+        """Return stored int8 or int4 values as a matrix for products in `dtype`; None if unsupported."""
         has_products = self.in_groups or (self.expert_dtype == "int8" and len(self.shape) == 2)
         if not has_products or dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None
@@ -113,7 +113,7 @@ class Quantized:
         out = stored.new_empty(self.shape, dtype=self.dtype) if out is None else out
         if self.expert_dtype == "bf16":
             return out.copy_(stored)
-        if stored.storage_offset() % 4:  # a tensor of a mapped file
+        if stored.storage_offset() % 4:  # a tensor of a mapped file may be unaligned
             stored = stored.clone()
         if self.in_groups:
             matrix, out_BbW = self._matrix(stored, torch.float32), out.view(-1, BLOCK, self.shape[1])
@@ -174,7 +174,7 @@ def _row_blocks(values_RW: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
 def quantized_form(
     expert_dtype: str, shape: tuple[int, ...], dtype: torch.dtype, in_rows: bool = False
 ) -> Quantized | None:
-    """Return the format to quantize an expert's tensor; None for biases and integers, which are kept."""
+    """Return the format to which an expert's tensor is quantized; None for biases and integers."""
     if not expert_dtype or len(shape) < 2 or not dtype.is_floating_point:
         return None
     return Quantized(expert_dtype, shape, dtype, in_rows)

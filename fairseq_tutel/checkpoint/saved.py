@@ -22,7 +22,7 @@ from fairseq_tutel.parallel.progress import progress
 
 logger = logging.getLogger(__name__)
 
-# The parts of a configuration; in a flat configuration, the key that holds the name of each part.
+# The parts of a configuration, and for each part the key of its name in a flat configuration.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
 # The FFN tensors of a dense layer, and the tensors that --scale-fc adds.
 DENSE = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
@@ -188,9 +188,9 @@ class SavedModel:
                 options.pop(key, None)
 
     def use_plain_options(self) -> None:
-        """Make the model's options a dictionary; without the plugin, torch refuses to load a Namespace.
+        """Convert the model's options to a dictionary: without the plugin, torch cannot load a Namespace.
 
-        BART keeps its Namespace: it reads the task's name, which fairseq takes only from a Namespace.
+        BART's options stay a Namespace, because fairseq reads BART's task name only from a Namespace.
         """
         model = self._cfg.get("model")
         if isinstance(model, argparse.Namespace) and "bart" not in str(getattr(model, "arch", "")):

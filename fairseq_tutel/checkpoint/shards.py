@@ -102,7 +102,7 @@ class ShardedTensor:
         shape = list(self.shape)
         shape[slicing.dim] //= slicing.count
         shape[0] = count
-        if count:  # compare the record's sizes with a file before memory is allocated for them
+        if count:  # compare the record's shape with a file before memory is allocated for it
             self._file(self.pieces[first * self.slicing.count])
         out = torch.empty(shape, dtype=self.dtype)
         for i in range(count):
@@ -332,7 +332,7 @@ def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> S
 
 
 def _is_sound(tensor: ShardedTensor) -> bool:
-    """Return whether an untrusted record names only files of its folder, one piece per expert shard."""
+    """Return whether an untrusted record names only files in its folder, one piece per expert shard."""
     count = tensor.slicing.count
     is_quantized = tensor.expert_dtype in EXPERT_DTYPES and count == 1 and tensor.quantized
     return bool(
@@ -347,7 +347,7 @@ def _is_sound(tensor: ShardedTensor) -> bool:
 
 def _refuse_missing(path: Path, folder: str, names: set[str]) -> None:
     directory = path.resolve().parent / folder
-    # A pipe does not count; it would block a reader.
+    # A pipe counts as missing, because reading it would block.
     missing = sorted(name for name in names if not (directory / name).is_file())
     if missing:
         raise ValueError(

@@ -18,7 +18,7 @@ from fairseq_tutel.tools.parser import add_input, add_options, add_output
 from fairseq_tutel.vision.options import SwinExpertsConfig
 
 NEW_RUN = "; start a new training run from it"
-# A flag with the keywords of add_argument.
+# A flag, and its keywords for add_argument.
 Option = tuple[str, dict[str, Any]]
 # Options of the experts of `convert upcycle`.
 OF_EXPERTS = tuple(
@@ -60,11 +60,11 @@ class Conversion:
         inputs: the form of the input: a checkpoint, which may be in a folder such as --save-dir; a folder;
             or files, which the function `inputs_of` of the module lists.
         key: name of the parsed input and, in upper case, of the input in the help.
-        former: an older option that names the input.
+        former: an older option that also names the input.
         output: help text of --output, which names a folder if `is_folder`.
         one_of: mutually exclusive options; exactly one must be given.
         exclusive: mutually exclusive options; at most one may be given.
-        of_model: options of a table that are saved with the model.
+        of_model: further options, from a table of options that are saved with the model.
     """
 
     name: str

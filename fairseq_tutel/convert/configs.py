@@ -20,7 +20,7 @@ Tensors = dict[str, Tensor]
 # Type of gate -> names of its tensors that have one row per expert.
 ROWS = {"linear": ("weight",), "biased": ("weight", "bias"), "cosine": ("directions",)}
 FFN = re.compile(r"(.+?)\.(?:fc1|fc2|ffn_layernorm)\.")
-SWIN = "swin_v2"  # its MoE variant has the suffix _moe instead of the prefix moe_
+SWIN = "swin_v2"  # the MoE variant of this model has the suffix _moe instead of the prefix moe_
 
 
 def configs_of(saved: SavedModel) -> dict[Layer, MoEConfig]:
@@ -88,7 +88,7 @@ def freq_of(places: Sequence[int], count: int, preferred: int = 0) -> int | None
 def replaced(saved: SavedModel, made: Mapping[Layer, Tensors]) -> Tensors:
     """Return the model's weights in the same order, but with new tensors for the FFNs of some layers.
 
-    `made` holds the new tensors of each such layer by their names in the layer.
+    `made` maps each of these layers to its new tensors, by their names in the layer.
     """
     layers, weights = {layer.name: layer for layer in made}, {}
     for key, tensor in saved.weights.items():

@@ -24,8 +24,8 @@ from fairseq_tutel.convert.configs import (
     without_experts,
 )
 from fairseq_tutel.convert.upcycle import sums_to_1
-from fairseq_tutel.moe.capacity import capacity_of
 from fairseq_tutel.moe.config import GATE_TYPES, LAYER, MoEConfig, label_of
+from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.option import options_in
 from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.plugin.options import BY_OWNER, options_of
@@ -90,8 +90,8 @@ def keep_experts(
 ) -> list[str]:
     """Remove all experts of a checkpoint except those in `kept`, in place.
 
-    Layers without an entry in `kept` keep their experts. Returns one line per MoE layer that lists the old
-    IDs of its experts.
+    Layers without an entry in `kept` keep all experts. Returns one line per MoE layer with the old IDs of
+    the experts that were kept.
 
     Raises:
         ValueError: the remaining experts do not fit the layer's gate, expert groups or top_k.
@@ -150,9 +150,9 @@ def _refuse_uneven_groups(config: MoEConfig, layer: Layer, kept: Sequence[int]) 
 def to_dense(saved: SavedModel, chosen: Mapping[Layer, Sequence[int]]) -> tuple[dict[str, int], list[str]]:
     """Replace the experts of every MoE layer by one dense FFN, in place.
 
-    The FFN concatenates the hidden units of the chosen experts. Their total weight is the sum of a token's
-    expert weights if this sum is constant, else 1. Returns the labels of padded layers with their widths,
-    and the labels of layers whose outputs may change.
+    The FFN concatenates the hidden units of the chosen experts. If the expert weights of every token have
+    the same sum, the total weight of the chosen experts is this sum, else 1. Returns the labels of padded
+    layers with their widths, and the labels of layers whose outputs may change.
 
     Raises:
         ValueError: a dense FFN cannot represent the experts.
@@ -284,7 +284,7 @@ def kept_by_share(
 
     Args:
         scores: scores of at least 0 of the E experts of each layer, not all of them 0.
-        share: the share to keep, above 0 and at most 1; the number is rounded.
+        share: the share to keep, above 0 and at most 1; share times E is rounded to whole experts.
         least: the minimum number of experts of each layer, at most E.
         globally: whether layers may keep different shares.
     """
@@ -292,7 +292,7 @@ def kept_by_share(
     if not globally:
         counts = {layer: max(least[layer], _rounded(share * len(ids))) for layer, ids in ranked.items()}
     else:
-        # Order in which experts are kept as t grows. The first ones of each layer are always kept.
+        # Order in which experts are added as t grows. The first `least` of each layer are always kept.
         order = []
         for layer, ids in ranked.items():
             sums = accumulate(scores[layer][i] / sum(scores[layer]) for i in ids)

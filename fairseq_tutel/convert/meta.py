@@ -42,7 +42,7 @@ EXPERTS = {
     for part in ("fc1", "fc2")
     for kind in ("weight", "bias")
 }
-# With --moe-cmr, the layer also has a dense FFN, under the names of stock fairseq, and a gate.
+# With --moe-cmr, the layer also has a dense FFN with fairseq's names, and a gate.
 CMR_GATE, CMR_FFN = ".cmr_layer.gate.wg.", r"(.+\.layers\.\d+)\.(fc[12]\.(?:weight|bias))"
 BEFORE, BPR = "moe_normalize_gate_prob_before_dropping", "moe_batch_prioritized_routing"
 # Option that both systems have -> Meta's default, and a function from Meta's value to our value.
@@ -52,11 +52,11 @@ OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     BEFORE: (False, bool),
     BPR: (False, bool),
     "moe_second_expert_policy": ("sampling", str),
-    # A fraction of at most 0 means the training capacity in Meta's branch; 0 means none here.
+    # In Meta's branch, a fraction of at most 0 means the training capacity; here, 0 means no fraction.
     "moe_eval_capacity_token_fraction": (0.25, lambda v: v if v > 0 else -1.0),
     **dict.fromkeys(("moe_eom", "moe_fom", "moe_local_drop", "cmr_gate_drop"), (0.0, float)),
     **dict.fromkeys(("moe_cmr", "moe_eval_capacity_max_seqlen"), (False, bool)),
-    # Meta has two names for the same number: the number of ranks that exchange rows.
+    # Meta has two options for the same number, the number of ranks that exchange rows.
     "moe_normalize_expert_grad": (
         "world_size",
         lambda v: "sqrt_world_size" if str(v).startswith("sqrt") else "world_size",
@@ -88,7 +88,7 @@ REFUSED = {
     "add_ssl_task_tokens": "fairseq does not add these symbols to a dictionary",
     "finetune_dict_specs": "fairseq does not add these symbols to a dictionary",
 }
-# An option of Meta's, and the symbols that it adds to dictionaries.
+# An option of Meta's branch, and the symbols that this option adds to dictionaries.
 TAGGED, TAGS = "add_data_source_prefix_tags", ("<MINED_DATA>", "<MMT_BT_DATA>", "<SMT_BT_DATA>")
 # Options of the task that name dictionaries -> their values for dictionaries next to the checkpoint.
 OWN_DICTIONARIES = {"data": "", "fixed_dictionary": None, "source_dict": None, "target_dict": None}
@@ -162,13 +162,13 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
         else:
             model[name.replace(CMR_GATE, ".fc1.beside.cmr_gate.")] = tensor
     for path, rank in zip(paths, ranks, strict=False):
-        for name in rank:  # all others were taken out
+        for name in rank:  # names that are left: no rule above has converted them
             what = f"which has the weight {name}, but fairseq_tutel's models have no such weight"
             _refuse(path, what, "give a checkpoint without it")
     saved.rename("task", TASKS.get(saved.name("task"), saved.name("task")))
     use_moe_variants(saved)
     saved.restart(model)
-    saved.options_of("checkpoint").update(checkpoint_suffix="")  # it was -rank-N
+    saved.options_of("checkpoint").update(checkpoint_suffix="")  # in Meta's files: -rank-N
     hidden_dims = {
         name.partition(".")[0]: stack.shape[1]
         for name, stack in model.items()
@@ -209,16 +209,16 @@ def _stacked(
 def dictionaries(saved: SavedModel, given: Path | None = None) -> Vocabulary:
     """Return the dictionaries to write next to the model, because fairseq cannot extend the original ones.
 
-    With --add-data-source-prefix-tags, Meta adds the symbols `TAGS` to them, after those of the languages.
-    Without this option, there is nothing to write. The options of `saved` change, in place, so that the
-    new dictionaries are used.
+    With --add-data-source-prefix-tags, Meta adds the symbols `TAGS` to dictionaries, after the symbols of
+    languages. Without this option, nothing is returned. The options of `saved` are changed in place to use
+    the new dictionaries.
 
     Args:
         saved: the converted checkpoint.
-        given: the original dictionary; by default the one that the checkpoint's options name.
+        given: path of the original dictionary; by default, the checkpoint's options name the dictionary.
 
     Raises:
-        ValueError: the original dictionary does not exist, or is another model's.
+        ValueError: the original dictionary does not exist, or belongs to another model.
     """
     options = saved.options_of("task")
     if not options.get(TAGGED):
@@ -253,7 +253,7 @@ def _weights(file: SavedModel) -> Tensors:
                 f"INPUT names {file.path}, which holds flattened weights ({key}) of a sharded training "
                 "run; save the checkpoint again with Meta's branch, without --use-sharded-state."
             )
-        # Meta's CMR layer refers to the MoE layer, so a file names its weights twice.
+        # Meta's CMR layer refers to the MoE layer, so the file has two names for each of these weights.
         if not name.endswith(".cmr_layer.lang_idx"):
             weights[name.replace(".cmr_layer.moe_layer.", ".moe_layer.")] = tensor
     return weights
@@ -298,7 +298,7 @@ def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
         for key, value in options.items()
         if key.startswith("moe_") and value and key not in known
     ]
-    if options.get("moe_top1_expert"):  # Meta's top-1 gate ignores both
+    if options.get("moe_top1_expert"):  # Meta's top-1 gate ignores both options
         options |= {"moe_second_expert_policy": "all", BPR: False}
     for key, (default, ours) in OPTIONS.items():
         options[key] = ours(default if options.get(key) is None else options[key])

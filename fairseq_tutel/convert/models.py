@@ -91,7 +91,7 @@ def sides_of(saved: SavedModel) -> dict[str, list[Layer]]:
         ValueError: the model is not a transformer.
     """
     sides = {side: list(layers) for side, layers in groupby(saved.layers, lambda one: one.side)}
-    if not sides or not sides.keys() <= {*SIDES}:  # Swin has stages
+    if not sides or not sides.keys() <= {*SIDES}:  # Swin models have stages instead of layers
         raise ValueError(
             f"INPUT names {saved.path}, which has no encoder or decoder layers; give a transformer."
         )
@@ -207,7 +207,7 @@ def _member(saved: SavedModel, number: int) -> SavedModel:
     arch, criterion = made.options["ensemble_arch"], made.name("criterion")
     model_class = ARCH_MODEL_REGISTRY.get(arch)
     if criterion.removeprefix("moe_") == "cmcl":
-        images = "image_classification"  # the name of a task and of its criterion
+        images = "image_classification"  # the task and the criterion of a dense classifier have this name
         stock = images if made.name("task").removeprefix("moe_") == images else "cross_entropy"
         made.rename("criterion", criterion.replace("cmcl", stock))
     made.rename("model", arch)

@@ -24,7 +24,7 @@ from fairseq_tutel.parallel.groups import Slice
 from fairseq_tutel.parallel.progress import progress
 
 EXPERTS = ".experts"
-# (layer, tensor name, dictionary that holds the stack, its key in the dictionary)
+# (layer, tensor name, dictionary that holds the stacked tensor, key in this dictionary)
 Stacks = list[tuple[str, str, dict, Any]]
 
 
@@ -77,7 +77,7 @@ def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
 def to_sharded(
     saved: SavedModel, target: Path, expert_dtype: str = ""
 ) -> tuple[Path, dict[str, tuple[float, float]]]:
-    """Write a sharded checkpoint: experts and their optimizer state are in files next to the main file.
+    """Write a sharded checkpoint, with experts and their optimizer state in files next to the main file.
 
     An `expert_dtype` from EXPERT_DTYPES quantizes the experts' matrices. Returns the folder of the experts
     and, for each quantized weight, the relative error and the error of the worst row.
@@ -98,11 +98,11 @@ def to_sharded(
             if tensor.expert_dtype:
                 errors[key] = tensor.error
         saved.write(target)
-    except BaseException:  # after Ctrl-C too, remove the folder, because no checkpoint names it
+    except BaseException:  # after any error or Ctrl-C, remove the folder, because no checkpoint names it
         if committed is not None and target.parent / committed not in before:
             shutil.rmtree(target.parent / committed, ignore_errors=True)
         with contextlib.suppress(OSError):
-            experts.rmdir()  # fails if it has other folders
+            experts.rmdir()  # rmdir fails if other folders are left
         raise
     return target.parent / committed, errors
 
@@ -130,18 +130,18 @@ def _write_shards(found: Stacks, target: Path, expert_dtype: str) -> tuple[str, 
         raise not_written(target, error) from error
     finally:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)  # exists only after an error
+            shutil.rmtree(folder, ignore_errors=True)  # the folder still exists only after an error
 
 
 def _stacks(state: dict[str, Any]) -> Iterator[tuple[str, str, dict, Any]]:
-    """Yield all tensors [E, ...] that stack a parameter of E experts, its average or optimizer state."""
+    """Yield all stacked tensors [E, ...] of experts: parameters, moving averages and optimizer state."""
     shapes = set()
     for key, value in state["model"].items():
         layer, _, name = key.rpartition(".")
         if layer.endswith(EXPERTS):
             shapes.add(tuple(value.shape))
             yield layer, name, state["model"], key
-    for average in ("ema", "ema_fp32_params"):  # of --store-ema
+    for average in ("ema", "ema_fp32_params"):  # the moving average of --store-ema
         held = (state.get("extra_state") or {}).get(average) or {}
         for key in held:
             layer, _, name = key.rpartition(".")

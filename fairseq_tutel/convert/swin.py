@@ -45,7 +45,7 @@ SAVED = {
     "GATE_NOISE": "--moe-gate-noise",
     "MOE_DROP": "--swin-expert-dropout",
 }
-# Switch of MODEL.SWIN_MOE -> (its value, option of fairseq_tutel, value of this option).
+# Switch of MODEL.SWIN_MOE -> (value of the switch, option of fairseq_tutel, value of this option).
 SWITCHES = {
     "USE_BPR": (False, "--moe-drop-policy", "position"),
     "IS_GSHARD_LOSS": (True, "--moe-balance-loss", "gshard:1"),
@@ -213,7 +213,7 @@ def _command_line(
     if not layers:
         return
     gates = [_gate(model, f"{layer.moe}.", layer.label) for layer in layers]
-    kind, first = gates[0]  # all gates have one type, or the model cannot be loaded
+    kind, first = gates[0]  # if gates had different types, loading would fail
     counts = counts_text([len(rows) for _, rows in gates])
     yield from ("--moe-expert-count", counts, "--moe-gate-type", kind)
     if kind == "cosine":
@@ -328,7 +328,7 @@ def _checkpoint(
     """Return a fairseq checkpoint with these weights, and with options parsed from a command line."""
     task, arch = (with_experts(TASK), with_experts(SWIN)) if expert_options else (TASK, SWIN)
     words = ["--task", task, "--arch", arch, "--image-size", str(image_size), *expert_options]
-    words += ["--criterion", task] if expert_options else []  # it adds the balance loss
+    words += ["--criterion", task] if expert_options else []  # this criterion adds the balance loss
     for option in options_in(SwinConfig):
         value = getattr(config, option.name)
         words += [] if isinstance(value, bool) else [option.flag, str(value)]

@@ -20,7 +20,7 @@ from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.configs import Tensors, freq_of, print_notes, use_moe_variants
 from fairseq_tutel.convert.tutel_layer import COUNT, our_layer
 
-INPUT = "PREFIX"  # name of the input in messages
+INPUT = "PREFIX"  # name of the input in error messages
 # The example has no MoE options: they are fixed, or set by environment variables.
 FIXED = {
     "moe_top_k": 2,
@@ -171,7 +171,7 @@ def _from_example(
     model: Tensors = {}
     for name, tensor in weights.items():
         layer, _, norm = name.partition("ffn_layernorm.")
-        if f"{layer}moe_ffn." in counts:  # in fairseq_tutel, the norm belongs to the experts
+        if f"{layer}moe_ffn." in counts:  # in fairseq_tutel, the layer norm is a part of the experts
             name = f"{layer}moe_ffn.experts.hidden_layer_norm.{norm}"
         model[name.replace(".moe_ffn.", ".fc1.")] = tensor
     saved.restart(model)

@@ -29,7 +29,7 @@ FFN: Table = {
     "batched_fc1_bias": ("fc1_bias", False),
     "batched_fc2_bias": ("fc2_bias", False),
 }
-LLAMA: Table = {  # each rank holds these tensors in one dimension
+LLAMA: Table = {  # each rank holds these tensors as one-dimensional tensors
     "W_fc1": ("fc1_weight", True),
     "W_fc2": ("fc3_weight", True),
     "W_fc3": ("fc2_weight", True),
@@ -91,7 +91,7 @@ def _our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim:
         raise ValueError(f"has experts.{min(unknown)}, which ffn experts do not have")
     whole = {name: _joined(name, own, experts) for name, own in parts.items()}
     hidden_dim, out_dim = whole["batched_fc1_w"].shape[1], whole["batched_fc2_w"].shape[2]
-    if "batched_fc2_bias" in whole:  # each of the s ranks holds a bias of full size
+    if "batched_fc2_bias" in whole:  # each of the s ranks of an expert holds the complete bias
         whole["batched_fc2_bias"] = whole["batched_fc2_bias"][:, :out_dim].contiguous()
     expected = {
         "batched_fc2_w": (experts, hidden_dim, out_dim),

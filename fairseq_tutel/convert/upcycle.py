@@ -1,7 +1,7 @@
 """Makes a MoE checkpoint from a dense one: experts are copies of an FFN, and gates are initialized.
 
 Source: Komatsuzaki et al. 2022 (Sparse Upcycling). E experts, D model_dim, H hidden dimension of the FFN.
-An expert's hidden dimension is h = H / G. With G > 1, each expert is one of G parts of the FFN. The G
+An expert's hidden dimension is h = H / G. If G > 1, each expert is one of G parts of the FFN. The G
 experts g * G to g * G + G - 1 together are the FFN and have the same gate row, so a token chooses all of
 them (He et al. 2024, virtual groups). Their fc2 is multiplied by G, because each expert gets only 1/G of
 the token's weight.
@@ -21,11 +21,11 @@ from fairseq_tutel.convert.command import OF_EXPERTS, Variation
 from fairseq_tutel.convert.configs import SWIN, Tensors, counts_text, replaced, use_moe_variants
 from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.moe.build import seeded_generator
-from fairseq_tutel.moe.capacity import capacity_of
 from fairseq_tutel.moe.config import GATE_TYPES, MoEConfig, label_of
 from fairseq_tutel.moe.experts import Experts
 from fairseq_tutel.moe.gates import CosineGate, LinearGate
 from fairseq_tutel.moe.layer import MoELayer
+from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.option import flag_of, options_in, read, refuse_bad_values
 from fairseq_tutel.parallel.groups import Part
 from fairseq_tutel.plugin.feed_forward import SIDES
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
     """Run `convert upcycle`."""
     how = read(Variation, arguments)
     refuse_bad_values(how)
-    # An absent option is None or, for a switch, False. 0 is a value.
+    # An option that was not given is None or, for a switch, False. 0 is a given value.
     given = {item.key: getattr(arguments, item.key) for item in OF_EXPERTS}
     given = {key: value for key, value in given.items() if value is not None and value is not False}
     saved = SavedModel.open(inputs[0])
@@ -109,7 +109,7 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
         raise ValueError(f"{flag_of(key)} is given, but {arch} has {has}.")
     options.update({key: getattr(v, "value", v) for key, v in known.items()} | dict(given))
     args = argparse.Namespace(**options)
-    ARCH_CONFIG_REGISTRY[arch](args)  # sets the architecture's defaults, which older files lack
+    ARCH_CONFIG_REGISTRY[arch](args)  # this sets the architecture's defaults, which older files lack
     refuse_options(args)
     refuse_bad_values(read(SwinExpertsConfig, args))
     chosen = _chosen(args, layers)
@@ -164,7 +164,7 @@ def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
             f"{label_of('hidden_dim')} is {config.hidden_dim}, but the dense FFN is {hidden_dim} wide; "
             f"give a divisor of {hidden_dim}, or 0."
         )
-    # Options with which a token would not choose all parts of an FFN together.
+    # With these options, a token might not choose all parts of an FFN together.
     apart = {
         "num_experts": config.num_experts % parts > 0,
         "top_k": config.top_k % parts > 0,
@@ -263,7 +263,7 @@ def sums_to_1(config: MoEConfig) -> bool:
 
 @torch.no_grad()
 def _prepare_gates(layer: MoELayer, parts: int, scale: float) -> None:
-    """Scale the initial weights of a layer's gates, and give all parts of an FFN the same row, in place."""
+    """Scale the initial weights of a layer's gates; give all parts of an FFN equal gate rows, in place."""
     for gate in (layer.gate, *layer.other_gates):
         if scale != 1 and not isinstance(gate, LinearGate):
             raise ValueError(

@@ -10,14 +10,14 @@ Key = tuple[int, int]  # the indices of a stack and an expert
 class ExpertCache:
     """A cache of expert keys that is limited in bytes and in experts; a limit of None means no limit.
 
-    The policy `lru` evicts the least recently used expert, and `lfu` the least frequently used one. Among
-    equally frequent ones, `lfu` evicts the least recently used.
+    The policy `lru` evicts the least recently used expert, and `lfu` the least frequently used expert. If
+    several experts are equally frequent, `lfu` evicts the least recently used of these.
     """
 
     def __init__(self, policy: str, most_bytes: int | None, most_experts: int | None) -> None:
         self.policy, self.most_bytes, self.most_experts = policy, most_bytes, most_experts
         self._uses: Counter[Key] = Counter()
-        self._ranks: dict[Key, tuple[int, int]] = {}  # the smallest is evicted first
+        self._ranks: dict[Key, tuple[int, int]] = {}  # the expert with the smallest value is evicted first
         self._time = itertools.count(1)
         self._kept: dict[Key, int] = {}  # bytes
         self._bytes = 0

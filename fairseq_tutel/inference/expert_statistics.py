@@ -17,7 +17,7 @@ from typing import Any
 from fairseq_tutel.files import json_of, shown
 
 MARK, VERSION = "expert_statistics", 1
-# The name in the file of data without a language pair.
+# The name in the file for data without a language pair.
 ALL = "all"
 
 
@@ -29,7 +29,7 @@ class LayerStatistics:
         tokens: number of tokens that the layer routed, without padding.
         activity: for each expert, the fraction of tokens whose first choice it is.
         confidence: the mean gate probability of the expert over these tokens; 0 if there are none.
-        load: the expert's assignments of all choices, over the mean of the layer; the mean load is 1.
+        load: the expert's assignments of all choices, divided by the layer's mean; the mean load is 1.
     """
 
     tokens: int
@@ -39,7 +39,7 @@ class LayerStatistics:
 
     @property
     def importance(self) -> list[float]:
-        """Each expert's activity * exp(confidence), over the mean of the layer; the mean is 1.
+        """Each expert's activity * exp(confidence), divided by the layer's mean, so that the mean is 1.
 
         Source: Koishekenov et al. 2023, Memory-efficient NLLB-200.
         """
@@ -48,7 +48,7 @@ class LayerStatistics:
         return [each / mean for each in found]
 
 
-# By language pair, such as de-en, and by the short name of a layer, such as decoder_1.
+# Statistics by language pair, such as de-en, and by the short name of a layer, such as decoder_1.
 Statistics = Mapping[str, Mapping[str, LayerStatistics]]
 
 

@@ -72,8 +72,8 @@ class ExpertStore:
 
     - `on-demand`: fetch the experts of a call.
     - `pregated`: also fetch the experts that `prefetch` requests.
-    - `prefetch-all`: also fetch all experts of the next block. This is the block that followed the last
-      time, and at first the block that was added next.
+    - `prefetch-all`: also fetch all experts of the next block. The next block is the block that was called
+      after this block the last time, or at first the block that was added next.
 
     Tiers: `disk` reads the shard files of a checkpoint, and `host` keeps experts in memory (pinned if there
     is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes. The size `"auto"` is half
@@ -119,10 +119,10 @@ class ExpertStore:
         self._stacks: list[tuple[ExpertStack, Source]] = []
         self._followers: dict[int, int] = {}  # the block that followed each block the last time
         self._last = -1
-        self._fetches: dict[Key, Fetch] = {}  # of all experts in memory, with the cache
-        self._used: set[Key] = set()  # by the current call
+        self._fetches: dict[Key, Fetch] = {}  # the fetches of all experts in memory, including the cache
+        self._used: set[Key] = set()  # experts that the current call uses
         self._prefetched: dict[int, set[Key]] = {}
-        self._bytes = 0  # of `_fetches`
+        self._bytes = 0  # the bytes of all experts in `_fetches`
         self._free_buffers: dict[tuple[BufferLayout, torch.device], list[Buffer]] = {}
         self._files, self._fetcher = ShardFiles(), Fetcher()
         self._close = weakref.finalize(self, self._fetcher.end, CLOSED)
@@ -241,7 +241,7 @@ class ExpertStore:
         free = self._free_buffers.setdefault((layout, device), [])
         if free:
             return free.pop()
-        with torch.inference_mode(False):  # the thread must be able to write it outside inference mode
+        with torch.inference_mode(False):  # the thread writes the buffer outside inference mode
             buffer = Buffer(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
         buffer.note_free()  # queued work may still read an earlier tensor in this memory
         return buffer

@@ -31,7 +31,7 @@ class Fetch:
     def __init__(self, source: Source, expert: int, buffer: Buffer) -> None:
         self.buffer = buffer
         self.is_here = False  # whether the buffer contains the expert
-        self.is_new = True  # whether no block has computed with it yet
+        self.is_new = True  # whether no block has used the expert yet
         self._source, self._expert = source, expert
         self._copied: torch.cuda.Event | None = None
 
@@ -111,7 +111,7 @@ class Fetcher:
             self._ended = self._ended or reason
             self._queue.clear()
             self._changed.notify_all()
-        # Any thread can collect a store without references, and so can this thread itself.
+        # Any thread can garbage-collect a store without references, even this thread.
         if self._thread not in (None, threading.current_thread()):
             self._thread.join(JOIN_SECONDS)
 
@@ -143,7 +143,8 @@ class Fetcher:
             try:
                 device = fetch.buffer.memory.device
                 if device.type == "cuda" and stream is None:
-                    # A new thread has device 0: leaving a stream there would create a context on GPU 0.
+                    # The thread has device 0: leaving a stream context would create a CUDA context on GPU
+                    # 0.
                     torch.cuda.set_device(device)
                     stream = torch.cuda.Stream(device)
                 fetch.run(stream)

@@ -79,7 +79,7 @@ class Chain:
         index = self.layers.index(layer)
         if index == 0:
             self._pending.clear()
-        # The first N layers fetch their own experts before those of later layers.
+        # The first N layers fetch their experts before the experts of later layers.
         routing = _prefetched(layer, x_TD, call) if index < self.ahead else self._take(index, call)
         later = index + self.ahead
         if later < len(self.layers):

@@ -32,7 +32,7 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Change the dtype of the unpacked matrix with that of the model, as in `model.half()`."""
+        """Convert the unpacked matrix when the model's dtype changes, as in `model.half()`."""
         super()._apply(fn, recurse)
         self.matrix = self.matrix.to(fn(self.matrix.scales.new_empty(0, dtype=self.matrix.dtype)).dtype)
         return self
@@ -52,7 +52,8 @@ class QuantizedLinear(nn.Module):
 def quantize_linear_layers(module: nn.Module, without: type[nn.Module]) -> int:
     """Replace the linear layers within a module, in place, except within modules of the type `without`.
 
-    Layers whose input dimension torch's kernel cannot read stay. Returns the number of replaced layers.
+    Layers with an input dimension that torch's kernel cannot read are kept. Returns the number of replaced
+    layers.
     """
     count = 0
     for name, child in module.named_children():

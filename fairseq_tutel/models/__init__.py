@@ -1,7 +1,7 @@
 """Registers fairseq models: MoE variants of fairseq's own models, ensembles, and Swin V2.
 
-If --user-dir is the directory of this package, fairseq imports this folder directly, so this import must
-register everything.
+If --user-dir is the directory of this package, fairseq imports this folder directly. Therefore, importing
+the folder registers the complete plugin.
 """
 
 from fairseq_tutel.plugin import register

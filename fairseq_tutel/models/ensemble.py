@@ -116,7 +116,7 @@ class EnsembleModel(BaseFairseqModel):
         modules = dict(member.named_modules())
         member.get_submodule(name)  # raises an error if there is no such layer
         above = [modules[path] for path in modules if name.startswith(f"{path}.")]
-        if any(hasattr(module, "precheckpoint_forward") for module in above):  # of fairseq's layers
+        if any(hasattr(module, "precheckpoint_forward") for module in above):  # checkpointed layers
             raise ValueError(
                 f"--ensemble-share-after is {name}, which activation checkpointing recomputes for each "
                 "member alone; name a complete layer, or turn off activation checkpointing."

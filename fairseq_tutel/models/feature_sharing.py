@@ -1,4 +1,4 @@
-"""Feature sharing between ensemble members: each forward pass pauses at a layer until all reach it.
+"""Feature sharing between ensemble members: forward passes pause at a layer until all have reached it.
 
 M members.
 """
@@ -55,10 +55,10 @@ class _Run:
 
     def __init__(self, forward: Callable[[], Any], layer: nn.Module) -> None:
         self._forward, self._layer, self._has_paused = forward, layer, False
-        # First the layer's output, then the result of the forward pass; or an error.
+        # Contains first the layer's output, then the result of the forward pass, or an error instead.
         self._events: SimpleQueue[Any] = SimpleQueue()
         self._features: SimpleQueue[Tensor] = SimpleQueue()
-        # The caller's torch modes, which apply only to the caller's thread; `_work` sets them again.
+        # The caller's torch modes apply only to the caller's thread, so `_work` sets them in its thread.
         self._grad, kinds = torch.is_grad_enabled(), ("cpu", "cuda")
         self._casts = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None

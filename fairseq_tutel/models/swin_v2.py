@@ -17,7 +17,7 @@ from fairseq_tutel.plugin.registration.flags import made
 from fairseq_tutel.vision.options import SwinConfig, SwinExpertsConfig
 from fairseq_tutel.vision.swin_v2 import SwinV2
 
-# Expert settings of the released model, which has no second bias in its experts; here it starts at 0.
+# Expert settings of the released model. Its experts have no bias in fc2; here, this bias starts at 0.
 EXPERTS = {"activation": "gelu", "init_std": 0.005}
 RELEASED = {
     "swin_form": "moe",
@@ -28,7 +28,7 @@ RELEASED = {
     "moe_balance_loss": "load_importance_tutel:1",
     "swin_init_std": 0.005,
 }
-# Differences from RELEASED for small images, used for the published results.
+# Options for small images that differ from RELEASED; the published results use them.
 SMALL_IMAGES = {"swin_init_std": 0.02, "moe_balance_loss": "load_importance:1"}
 # Model options except those of an encoder or decoder, which do not apply to stages.
 ALL_SIDES = [option for option in options_of("model") if option not in options_in(SidesConfig)]
@@ -74,7 +74,7 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
 class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
     """A Swin V2 image classifier with experts in every --moe-freq-th block of its last stages."""
 
-    expert_stages = 0  # the number of last stages that may have experts
+    expert_stages = 0  # how many stages, counted from the last, may have experts
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> Any:

@@ -1,6 +1,7 @@
 """Registers a moe_ variant of every fairseq model with transformer layers; docs/models.md lists them.
 
-Most variants have no dataclass, like their stock models, because fairseq-train cannot build nested ones.
+Most variants have no dataclass, like their stock models, because fairseq-train cannot build nested
+dataclasses.
 """
 
 import argparse
@@ -51,7 +52,7 @@ from fairseq_tutel.plugin.run_state import is_opened, root_of
 logger = logging.getLogger(__name__)
 
 BOTH = ("encoder", "decoder")
-# Which of encoder and decoder have layers with an fc1, by model class; subclasses have the same ones.
+# By model class: whether the encoder, the decoder or both have layers with fc1. Subclasses are the same.
 SIDES = (
     (("encoder",), (RobertaModel, MaskedLMModel, Wav2Vec2Model, HubertModel)),
     (("decoder",), (TransformerLanguageModel, LightConvLanguageModel, TransformerUnitLanguageModel)),
@@ -101,13 +102,13 @@ class MoEVariantMixin(MoEModelMixin):
         refuse_options(args)
         with for_loading(args, task):
             model = super().build_model(_with_scales(args), task)  # type: ignore[misc]
-        change_class(model, cls)  # some stock models build a fixed class
+        change_class(model, cls)  # some stock models ignore cls
         own = {side: getattr(args, f"{side}_moe_freq", -1) for side in cls.sides}
         freqs = {side: args.moe_freq if freq == -1 else freq for side, freq in own.items()}
         bert = [sides for stock, sides in BERT_SIDES.items() if issubclass(cls, stock)]
         given = cls.sides if getattr(args, "apply_bert_init", False) else ()
         of_sides = dict.fromkeys(set().union(given, *bert), BERT_INIT)
-        if _is_within.get():  # the outer model's task has the run's options
+        if _is_within.get():  # the outer model uses the options of the task
             install_experts(model, args, None, freqs, of_sides)
             return model
         if is_opened(args):
@@ -150,7 +151,7 @@ class FineTunedMixin(MoEModelMixin):
 
 
 def _refuse_within_a_dense_model(root: Any) -> None:
-    """Raise an error if a model with experts is fine-tuned with a dense --arch, which lacks support."""
+    """Raise an error if a pretrained model with experts is fine-tuned with a dense --arch."""
     model: Any = getattr(root, "model", None)
     has_experts = getattr(ARCH_MODEL_REGISTRY.get(getattr(model, "_name", "")), "has_experts", False)
     if getattr(model, "w2v_path", None) and not has_experts:

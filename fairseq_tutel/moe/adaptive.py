@@ -1,13 +1,13 @@
 """Adaptive parallelism: several ways to divide the experts' work, with the same stored weights.
 
-Each layer uses one of these ways for a forward pass. The weights that it lacks are gathered for that pass.
+For each forward pass, a layer uses one value of r. Weights that a rank lacks are gathered for this pass.
 
 T tokens, P ranks, E experts, s shards of an expert (P = E * s, or s = 1), r ranks that receive each row, H
 hidden_dim. Rank (e, q) stores shard q of expert e for every r. A change of r therefore moves no stored
 weights:
 
     r = 0  every rank gathers all experts; no row is sent
-    r = 1  an expert's ranks gather all its shards; each rank gets a part of its rows (expert + data)
+    r = 1  an expert's ranks gather all its shards; each rank gets a part of the rows (expert + data)
     r = s  no weights are gathered; every row is sent to all ranks of its expert (expert + model)
     else   groups of s / r consecutive ranks gather H / r of the expert; every row is sent to r ranks
 
@@ -28,7 +28,7 @@ from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.option import require
 from fairseq_tutel.parallel.call_id import CallId, compare_later
-from fairseq_tutel.parallel.collectives import all_gather, start_all_gather, start_reduce_scatter
+from fairseq_tutel.parallel.collectives import all_to_all, start_all_gather, start_reduce_scatter
 from fairseq_tutel.parallel.groups import Topology, slice_of
 from fairseq_tutel.parallel.links import faster_algorithm
 from fairseq_tutel.parallel.machine import Machine, typical
@@ -63,7 +63,7 @@ def weights_of(
     this rank's shard. If r is 0, the ranks exchange no row counts, so this function compares the call ID.
     """
     named, slices = experts.expert_parameters(), experts.part.slices
-    # A pruned or parametrized bias would be left out without an error.
+    # Otherwise a pruned or parametrized bias would be ignored without an error.
     message = "a torch.nn.utils.prune or parametrize call changed the experts, but other ranks gather them"
     require(named.keys() >= set(experts.names), f"{message}; undo that call.")
     joined = slices if degree == 0 else slices // degree
@@ -71,15 +71,15 @@ def weights_of(
     tensors: dict[str, Any] = dict(named)
     if call_id is not None and group is not None:
         nothing_P0 = torch.empty(dist.get_world_size(group), 0, dtype=torch.int64, device=experts.device)
-        received_PPX = all_gather(call_id.prepended_to(nothing_P0), OPERATION, group)
-        compare_later(received_PPX[:, 0, 0], OPERATION, group)
+        received_PX = all_to_all(call_id.prepended_to(nothing_P0), OPERATION, group)
+        compare_later(received_PX[:, 0], OPERATION, group)
     if group is not None:
         for name, stack in zip(named, _Gather.apply(group, *named.values()), strict=True):
             tensors[name] = _merge(stack, joined, slice_of(named[name]).dim)
     if degree > 1:
         part = experts.part.index // joined
         for name in filter(tensors.__contains__, experts.added):
-            # The tensor gets its position in the full last dimension, with zeros elsewhere.
+            # The tensor is placed at this rank's position in the full last dimension, with zeros elsewhere.
             width = tensors[name].shape[-1]
             tensors[name] = F.pad(tensors[name], (part * width, (degree - 1 - part) * width))
     return Weights(experts.prepared(tensors, device), of_all=degree == 0)

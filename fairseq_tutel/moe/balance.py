@@ -24,7 +24,7 @@ def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
 
     Args:
         routing: the assignments of the micro-batch.
-        gate: its backend computes the loss; None for the best of the device.
+        gate: its backend computes the loss; None selects the best backend for the device.
 
     Returns:
         [] at least fp32, differentiable.
@@ -47,7 +47,7 @@ def gshard_all_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
 def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """Return the GShard balance loss with the expert loads of all ranks of the layer's topology.
 
-    The probabilities are this rank's.
+    The probabilities are only from this rank's tokens.
 
     Collective in training: one all-reduce of E numbers. Source: Qiu et al. 2025, Demons in the Detail.
     """
@@ -173,8 +173,8 @@ def _without_padding(routing: Routing, values_TE: Tensor) -> Tensor:
     return values_TE.masked_fill(~routing.real_T.unsqueeze(1), 0.0)
 
 
-# By the name in --moe-balance-loss. Switch's loss (Fedus et al. 2021, equations 4 to 6) equals GShard's:
-# both count first choices.
+# Balance losses by their name in --moe-balance-loss. Switch's loss (Fedus et al. 2021, equations 4 to 6)
+# equals GShard's: both count first choices.
 LOSSES: dict[str, Callable[[Routing, GateOutput], Tensor]] = {
     "gshard": gshard_loss,
     "gshard_all": gshard_all_loss,
@@ -206,7 +206,7 @@ class BalanceBias(nn.Module):
 
     @torch.no_grad()
     def count(self, assigned_KE: Tensor) -> None:
-        """Add a micro-batch's assignments to the experts' loads, with dropped ones but without padding."""
+        """Add a micro-batch's assignments to the experts' loads, even if dropped, except padding."""
         self.load.add_(assigned_KE.sum(dim=0))
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 
 def load_class(name: str | type) -> Any:
-    """Return the class, imported if it is a name, package.module.Class."""
+    """Return the class; if `name` is text such as package.module.Class, import the class."""
     if isinstance(name, type):
         return name
     module_name, _, class_name = name.rpartition(".")
@@ -35,7 +35,7 @@ def redraw(module: Any, seed: int) -> None:
 
 
 def draw(kind: Callable[[Any], nn.Module], config: Any, seed: int) -> nn.Module:
-    """Build an object, kind(config), on the CPU with this seed; keep torch's global generator."""
+    """Build an object, kind(config), on the CPU with this seed; restore the state of torch's generator."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # CPU only; torch.manual_seed would also reseed GPUs
         return kind(config)

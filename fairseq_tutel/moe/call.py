@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.moe.capacity import Capacity, MicroBatch, capacity_of
 from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.slots import Capacity, MicroBatch, capacity_of
 
 
 @dataclass(frozen=True, kw_only=True)

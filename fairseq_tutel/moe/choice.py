@@ -1,7 +1,7 @@
 """Chooses experts for tokens, or tokens for experts, by scores that are computed from gate logits.
 
-A way to choose experts is a line of `ways_of` and a function named after its flag. `rsample_keys`, for
-example, belongs to --moe-rsample, tests/moe/test_choice.py::test_rsample_… and a row of docs/routing.md.
+A way to choose experts is a line of `ways_of` and a function named after its flag. For example, the flag
+--moe-rsample has `rsample_keys`, tests/moe/test_choice.py::test_rsample_… and a row in docs/routing.md.
 T tokens, E experts, K top_k, G groups of experts. Only scores and weights have a gradient.
 """
 
@@ -20,9 +20,9 @@ from fairseq_tutel.kernels import gate_product
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.reference_route import choose_experts, normalized, row_softmax
 from fairseq_tutel.moe.build import is_hooked
-from fairseq_tutel.moe.capacity import MicroBatch
 from fairseq_tutel.moe.config import MoEConfig, check_top_k
 from fairseq_tutel.moe.gates import LinearGate
+from fairseq_tutel.moe.slots import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +35,16 @@ class Chosen:
     weights_TK: Tensor  # before any assignment is left out
 
 
-# Returns new keys from keys_TE and logits_TE, all without a gradient; -inf excludes an expert.
+# A function that returns new keys from keys_TE and logits_TE, all without gradients. A key of -inf excludes
+# an expert.
 Way = Callable[[Tensor, Tensor], Tensor]
 
 
 def ways_of(config: MoEConfig, batch: MicroBatch) -> list[Way]:
-    """Return the functions that choose experts, in their order. If there are none, scores decide.
+    """Return the functions that change the keys of experts, in order. Without functions, keys are scores.
 
-    A token's experts are those with the K largest keys. The first way gets the scores as keys. The fused
-    kernel runs only if the list is empty.
+    A token's experts are the experts with the K largest keys. The first way gets the scores as keys. The
+    fused kernel runs only if the list is empty.
     """
     top_k, training, function = batch.top_k, batch.training, config.score_function
     bias_E: Any = batch.bias_E
@@ -165,7 +166,7 @@ class _SoftmaxTopK(torch.autograd.Function):
 
 def rsample_keys(keys_TE: Tensor, logits_TE: Tensor, score_function: str) -> Tensor:
     """Return random keys whose top-k samples experts by score without replacement (Kool et al. 2019)."""
-    # In half precision many draws would be equal, and the lower ID would be preferred.
+    # In half precision, many random keys would be equal, which would favour experts with low IDs.
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     log_scores_TE = logits_TE if score_function == "softmax" else F.logsigmoid(logits_TE)
     gumbel_TE = -torch.empty_like(logits_TE).exponential_().log()
@@ -173,7 +174,7 @@ def rsample_keys(keys_TE: Tensor, logits_TE: Tensor, score_function: str) -> Ten
 
 
 def second_expert_policy_keys(keys_TE: Tensor, logits_TE: Tensor, score_function: str) -> Tensor:
-    """Return keys whose top-k has the best expert of `keys_TE`, and further experts sampled by score."""
+    """Return keys whose top-k keeps the best expert of `keys_TE` and samples the other experts by score."""
     sampled_TE = rsample_keys(keys_TE, logits_TE, score_function)
     return sampled_TE.scatter_(1, choose_experts(keys_TE, 1), math.inf)
 
@@ -202,9 +203,9 @@ def mask_expert_groups(keys_TE: Tensor, groups: int, kept: int, top_k: int) -> T
 
 
 def sampled_choices(weights_TK: Tensor) -> Tensor:
-    """Keep first choices, and others with probability min(1, K * weight) (GShard, section 2.2)."""
+    """Keep first choices; keep other choices with probability min(1, K * weight) (GShard, section 2.2)."""
     top_k = weights_TK.shape[1]
-    # fp32, since half precision is too coarse.
+    # Random numbers are drawn in fp32, because half precision is too coarse.
     draws_TK = torch.rand(weights_TK.shape, device=weights_TK.device, dtype=torch.float32)
     requested_TK = draws_TK < top_k * weights_TK.detach()
     requested_TK[:, :1] = True

@@ -56,7 +56,7 @@ PARALLEL_TYPE: Rule = (
 TEMPERATURE: Rule = (lambda v: 0.01 <= v < math.inf, "give a number of at least 0.01")
 
 
-# By the name in --moe-balance-loss.
+# Balance losses by their name in --moe-balance-loss.
 BALANCE_LOSSES = {
     "gshard": "fraction of first choices times mean probability, summed over experts",
     "gshard_all": "gshard with the fraction of all choices",
@@ -70,7 +70,7 @@ BALANCE_LOSSES = {
 }
 
 
-# Options that cannot be combined: a value, a test of it, and the options that it excludes.
+# Options that cannot be combined: an option, a test of its value, and the options that this value excludes.
 EXCLUDED: tuple[tuple[str, Callable[["MoEConfig"], object], tuple[str, ...]], ...] = (
     (
         "--moe-choice experts",

@@ -1,8 +1,8 @@
 """The decode path: a shorter path through a MoE layer for few tokens on a CPU without gradients.
 
 Reading the weights takes most of the time. The layer's output needs only each token's experts and weights.
-Slots, counts and row maps are computed at their first access. The results equal the results of
-`routing.decide` and of the fused FFN (`expert_ffn`). T tokens, D model_dim, E experts, K top_k, N = T * K
+Slots, counts and row maps are computed at their first access. Results equal those of `routing.decide` and
+of the fused FFN (`expert_ffn`). T tokens, D model_dim, E experts, K top_k, N = T * K
 assignments, R rows, n rows of one expert.
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.few_rows import ffn_of_few
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.moe.capacity import MicroBatch
 from fairseq_tutel.moe.choice import choose
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
 from fairseq_tutel.moe.routing import GateOutput, Routing, placed, scaled
+from fairseq_tutel.moe.slots import MicroBatch
 
 # The decode path is faster up to this number of assignments.
 MOST_ASSIGNMENTS = 256
@@ -61,7 +61,7 @@ class DecodeRouting(Routing):
 
     @cached_property
     def sources(self) -> list[list[int]]:
-        """The assignments t * K + j of each expert, without those of padding. One read by the host."""
+        """The assignments t * K + j of each expert, without padding. The first access is a host read."""
         num_experts, ids_TK = self.probs_TE.shape[1], self.expert_ids_TK
         if self.real_T is not None:
             ids_TK = torch.where(self.real_T.unsqueeze(1), ids_TK, num_experts)
@@ -105,7 +105,7 @@ def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: Ga
 
 
 def runs_few(experts: ExpertStack, routing: Routing) -> bool:
-    """Return whether `run_few` can compute a routing: one of `decide_few`, and fused experts."""
+    """Return whether `run_few` can compute a routing: it is from `decide_few`, and experts are fused."""
     is_few = isinstance(routing, DecodeRouting) and routing.__dict__["place"] is not None
     return is_few and can_defer(experts.training) and experts.can_fuse
 

@@ -7,7 +7,7 @@ atomics, so equal inputs give bit-identical results.
 - `Local`: all experts are on this rank.
 - `Gathering`: every rank gathers the weights of all experts for one forward (adaptive_r = 0).
 - `Exchange`: rows are sent to the ranks that own their experts.
-- `OwnExperts`: rows are not sent, and this rank's experts replace others, for --moe-local-drop in training.
+- `OwnExperts`: no rows are sent; this rank's experts replace the other ranks' (--moe-local-drop, training).
 
 Every dispatcher has these members:
 
@@ -237,7 +237,7 @@ class Exchange:
 
 @dataclass(eq=False)
 class OwnExperts:
-    """A dispatcher that processes all rows of a rank with its own experts and sends none.
+    """A dispatcher that processes all rows of a rank with this rank's experts, and sends no rows.
 
     The i-th expert of every rank is replaced by this rank's i-th expert. Weights and dropping do not
     change. The experts must not be split into shards.

@@ -22,7 +22,7 @@ Tensors = Mapping[str, Any]
 
 
 class Weights:
-    """Source of the weight tensors that experts compute with: given tensors, or the own parameters."""
+    """The source of experts' weight tensors: given tensors, or the parameters of the stack."""
 
     are_own: bool = True  # whether other ranks can gather these tensors
     of_all: bool = False  # whether these are the tensors of all experts, so that no rows need to be sent
@@ -69,7 +69,7 @@ class ExpertStack(nn.Module):
     """One rank's experts or expert shards of a layer; dimension 0 of each parameter is the expert.
 
     `load_state_dict` takes this rank's experts from a state dict with all E experts. `state_dict` contains
-    this rank's experts by default. `save_as` can replace them by all experts, or by records of files.
+    this rank's experts by default. `save_as` can replace these by all experts, or by references to files.
     """
 
     # For each stacked tensor, the dimension that is split into expert shards. Empty: experts cannot be
@@ -77,7 +77,7 @@ class ExpertStack(nn.Module):
     slice_dims: ClassVar[dict[str, int]] = {}
     # Tensors that are added to the output. Their shards split the last dimension and are padded with zeros.
     added: ClassVar[tuple[str, ...]] = ()
-    # Whether `run` also takes quantized matrices in place of tensors.
+    # Whether `run` also accepts quantized matrices instead of tensors.
     takes_quantized: ClassVar[bool] = False
 
     def __init__(self, config: MoEConfig, part: Part | None = None) -> None:
@@ -186,7 +186,7 @@ class ExpertStack(nn.Module):
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the stacked parameters, stored early because pruning replaces parameters."""
+        """The names of the stacked parameters; `mark` caches them, because pruning renames parameters."""
         return tuple(self.expert_parameters())
 
     @property

@@ -212,7 +212,7 @@ class CustomExperts(ExpertStack):
         template.train(self.training)
         counts = list(groups.host)
         rows_RD = rows_RD[: sum(counts)]
-        # The backward of unbind stacks once. Indexing would build a zero-filled stack for every expert.
+        # unbind's backward makes one stack. Indexing would make a zero-filled stack for every expert.
         stacks = {name: tensors[_key(name)].unbind(0) for name, _ in template.named_parameters()}
 
         def run(i: int, rows: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ def grouped_linear(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """All experts' linear maps as one autograd node; `weight[i]` would give each a full-size gradient."""
+    """All experts' linear maps as one autograd node; `weight[i]` would make a full-size gradient each."""
 
     @staticmethod
     def forward(

@@ -19,7 +19,7 @@ from fairseq_tutel.option import is_custom
 
 
 class LinearGate(nn.Module):
-    """A gate with one linear map without bias, in fp32 (fp64 for fp64 input) if `gate_fp32` is set.
+    """A gate that is a linear map without bias; in fp32 (fp64 for fp64 input) if `gate_fp32` is set.
 
     With half-precision logits, rounding could change a token's experts between two forwards. On an NVIDIA
     GPU, bf16 tokens and weights are multiplied without fp32 copies; see `kernels.gate_product`.
@@ -113,7 +113,7 @@ GATES = {"linear": LinearGate, "biased": BiasedGate, "cosine": CosineGate}
 
 
 def build_gate(config: MoEConfig, kind: str | type) -> nn.Module:
-    """Build the configured gate: a built-in type, or a user's class that takes the configuration."""
+    """Build the configured gate: a built-in type, or a custom class called with the configuration."""
     if is_custom(kind):
         return build_custom(kind, config)
     return GATES[str(kind)](config)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fairseq_tutel.moe.adaptive import static_strategy
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
 from fairseq_tutel.moe.call import Call
-from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.choice import choose_from, is_one_node
 from fairseq_tutel.moe.config import MoEConfig, parse_balance_loss
 from fairseq_tutel.moe.decode import are_few, can_defer, decide_few
@@ -28,6 +27,7 @@ from fairseq_tutel.moe.gates import (
 )
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts
+from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.option import is_whole
 from fairseq_tutel.parallel.call_id import CallCounter
 from fairseq_tutel.parallel.groups import Topology
@@ -92,11 +92,11 @@ class MoELayer(nn.Module):
         seed: seed of the layer's generators. None draws a seed from torch's global generator, which must
             then have the same seed on every rank.
         name: gives layers with the same seed different parameters.
-        gate_configs: one configuration per gate, if there are several; `gate_index` selects one. They
-            may differ in options that apply before dispatch. None builds one gate for every name in
+        gate_configs: one configuration per gate, if there are several; `gate_index` selects one. Only
+            options that apply before dispatch may differ. None builds one gate for every name in
             `config.gate_type`.
-        gates: existing gates, one for each configuration; built-in gates are drawn again from `seed`.
-        experts: existing experts, used instead of new experts of `config`; drawn again from `seed`.
+        gates: existing gates, one for each configuration; built-in gates are initialized again from `seed`.
+        experts: existing experts, used instead of new experts; initialized again from `seed`.
 
     Raises:
         ValueError: `config` does not fit the topology.
@@ -174,7 +174,7 @@ class MoELayer(nn.Module):
         top_k: int | None = None,
         gate_index: int | None = None,
     ) -> tuple[Tensor, MoEOutput]:
-        """Send every token of x through its experts; return the outputs, balance losses and routing.
+        """Send every token of x through its experts; return outputs, balance losses and routing.
 
         Args:
             x: [..., D] in any float dtype; with `time_first` [time, batch, D]. The gate gets this dtype,
@@ -246,8 +246,8 @@ class MoELayer(nn.Module):
     def apply_routing(self, x_TD: Tensor, routing: Routing, local: bool = False) -> Tensor:
         """Send every token through its experts and return the outputs [T, D]. Collective across ranks.
 
-        If `local` is set, each rank processes all its rows with its own experts, and sends none. Every rank
-        must give the same value.
+        If `local` is set, each rank processes all its rows with this rank's experts, and sends no rows. All
+        ranks must pass the same value.
         """
         experts, gate = self.experts, routing.gate
         if gate is not None and gate.passed_TD is not None and gate.x_TD is x_TD:
@@ -265,9 +265,8 @@ class MoELayer(nn.Module):
         """Return the balance losses of a routing from `route`. Some losses make this a collective call."""
         output = MoEOutput(routing, self.balance_weights)
         if not can_defer(self.training):  # compute them with gradients
-            if self.beside is not None:
-                output.cmr_sum  # noqa: B018
-            if self.balance_weights:  # otherwise the loss is a constant, which nobody may read
+            output.cmr_sum  # noqa: B018
+            if self.balance_weights:  # otherwise the loss is a constant, which may never be read
                 output.balance_loss  # noqa: B018
         return output
 

@@ -27,7 +27,7 @@ class RoutingCounts(NamedTuple):
     num_tokens: Tensor  # [] int64, real tokens
     assigned_KE: Tensor  # int64, assignments of each choice to each expert, dropped or not
     kept_E: Tensor  # int64, assignments that got a slot
-    dropped_K: Tensor  # int64, assignments of each choice that got none
+    dropped_K: Tensor  # int64, assignments of each choice that got no slot
     sums_S: Tensor  # the sums over tokens of `METRICS`, in their order
 
     @property
@@ -43,18 +43,18 @@ class RoutingCounts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A logged number of a layer, which exactly one of `token_sum` and `of_counts` computes."""
+    """A logged number of a layer; either `token_sum` or `of_counts` is set and computes the number."""
 
-    name: str  # key in the log; in a metric of every choice, {} stands for the choice, from 1
+    name: str  # key in the log; for per-choice metrics, {} is replaced by the choice, from 1
     help: str  # row in the docs
     # Returns the sum over real tokens, [] or [K] (K = 1: [] or [1]). Arguments: probs_TE and weights_TK, in
     # at least fp32 with zeros for padding, and real_T. The metric is its mean over real tokens.
     token_sum: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-    of_counts: Callable[[RoutingCounts], Tensor] | None = None  # returns it for each layer, [L] or [L, K]
-    layers: str = ""  # name of its list over layers in the JSON log; empty: none is logged
+    of_counts: Callable[[RoutingCounts], Tensor] | None = None  # the metric by layer, [L] or [L, K]
+    layers: str = ""  # name of the list over layers in the JSON log; empty: no list is logged
 
     def names(self, top_k: int, name: str | None = None) -> list[str]:
-        """Return the metric's log names: one name, or one for each choice; `name` replaces its own name."""
+        """Return the metric's log names: one name, or one per choice; `name` replaces `self.name`."""
         choices = range(1, top_k + 1) if self.is_per_choice else range(1)
         return [(name or self.name).format(choice) for choice in choices]
 
@@ -77,7 +77,7 @@ def _fifth(counts: RoutingCounts, largest: bool) -> Tensor:
 
 
 def _overflow(counts: RoutingCounts) -> Tensor:
-    # Every token has a first choice; with expert choice, its dropped ones are tokens that no expert chose.
+    # Every token has a first choice. With expert choice, a token without an expert counts as dropped.
     later_LK = counts.assigned_KE[:, 1:].sum(dim=2)
     asked_LK = torch.cat([counts.num_tokens.unsqueeze(1), later_LK], dim=1)
     return 100 * counts.dropped_K / asked_LK.clamp_min(1)
@@ -88,7 +88,7 @@ def _share(counts: RoutingCounts, values_L: Tensor) -> Tensor:
 
 
 # Sources: Meta's fairseq-moe for entropy, balance, unused and overflow; Wang et al. 2024 (Loss-Free
-# Balancing) for the violation, which is theirs plus 1.
+# Balancing) for the violation, to which 1 is added here.
 METRICS = (
     Metric(
         name="entropy_gating", layers="entropy", token_sum=_entropies,

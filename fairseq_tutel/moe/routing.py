@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.reference_route import normalized, row_maps, token_of
-from fairseq_tutel.moe.capacity import Capacity, MicroBatch, place_assignments, sentence_order
 from fairseq_tutel.moe.choice import (
     Chosen,
     choose,
@@ -22,6 +21,7 @@ from fairseq_tutel.moe.choice import (
     scores_of,
 )
 from fairseq_tutel.moe.config import MoEConfig, check_top_k
+from fairseq_tutel.moe.slots import Capacity, MicroBatch, place_assignments, sentence_order
 from fairseq_tutel.parallel.groups import Topology
 
 
@@ -212,7 +212,7 @@ def padded(routing: Routing, capacity: int) -> Routing:
 
 
 def scaled(weights_TK: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Return the weights times the configured `routed_scaling_factor`, with expert output masking.
+    """Return the weights times the configured `routed_scaling_factor`, after expert output masking.
 
     A weight of 0 masks the output of an assignment and its gradient.
     """

@@ -1,1 +1,1 @@
-"""Work on several ranks: groups, failures, exchange of rows, gradients, ZeRO, and predicted times."""
+"""Code for several ranks: groups, failures, exchange of rows, gradients, ZeRO, and predicted times."""

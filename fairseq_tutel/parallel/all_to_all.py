@@ -6,9 +6,9 @@ the other.
 R rows, D model_dim, e local experts. The group has P ranks, or N nodes of L ranks: rank = n * L + l.
 
 The hierarchical all-to-all (2DH) first sends rows within each node, so few messages cross nodes. Rank
-(n, l) sends its rows for rank (n', l') to rank (n, l'). That rank collects the rows of its node for rank
-(n', l') and sends them in one message. Each rank sends N - 1 messages to other nodes instead of P - L.
-Each message is L times as large, and the result is the same.
+(n, l) sends its rows for rank (n', l') to rank (n, l'). Rank (n, l') collects all rows of node n for rank
+(n', l') and sends these rows in one message. Each rank sends N - 1 messages to other nodes, not P - L. Each
+message is L times as large, and the result is the same.
 Source: Tutel (Hwang et al. 2023), section 3.4.
 """
 
@@ -33,47 +33,62 @@ Splits = tuple[int, ...]
 
 
 class Counts(NamedTuple):
-    """The numbers of rows of an exchange, int64 [P, P, e]: from each rank to each expert of each rank."""
+    """The numbers of rows of an exchange, int64."""
 
-    crossing_PPE: Tensor
-    rank: int  # this rank
-
-    @property
-    def leaving(self) -> Tensor:
-        """The numbers of rows from this rank to each expert of each rank [P, e]."""
-        return self.crossing_PPE[self.rank]
-
-    @property
-    def arriving(self) -> Tensor:
-        """The numbers of rows from each rank to each local expert [P, e]."""
-        return self.crossing_PPE[:, self.rank]
-
-    def passing(self, grid: Grid) -> Tensor:
-        """Return the numbers of rows from each rank of this node to my local index of each node [L, N]."""
-        counts_NLNL = self.crossing_PPE.sum(2).view(grid.nodes, grid.local, grid.nodes, grid.local)
-        node, local = divmod(self.rank, grid.local)
-        return counts_NLNL[node, :, :, local]
+    leaving_PE: Tensor  # from this rank to each local expert of each rank
+    arriving_PE: Tensor  # from each rank to each local expert of this rank
+    # For 2DH, from each rank of this node to the ranks with this local index on all nodes [L, N, e]; for a
+    # plan, from each rank to each rank [P, P, e]; for linear, no elements.
+    transit: Tensor
 
     def chunk(self, index: int, number: int) -> "Counts":
         """Split every block of rows into `number` chunks, and return the row counts of chunk `index`.
 
         All ranks split blocks in the same way.
         """
-        return self if number == 1 else Counts(chunk_of(self.crossing_PPE, index, number), self.rank)
+        return self if number == 1 else Counts(*(chunk_of(counts, index, number) for counts in self))
 
 
 def exchange_counts(
-    counts_PE: Tensor, group: dist.ProcessGroup, operation: str, call_id: CallId
+    counts_PE: Tensor,
+    group: dist.ProcessGroup,
+    operation: str,
+    call_id: CallId,
+    grid: Grid | None = None,
+    every_pair: bool = False,
 ) -> tuple[Counts, Counts]:
-    """Gather the row counts of all ranks, and compare call IDs. Collective.
+    """Send each rank the number of rows for each of its experts, and compare call IDs. Collective.
 
-    Returns the counts on the device and on the host.
+    Returns the counts on the device and on the host; the host waits once. With a grid, counts are sent in
+    two hops. With `every_pair`, which only plans need, a rank gets P * P * e counts, else P * e per hop.
     """
-    rank, own = dist.get_rank(group), slice(1, 1 + counts_PE.shape[1])
-    received_PPX = all_gather(call_id.prepended_to(counts_PE), "the exchange of row counts", group)
-    host_PPX = received_PPX.cpu()
-    compare(host_PPX[:, 0, 0], operation, group)
-    return Counts(received_PPX[..., own], rank), Counts(host_PPX[..., own], rank)
+    what, rank = "the exchange of row counts", dist.get_rank(group)
+    leaving_PX = call_id.prepended_to(counts_PE)
+    transit = leaving_PX[:0]
+    if every_pair:
+        transit = all_gather(leaving_PX, what, group)
+        arriving_PX = transit[:, rank]
+    elif grid is None:
+        arriving_PX = all_to_all(leaving_PX, what, group)
+    else:
+        leaving_LNX = leaving_PX.view(grid.nodes, grid.local, -1).transpose(0, 1).contiguous()
+        transit = all_to_all(leaving_LNX, what, grid.node_group)
+        arriving_PX = all_to_all(transit.transpose(0, 1).contiguous(), what, grid.rail_group).flatten(0, 1)
+    device = leaving_PX, arriving_PX, transit
+    pieces = torch.cat([counts.flatten() for counts in device]).cpu().split([c.numel() for c in device])
+    host = [piece.view(counts.shape) for piece, counts in zip(pieces, device, strict=True)]
+    compare(host[1][:, 0], operation, group)
+    own = slice(1, 1 + counts_PE.shape[1])
+    return Counts(*(c[..., own] for c in device)), Counts(*(c[..., own] for c in host))
+
+
+def even_counts(leaving_PE: Tensor, rank: int, grid: Grid | None, every_pair: bool) -> Counts:
+    """Return what `exchange_counts` returns if all ranks send equal counts, without communication."""
+    transit = leaving_PE.expand(len(leaving_PE) if every_pair else 0, -1, -1)
+    if grid is not None:
+        for_my_rail = leaving_PE.view(grid.nodes, grid.local, -1)[:, rank % grid.local]
+        transit = for_my_rail.expand(grid.local, -1, -1)
+    return Counts(leaving_PE, leaving_PE[rank].expand_as(leaving_PE), transit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +195,7 @@ class _Finish(torch.autograd.Function):
 
 def linear(host: Counts, group: dist.ProcessGroup, operation: str) -> tuple[Move, Move]:
     """Return the functions `forth` and `back` of an all-to-all in one hop."""
-    send, receive = _splits(host.leaving), _splits(host.arriving)
+    send, receive = _splits(host.leaving_PE), _splits(host.arriving_PE)
     return (
         lambda rows: all_to_all(rows, operation, group, receive, send),
         lambda rows: all_to_all(rows, operation, group, send, receive),
@@ -190,12 +205,12 @@ def linear(host: Counts, group: dist.ProcessGroup, operation: str) -> tuple[Move
 def hierarchical(device: Counts, host: Counts, grid: Grid, operation: str) -> tuple[Move, Move]:
     """Return the functions `forth` and `back` of an all-to-all within nodes, then between nodes."""
     shape = grid.nodes, grid.local
-    leaving_NL = host.leaving.sum(1).view(shape)
-    passing_LN = host.passing(grid)
-    by_local, by_node_rank = _regrouping(device.leaving.sum(1).view(shape), leaving_NL)
-    by_node, by_local_rank = _regrouping(device.passing(grid), passing_LN)
+    leaving_NL = host.leaving_PE.sum(1).view(shape)
+    passing_LN = host.transit.sum(2)
+    by_local, by_node_rank = _regrouping(device.leaving_PE.sum(1).view(shape), leaving_NL)
+    by_node, by_local_rank = _regrouping(device.transit.sum(2), passing_LN)
     send_within, receive_within = _splits(leaving_NL.t()), _splits(passing_LN)
-    send_across, receive_across = _splits(passing_LN.t()), _splits(host.arriving.sum(1).view(shape))
+    send_across, receive_across = _splits(passing_LN.t()), _splits(host.arriving_PE.sum(1).view(shape))
 
     def forth(rows: Tensor) -> Tensor:
         rows = all_to_all(by_local(rows), operation, grid.node_group, receive_within, send_within)
@@ -214,7 +229,7 @@ def planned(host: Counts, group: dist.ProcessGroup, plan: str, operation: str) -
 
     The plan's chunks are blocks of rows. It may forward rows through any rank.
     """
-    sizes_PP = tuple(map(tuple, host.crossing_PPE.sum(2).tolist()))
+    sizes_PP = tuple(map(tuple, host.transit.sum(2).tolist()))
     reverse_PP = tuple(zip(*sizes_PP, strict=True))
     return (
         lambda rows: all_to_all_by(plan, rows, operation, group, sizes_PP),
@@ -228,5 +243,12 @@ def _splits(counts_AX: Tensor) -> Splits:
 
 def _regrouping(counts_AB: Tensor, host_AB: Tensor) -> tuple[Move, Move]:
     """Return two functions that transpose a matrix of blocks of rows, from (a, b) to (b, a), and back."""
+    (a, b), size = host_AB.shape, int(host_AB[0, 0])
+    if bool((host_AB == size).all()):  # blocks of equal size, such as padded buffers, need no row maps
+
+        def transposed(rows: Tensor, outer: int, inner: int) -> Tensor:
+            return rows.unflatten(0, (outer, inner, size)).transpose(0, 1).flatten(0, 2)
+
+        return lambda rows: transposed(rows, a, b), lambda rows: transposed(rows, b, a)
     forth, back = regroup_maps(counts_AB, int(host_AB.sum()))
     return lambda rows: rows.index_select(0, forth), lambda rows: rows.index_select(0, back)

@@ -25,8 +25,8 @@ Wait = Callable[[], Tensor]
 def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
     """Start `function(rows)` in the background, without autograd; return a function that waits for it.
 
-    That function returns the result. On a CPU it blocks the thread, on a GPU the stream. After a failure,
-    all later jobs fail without sending: a peer would take their rows for rows of the failed job.
+    The returned function returns the result. On a CPU it blocks the thread, on a GPU the stream. After a
+    failure, later jobs fail without sending. Otherwise a peer would use their rows for the failed job.
     """
     if rows.is_cuda:
         return _start_on_stream(function, rows)
@@ -83,7 +83,7 @@ def _leave() -> None:
         os._exit(1)
 
 
-# Exit functions run in reverse order: those of other modules, registered after this import, run before.
+# Exit functions run in reverse order, so exit functions that are registered later run earlier.
 atexit.register(_leave)
 
 
@@ -93,10 +93,10 @@ _waiting_stream = functools.cache(lambda device: torch.cuda.Stream(device))
 
 
 def free_after(work: Any, sent: Tensor) -> None:
-    """Let the memory of a tensor that the caller drops be used again once its collective has finished.
+    """Free the memory of a sent tensor after its collective has finished; the caller drops the tensor.
 
-    NCCL's handle keeps its tensors until a stream waits for it. If the stream of the computation waited,
-    ranks that send later could wait for this rank. So another stream does.
+    NCCL's handle keeps its tensors until a stream waits for the handle. If the computation's stream waited,
+    ranks that send later could wait for this rank. So another stream waits.
     """
     if sent.is_cuda:
         stream = _waiting_stream(sent.device)

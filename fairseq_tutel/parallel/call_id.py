@@ -19,13 +19,13 @@ _LAYER_BIT, _TRAINING_BIT = 40, 39  # lower bits: the number of calls
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-# The layers of a group in the order in which they were built, the same on every rank.
+# The layers of each group in the order of their construction, which is equal on all ranks.
 _layers: WeakKeyDictionary[dist.ProcessGroup, list["CallCounter"]] = WeakKeyDictionary()
 
 
 def _untraced(function: Function) -> Function:
     """Exclude a function from torch.compile, which would recompile it for every call ID."""
-    # This has the effect of torch.compiler.disable, which would import all of torch.compile.
+    # torch.compiler.disable has the same effect, but would import all of torch.compile.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
@@ -51,8 +51,8 @@ class CallId:
     def prepended_to(self, counts_PX: Tensor) -> Tensor:
         """Return row counts with the call ID as a new first column, padded to the widest layer's width.
 
-        Call it once per layer call. Without padding, ranks in different layers would exchange unequal
-        sizes, which ends with an unclear error, or never.
+        Call this method once per layer call. Without padding, ranks in different layers would exchange
+        unequal sizes, which gives an unclear error or a hang.
         """
         counter = self.counter
         mode_and_count = self.training << _TRAINING_BIT | counter.count

@@ -49,7 +49,7 @@ class Started:
         self.arrived: Callable[[], Any] = lambda: None
 
     def then(self, arrived: Callable[[], Any]) -> "Started":
-        """Set the function that `wait` calls after the collective finishes; return self."""
+        """Set a function that `wait` calls after the collective finishes; return this object."""
         self.arrived = arrived
         return self
 
@@ -108,8 +108,8 @@ def start_reduce_scatter(
 ) -> Started:
     """Start a reduce-scatter: sum all ranks' `whole` [G * m] and write part g to `own` [m] on rank g.
 
-    Both tensors are contiguous. With `as_list` gloo gets a list of G tensors, which it sums in another
-    order. NCCL would copy a list.
+    Both tensors are contiguous. With `as_list`, gloo gets a list of G tensors and sums in another
+    order. NCCL would copy the list.
     """
     own, whole = own.view(-1), whole.view(-1)
     with guarded(operation, group):

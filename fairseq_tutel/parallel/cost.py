@@ -143,14 +143,12 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
         shape = cluster.group_nodes, cluster.group_local
         return exchange_seconds(num_bytes, machine, *shape, strategy.algorithm)
 
-    # The forward pass gathers all ranks' row counts and reads them on the host. The backward pass reuses
-    # them.
+    # The forward pass exchanges the row counts and reads them on the host. The backward pass reuses them.
     counts_bytes = _COUNT_BYTES * max(work.experts, cluster.expert_parallel_size)
-    counts_s = all_gather_seconds(counts_bytes, machine, cluster.group_nodes, cluster.group_local)
     parts = {
         "gate": 6 * work.tokens * work.model_dim * work.experts / machine.gate_flops_per_s,
         "dispatch and combine": _local_seconds(work, machine, layer),
-        "counts": counts_s + machine.launch_s if layer.sends_rows else 0.0,
+        "counts": exchange(counts_bytes) + (machine.launch_s if layer.sends_rows else 0.0),
         "exchange": 0.0,
         "experts": 0.0,
         "gather weights": _gather_seconds(work, machine, cluster, layer),
@@ -187,7 +185,7 @@ def step_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strat
 def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
     """Return the predicted bytes of each kind of data on a rank, for training with Adam.
 
-    All kinds but HOST are in device memory. Only activations of MoE layers are counted.
+    All kinds except HOST are in device memory. Only activations of MoE layers are counted.
     """
     layer = _layer_of(work, cluster, strategy)
     bytes_held = held_bytes(

@@ -23,6 +23,7 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.parallel.all_to_all import (
     AllToAll,
     Counts,
+    even_counts,
     exchange_counts,
     hierarchical,
     linear,
@@ -41,8 +42,8 @@ from fairseq_tutel.parallel.regroup import (
 from fairseq_tutel.parallel.strategy import Strategy
 from fairseq_tutel.parallel.transfer import ExchangeTimer
 
-# Runs the local experts on rows that are sorted by rank: (rows, row counts, map to the experts' order, its
-# inverse) -> outputs in the order of the rows.
+# A function that runs the local experts on rows sorted by rank: (rows, row counts, map to the experts'
+# order, inverse map) -> outputs in the order of the rows.
 ExpertFn = Callable[[Tensor, Groups, Tensor, Tensor], Tensor]
 
 
@@ -68,6 +69,11 @@ class ExchangeOptions:
         """The name of this exchange in error messages."""
         return f"the exchange of rows of {self.name}" if self.name else "the exchange of rows"
 
+    @property
+    def hops(self) -> Grid | None:
+        """The node grid for a hierarchical all-to-all; None for other algorithms."""
+        return self.grid if self.strategy.algorithm == "2dh" else None
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -79,9 +85,9 @@ class Chunk:
 
     def regrouping(self) -> tuple[Groups, Tensor, Tensor]:
         """Return the row counts, an index map that sorts received rows by expert, and its inverse."""
-        per_expert = self.host.arriving.sum(0).tolist()
-        to_expert, to_source = regroup_maps(self.device.arriving, sum(per_expert))
-        return Groups(self.device.arriving.sum(0), per_expert), to_expert, to_source
+        per_expert = self.host.arriving_PE.sum(0).tolist()
+        to_expert, to_source = regroup_maps(self.device.arriving_PE, sum(per_expert))
+        return Groups(self.device.arriving_PE.sum(0), per_expert), to_expert, to_source
 
 
 def exchange_rows(
@@ -93,16 +99,16 @@ def exchange_rows(
 ) -> Tensor:
     """Dispatch rows to the ranks of their experts, run `expert_fn` on them, and combine. Collective.
 
-    The rows [R, D] are sorted by expert. They are compact, with an unused tail that the result lacks, or
-    padded to E * C. `counts_E` int64 is the number of kept rows of each expert.
-    Without padding, ranks first exchange row counts and compare call IDs.
+    The rows [R, D] are sorted by expert. They are compact, with unused rows at the end that the result
+    omits, or padded to E * C. `counts_E` int64 is the number of kept rows of each expert. Without padding,
+    ranks first exchange row counts and compare call IDs.
     """
     capacity = len(rows_RD) // len(counts_E)
     if options.padded:
         counts_E = torch.full_like(counts_E, capacity)
     device, host = _counts(counts_E, capacity, options, call_id)
     number, degree = options.strategy.overlap, options.strategy.adaptive_r
-    num_rows = int(host.leaving.sum()) // degree
+    num_rows = int(host.leaving_PE.sum()) // degree
     rows_RD = rows_RD[:num_rows]
     repeats = repeat_blocks(counts_E, num_rows, degree) if degree > 1 else None
     if repeats is not None:
@@ -115,9 +121,9 @@ def exchange_rows(
         out_RD = expert_fn(received_RD, *chunk.regrouping())
         rows_RD = chunk.all_to_all.combine(out_RD)
     else:  # in parallel to the experts
-        blocks_BC = torch.stack([chunk.device.leaving.reshape(-1) for chunk in chunks], 1)
+        blocks_BC = torch.stack([chunk.device.leaving_PE.reshape(-1) for chunk in chunks], 1)
         to_chunk, to_block = regroup_maps(blocks_BC, len(rows_RD))
-        sizes = [int(chunk.host.leaving.sum()) for chunk in chunks]
+        sizes = [int(chunk.host.leaving_PE.sum()) for chunk in chunks]
         pieces = zip(chunks, permute(rows_RD, to_chunk, to_block).split(sizes), strict=True)
         leaving = [chunk.all_to_all.start(rows, combine=False) for chunk, rows in pieces]
         returning = []
@@ -133,26 +139,25 @@ def exchange_rows(
 def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId) -> int:
     """Return the largest row count of any expert on any rank, at least 1. Collective.
 
-    This is where the padded forward pass synchronizes with the host.
+    The padded forward pass synchronizes with the host only here.
     """
     need_P1 = counts_E.max().clamp_min(1).expand(dist.get_world_size(options.group), 1)
-    _, host = exchange_counts(need_P1, options.group, options.operation, call_id)
-    return int(host.crossing_PPE.max())
+    _, host = exchange_counts(need_P1, options.group, options.operation, call_id, options.hops)
+    return int(host.arriving_PE.max())
 
 
 def _counts(
     counts_E: Tensor, capacity: int, options: ExchangeOptions, call_id: CallId
 ) -> tuple[Counts, Counts]:
     """Return an exchange's row counts, on the device and on the host. Collective unless rows are padded."""
+    group, paths = options.group, (options.hops, bool(options.strategy.plan))
+    leaving_PE = _leaving(counts_E, options)
     if not options.padded:
-        return exchange_counts(_leaving(counts_E, options), options.group, options.operation, call_id)
-
-    def even(counts_E: Tensor) -> Counts:
-        leaving_PE = _leaving(counts_E, options)
-        return Counts(leaving_PE.expand(len(leaving_PE), -1, -1), dist.get_rank(options.group))
-
+        return exchange_counts(leaving_PE, group, options.operation, call_id, *paths)
     # All ranks have the same counts. Building them on device and host is cheaper than a copy.
-    return even(counts_E), even(torch.full(counts_E.shape, capacity))
+    host_PE = _leaving(torch.full(counts_E.shape, capacity), options)
+    rank = dist.get_rank(group)
+    return even_counts(leaving_PE, rank, *paths), even_counts(host_PE, rank, *paths)
 
 
 def _leaving(counts_E: Tensor, options: ExchangeOptions) -> Tensor:
@@ -164,8 +169,8 @@ def _all_to_all(device: Counts, host: Counts, options: ExchangeOptions) -> AllTo
     strategy, operation = options.strategy, options.operation
     if strategy.plan:
         forth, back = planned(host, options.group, strategy.plan, operation)
-    elif strategy.algorithm == "2dh" and options.grid is not None:
-        forth, back = hierarchical(device, host, options.grid, operation)
+    elif options.hops is not None:
+        forth, back = hierarchical(device, host, options.hops, operation)
     else:
         forth, back = linear(host, options.group, operation)
     return AllToAll(forth=forth, back=back, transfer_dtype=options.transfer_dtype, timer=options.timer)

@@ -1,8 +1,9 @@
-"""Ends all ranks within seconds after one of them has failed, with a sentence that names the failed rank.
+"""Ends all ranks within seconds after a rank has failed, with a sentence that names the failed rank.
 
 The rendezvous store keeps the first failure of a job under one key. A rank with an error writes the key
 itself. If a rank is killed, another rank of its machine writes it, because the kernel reports the end of a
-process without delay. A thread of every rank reads the key: the main thread may wait in C for a collective.
+process without delay. A thread of every rank reads the key, because the main thread may wait in C code for
+a collective.
 """
 
 import contextlib
@@ -21,20 +22,20 @@ from fairseq_tutel.files import error_line
 FAILED = "fairseq_tutel/failed"
 PROCESSES = "fairseq_tutel/processes"
 POLL_SECONDS = 1.0
-# How long the main thread may take to end this process by its own error.
+# The time that the main thread has to end this process with an error.
 GRACE_SECONDS = 2.0
-# The longest time of a look, because requests to a store whose process is stopped never return.
+# The time limit of one check of the store. Requests to a store whose process is stopped never return.
 LOOK_SECONDS = 2.0
 # The longest time from an error of this rank to the end of its process.
 END_SECONDS = 10.0
 SHOWN_CHARACTERS = 300
 NEVER = float("inf")
-# Environment variable in which torchrun names the file of a rank's error.
+# The environment variable with the path of torchrun's file for a rank's error.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def publish(store: dist.Store, failure: str) -> None:
-    """Write a failure to the store, unless there is one. It is a clause such as "rank 1 failed: …"."""
+    """Write a failure, a clause such as "rank 1 failed: …", to the store, unless the store has one."""
     store.compare_set(FAILED, "", failure)
 
 
@@ -66,7 +67,7 @@ def write_for_torchrun(line: str) -> None:
 
 
 def end_process(sentence: str, code: int = 1, publishes: str = "") -> NoReturn:
-    """Print an error and end this process, from any thread; if it cannot be printed, too.
+    """Print an error and end this process, from any thread, even if the error cannot be printed.
 
     `publishes`: what this rank did, such as "received SIGTERM", so that the other ranks name this reason.
     """
@@ -99,7 +100,7 @@ class FailureWatch:
         self._failure, self._own_error = "", ""
         self._is_closing = False
         self._due = NEVER  # when the thread ends this process
-        self._lock = threading.Lock()  # held by the thread from its last line on
+        self._lock = threading.Lock()  # the thread holds the lock while it ends this process
         self._wakes = threading.Event()
         self._has_looked = threading.Event()
         # Every process of a machine appends "rank:PID" to one key, and "rank:0" before an ordinary end.
@@ -110,8 +111,8 @@ class FailureWatch:
         _watch = self
 
     def look(self) -> str:
-        """Let the thread look for a failure at once; see the function `look`."""
-        # A look that has already begun may end before the request: two looks end after it.
+        """Make the thread check for a failure immediately, and return it; see the function `look`."""
+        # A check that has already started may end before this request, so two checks are awaited.
         for _ in range(2):
             self._has_looked.clear()
             self._wakes.set()
@@ -132,7 +133,7 @@ class FailureWatch:
             self._due = time.monotonic() + END_SECONDS
         self.look()
         if self._rank == 0 and dist.get_world_size() > 1 and not keeps_the_store():
-            time.sleep(POLL_SECONDS + LOOK_SECONDS / 4)  # the others read from this process
+            time.sleep(POLL_SECONDS + LOOK_SECONDS / 4)  # the other ranks read from this process
 
     def close(self) -> None:
         """Announce the ordinary end of this process, unless the store has ended, and end the thread."""
@@ -154,7 +155,7 @@ class FailureWatch:
                 self._failure = self._failure or self._find()
             except dist.DistNetworkError:
                 self._failure = no_store()
-            except Exception:  # such as that of a slow store: look again
+            except Exception:  # for example a slow store: check again
                 pass
             if self._failure and not self._own_error:
                 self._due = min(self._due, time.monotonic() + GRACE_SECONDS)
@@ -166,7 +167,7 @@ class FailureWatch:
         if self._own_error:
             publish(self._store, f"rank {self._rank} {self._own_error.rstrip('.')}")
         ended = [rank for rank, process in self._processes().items() if process and _has_ended(process)]
-        # A rank may have announced its end after the first reading.
+        # A rank may have announced its end after the first read.
         processes = self._processes() if ended else {}
         for rank in filter(processes.get, ended):
             publish(
@@ -177,7 +178,7 @@ class FailureWatch:
         return published(self._store)
 
     def _processes(self) -> dict[int, int]:
-        """Return the process IDs of this machine's ranks; 0 for a rank that is about to end ordinarily."""
+        """Return the process IDs of this machine's ranks; 0 for a rank that is about to end normally."""
         entries = self._store.get(self._key).decode().split()
         return {int(rank): int(process) for rank, _, process in (entry.partition(":") for entry in entries)}
 
@@ -194,7 +195,7 @@ _watch: FailureWatch | None = None
 
 
 def _machine() -> str:
-    """Return a name that is equal for processes that see each other's process IDs."""
+    """Return a name that is equal for all processes that can see each other's process IDs."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"

@@ -166,7 +166,7 @@ def square_norm(grads: list[Tensor], device: torch.device) -> Tensor:
 
 
 def local_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the L2 norm of this rank's gradients, with the bits of fairseq's `clip_grad_norm_` on a CPU.
+    """Return the L2 norm of this rank's gradients, bit-identical to fairseq's `clip_grad_norm_` on a CPU.
 
     fairseq moves the norm to a GPU if the machine has one, even under --cpu. This norm stays where the
     gradients are. The dtype is fp32 (fp64 for fp64 gradients).

@@ -60,7 +60,7 @@ class Grid:
 class Topology:
     """The process groups that one rank uses for expert parallelism; a group of one rank is None.
 
-    `make_topology` creates it; `ft.Topology()` is that of one rank with all experts.
+    `make_topology` creates a topology. `ft.Topology()` is the topology of one rank with all experts.
 
     Attributes:
         world_size: W.
@@ -69,7 +69,7 @@ class Topology:
         expert_parallel_size: P.
         expert_group: the P ranks of the EP group.
         replica_group: the W / P ranks that hold the same experts.
-        grid: the nodes of the EP group; None if it has only one.
+        grid: the nodes of the EP group; None if the group has only one node.
         share_groups: the groups that gather the shards of an expert, by their numbers of ranks.
 
     Example:
@@ -87,7 +87,7 @@ class Topology:
     share_groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: Any) -> "Topology":
-        """Return this object, because process groups cannot be copied: copied layers use the same ones."""
+        """Return this object, because process groups cannot be copied; copied layers share groups."""
         return self
 
     @property
@@ -115,9 +115,9 @@ class Topology:
         return range(part.first, part.first + part.num_local)
 
     def share_group(self, slices: int, degree: int) -> dist.ProcessGroup | None:
-        """Return the group of ranks that gather an expert's shards; None if it has only one rank.
+        """Return the group of ranks that gather an expert's shards; None if the group has only one rank.
 
-        It has `slices` / `degree` ranks.
+        The group has `slices` / `degree` ranks.
         """
         joined = slices // degree
         return self.share_groups[joined] if joined > 1 else None
@@ -128,9 +128,9 @@ class Topology:
 
 
 def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requested: int = 0) -> int:
-    """Return the number of ranks in an EP group: `requested`, or if that is 0, a number that fits.
+    """Return P, the number of ranks in an EP group: `requested`, or a number that fits if `requested` is 0.
 
-    That is P, by default the greatest common divisor of the numbers of ranks and experts.
+    The default P is the greatest common divisor of the numbers of ranks and experts.
     """
     if requested == 0:
         return math.gcd(world_size, *expert_counts)
@@ -227,7 +227,7 @@ def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tupl
         parts = range(0, count, number)
         return _new(group, [range(part + i, part + number, step) for part in parts for i in range(step)])
 
-    # P = W also gets a new communicator: its collectives need no common order with data parallelism.
+    # P = W also gets a new communicator, so that EP and data parallelism need no common order.
     expert_group = strided(size) if size > 1 else None
     replica_group = strided(count, size) if 1 < size < count else None
     grid = None
@@ -253,7 +253,7 @@ def _new(callers: dist.ProcessGroup | None, groups: Sequence[range]) -> dist.Pro
     """Create groups of ranks of `callers`, and return this rank's group; None means all ranks of the job.
 
     All ranks of the job must create all groups. In a smaller group, each rank creates only its own group,
-    because ranks outside make no call.
+    because ranks outside that group do not take part.
     """
     rank = dist.get_rank(callers)
     own = next(ranks for ranks in groups if rank in ranks)
@@ -275,7 +275,8 @@ def group_of_threads() -> dist.ProcessGroup:
 
 def mark_slice(parameter: nn.Parameter, slicing: Slice) -> None:
     """Store the sharding of a parameter as an attribute, which fairseq's fp32 copy also gets."""
-    # fairseq copies only this attribute. Its composite optimizer reads it, but experts reject that class.
+    # fairseq copies only this attribute. fairseq's composite optimizer also uses this attribute, but
+    # experts do not support that optimizer.
     parameter.param_group = slicing  # type: ignore[attr-defined]
 
 

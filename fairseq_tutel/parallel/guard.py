@@ -1,6 +1,6 @@
 """Convert failures of collectives to errors that name the rank, the operation and missing ranks.
 
-torch's errors name a socket at most. A rank with such an error looks for the job's failure in the
+torch's errors name at most a socket. After such an error, a rank reads the job's failure from the
 rendezvous store (`failures`). If there is none, it runs a health check and names the ranks that did not
 answer. No code catches the CommunicationError, so it ends the process.
 """
@@ -19,7 +19,8 @@ from fairseq_tutel.parallel import failures
 
 # The longest time of a health check in seconds; a shorter time-out replaces it.
 LONGEST_CHECK = 3.0
-# Seconds to wait longer for a store that hangs. Rank 0 may run the store, so it exits this much later.
+# Additional seconds to wait for a store that hangs. Rank 0 may run the store, so rank 0 exits later by
+# this time.
 GRACE_SECONDS = 1.0
 WAIT_LONGER = "raise --moe-comm-timeout"
 PRESENT = "fairseq_tutel/health_check"
@@ -77,7 +78,7 @@ class guarded:  # noqa: N801 - a context manager
 def is_of_communication(error: BaseException) -> bool:
     """Return whether torch raised this error because communication with another rank failed.
 
-    Errors that a guard has already explained do not count.
+    The result is False for errors that a guard has already explained.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
         return False
@@ -130,7 +131,7 @@ def _check_health(group: dist.ProcessGroup | None) -> str:
     thread.start()
     thread.join(seconds + GRACE_SECONDS)
     if dist.get_rank() == 0:
-        time.sleep(GRACE_SECONDS)  # others may still read from this process
+        time.sleep(GRACE_SECONDS)  # other ranks may still read from the store in this process
     if missing is None:
         return failures.no_store()
     if missing:

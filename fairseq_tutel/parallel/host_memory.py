@@ -6,9 +6,9 @@ from pathlib import Path, PurePosixPath
 
 
 def available(root: Path = Path("/")) -> int | None:
-    """Return the smaller of MemAvailable and what the memory limits of the process's cgroups leave.
+    """Return the smallest of MemAvailable and the available bytes of each cgroup of this process.
 
-    What a limit leaves is the limit, minus the usage of the cgroup, plus its inactive page cache. `root` is
+    The available bytes are the cgroup's limit, minus its usage, plus its inactive page cache. `root` is
     the root of the file system, in which /proc and /sys/fs/cgroup are read. None if the system has no
     MemAvailable.
     """
@@ -19,14 +19,14 @@ def available(root: Path = Path("/")) -> int | None:
 
 
 def _left_by_cgroups(root: Path) -> Iterator[int]:
-    """Yield the bytes that the memory limits of this process's cgroup and its parents leave."""
+    """Yield the available bytes of this process's cgroup and of each of its parent cgroups."""
     try:
         text = (root / "proc/self/cgroup").read_text()
     except OSError:
         return
     path = next((line[3:] for line in text.splitlines() if line.startswith("0::")), "")  # version 2
     inner = PurePosixPath(path.lstrip("/"))
-    # Inside a container, the folder may be mounted at the top; then only the top exists.
+    # Inside a container, the cgroup's folder may be mounted as the top folder, and no other folder exists.
     for part in (inner, *inner.parents):
         folder = root / "sys/fs/cgroup" / part
         with contextlib.suppress(OSError, ValueError):  # no such folder, or the limit "max"

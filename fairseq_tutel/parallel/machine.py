@@ -61,8 +61,8 @@ _NVLINK, _INFINIBAND = 370 / 450, 47 / 50
 _EXPERTS = 413 / 989  # bf16, forward and backward of a Triton MoE layer on H100
 _LAUNCH_S = 10e-6  # the launch time of a collective
 _INTRA_ALPHA_S = 0.6e-6  # the latency of an NVLink step with the LL protocol in NCCL's own model
-# The latency of one of many concurrent messages. With this value, the number of A100s from which 2DH is
-# faster than linear is between 128 and 256.
+# The latency of one of many concurrent messages. With this value, 2DH becomes faster than linear between
+# 128 and 256 A100s.
 _INTER_ALPHA_S = 1.0e-6
 
 
@@ -87,7 +87,8 @@ def _preset(
     )
 
 
-# Datasheet numbers of one GPU, with links in one direction. For an MI250, of one of its two dies.
+# Datasheet numbers of one GPU, with links in one direction. For an MI250, they are those of one of its two
+# dies.
 PRESETS = {
     "a100": _preset("A100", 300, 25, 2039, 312, 19.5, 80),  # NDm A100 v4: NVLink 3, one HDR adapter a GPU
     "h100": _preset("H100", 450, 50, 3350, 989, 67, 80),  # DGX H100: NVLink 4, one NDR adapter a GPU

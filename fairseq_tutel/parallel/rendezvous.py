@@ -2,7 +2,7 @@
 
 torchrun keeps one store for all restarts. Restarted ranks find the addresses of dead ranks in it and fail
 at once (pytorch/pytorch issue 167288). With `METHOD`, rank 0 draws a random name for each start, and the
-name prefixes all keys. A start is complete when every rank has confirmed its name.
+name prefixes all keys. A start is complete when every rank has confirmed the start's name.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from fairseq_tutel.parallel import failures, guard
 
-# torch's variables with the default time-outs of `init_process_group`.
+# The names of torch's variables that hold the default time-outs of `init_process_group`.
 DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
 SCHEME = "restarted"
 # The URL for init_process_group, instead of env://.
 METHOD = f"{SCHEME}://"
 PREFIX = "fairseq_tutel/start"
 NAME, NO_NAME = f"{PREFIX}/name", "none"
-# Keys that NCCL errors leave in the store under no prefix. torch's monitor would take them for errors of
-# the next start, and would end that start after about 8 minutes.
+# Keys without a prefix that NCCL errors leave in the store. torch's monitor would treat these keys as
+# errors of the next start, and would end that start after about 8 minutes.
 LEFT_BY_NCCL = ("exception_dump", "remote_error")
 # Seconds beyond the time-out until a rank ends, so that torch's own error comes first.
 WATCH_SECONDS = 16.0
-# How long a rank waits for the other ranks before it reads the name of the start again.
+# Seconds that a rank waits for the other ranks before it reads the name of the start again.
 PAUSE_SECONDS = 0.2
 
 _spawned_ranks = 0
@@ -47,7 +47,7 @@ def set_spawned_ranks(count: int) -> None:
 
 
 def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks per node: those spawned, or as torchrun, OpenMPI or Slurm has set it.
+    """Return the number of ranks per node: of spawned ranks, or as set by torchrun, OpenMPI or Slurm.
 
     Slurm's SLURM_NTASKS_PER_NODE may be "8" or "8(x4)"; nodes of different sizes ("8,4") give 0: unknown.
     """
@@ -99,7 +99,7 @@ def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], N
 
 
 def _end(rank: int, seconds: float) -> None:
-    """End this process: torch has no time-out for a stopped store, or for a start of NCCL that hangs."""
+    """End this process, because torch has no time-out for a stopped store or a hanging start of NCCL."""
     reason = failures.no_store()
     if dist.is_initialized():  # the store has answered
         reason = "a rank, its GPU or the network hangs; look at the logs of all ranks with NCCL_DEBUG=INFO"

@@ -57,7 +57,7 @@ class StrategySearch:
         return self.best[key] if key in self.best else self._next[key]
 
     def record(self, key: str, strategy: Strategy, cost: float) -> None:
-        """Record an update's cost with a strategy; all costs with the same `key` must have one unit."""
+        """Record the cost of an update that used `strategy`; all costs of a `key` have the same unit."""
         if not math.isfinite(cost):
             return
         if strategy == self._next.get(key):

@@ -22,14 +22,14 @@ from fairseq_tutel.parallel import failures
 
 logger = logging.getLogger(__name__)
 
-# Exit code of a run that a signal ended without loss: EX_TEMPFAIL of sysexits.h, "try again later".
+# Exit code of a run that saved its work after a signal: EX_TEMPFAIL of sysexits.h, "try again later".
 EXIT_CODE = 75
 # A launcher forwards a signal that the process also gets directly, so signals within this time are one.
 MERGE_SECONDS = 1.0
-# What a process reads from its socket to end the thread; no signal has this number.
+# The number that ends the thread when it is read from the socket; no signal has this number.
 CLOSE = 0
 SAVES, HAS_NOTHING = "all ranks will save", "there is nothing to save before the first update"
-# Handlers that may be replaced; those of other libraries are kept.
+# Handlers that may be replaced. Handlers of other libraries are kept.
 OF_PYTHON = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -37,13 +37,13 @@ class SignalWatch:
     """Context manager that records the first of some signals, and ends a process that is too slow to end.
 
     A second signal, more than MERGE_SECONDS after the first, ends the process at once. Child processes,
-    such as those that load data, ignore the signals unless this process sends them. A signal with a handler
-    of other code keeps it.
+    such as those that load data, ignore the signals unless this process sends them. If other code
+    has set a handler for a signal, that handler is kept.
 
     Args:
         names: names of signals, such as SIGTERM.
         seconds: the time from the first signal to the end of the process.
-        forwards: send the signals to the child processes, which end this process by their own end.
+        forwards: whether to send the signals to child processes; this process ends when they have ended.
     """
 
     def __init__(self, names: Iterable[str], seconds: float, forwards: bool = False) -> None:
@@ -78,7 +78,7 @@ class SignalWatch:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Restore the handlers. After a signal, further signals are ignored while the process ends."""
-        # A signal ends this process, although perhaps only another rank has received one yet.
+        # Now a signal ends this process. Perhaps another rank has already received a signal.
         is_ending = isinstance(error, SystemExit) and error.code == EXIT_CODE
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_IGN if is_ending or self.received else before)
@@ -148,7 +148,7 @@ class SignalWatch:
 
 
 def _obey_parent(parent: int) -> None:
-    """Wait for SIGTERM; end this process if its parent sent it, or has ended."""
+    """Wait for SIGTERM; end this process if its parent sent the signal, or if the parent has ended."""
     while True:
         info = signal.sigwaitinfo({signal.SIGTERM})
         if info.si_pid == parent or os.getppid() != parent:

@@ -1,6 +1,6 @@
 """Convert rows [R, D] to and from the transfer dtype, and measure the time of their exchange.
 
-bf16 and fp8 round values: this is the only place where the execution strategy can change results.
+bf16 and fp8 round values. Apart from this rounding, the execution strategy does not change results.
 """
 
 import time
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-FP8_LARGEST = 448.0  # of e4m3; the largest value of each row is scaled to this
+FP8_LARGEST = 448.0  # of e4m3; the largest value of each row is scaled to this number
 SCALE_BYTES = 4
 
 

@@ -43,8 +43,8 @@ def rank_in_job(rank: int, group: dist.ProcessGroup | None) -> int:
 def ending_together(operation: str) -> Iterator[None]:
     """Context manager for the work of a rank: an error in it ends all ranks. Collective at its end.
 
-    After its block, or an exit with code 0 or EXIT_CODE in it, all ranks wait for each other and then
-    destroy all process groups. An exit without this can abort in NCCL.
+    After the block, or an exit from the block with code 0 or EXIT_CODE, all ranks wait for each other and
+    then destroy all process groups. Otherwise the process can abort in NCCL at exit.
     """
     if not dist.is_initialized():
         yield
@@ -117,7 +117,7 @@ class Work:
         def run() -> None:
             try:
                 self.result = action()
-            except Exception as error:  # other ranks wait also for an error
+            except Exception as error:  # the other ranks also wait for the error
                 self.error = error
 
         self._thread = threading.Thread(target=run, daemon=True)

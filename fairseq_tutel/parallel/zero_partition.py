@@ -1,7 +1,7 @@
 """ZeRO partitions: each rank keeps the optimizer state of an equal part of a parameter's elements.
 
 A parameter with n elements and a group of G ranks has m = ceil(n / G) elements per rank. Parameters of one
-group and dtype share buckets, which need one collective each. A bucket has M elements per rank and is
+group and dtype share buckets. Each bucket needs one collective. A bucket has M elements per rank and is
 stacked as [G, M]: row g belongs to rank g. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
 """
 
@@ -28,9 +28,9 @@ class Share:
     """
 
     size: int = 1
-    index: int = 0  # of this rank in the group
+    index: int = 0  # this rank's index in the group
     group: dist.ProcessGroup | None = None
-    divisor: float = 1  # by which the sum of gradients is divided
+    divisor: float = 1  # the sum of gradients is divided by this number
 
 
 def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
@@ -101,8 +101,8 @@ class Bucket:
         for partition in self.partitions:
             partition.put_at(self.length)
             self.length += partition.length
-        # [M] in the parameters' dtype. None before the reduction, and if G is 1: then parameters keep their
-        # gradients.
+        # The reduced gradients [M] in the parameters' dtype. None before the reduction, and None if G is 1,
+        # because parameters then keep their gradients.
         self.gradient: Tensor | None = None
         # All parameters of the bucket have this parameter's dtype and device.
         self.first = self.partitions[0].parameter
@@ -115,7 +115,7 @@ class Bucket:
         """Start to reduce gradients to the ranks that own them; the sum is added to `gradient`."""
         share = self.share
         stacked = self._take_gradients()
-        # Divide before the sum, as data parallel does: scaled fp16 gradients must not overflow.
+        # As in data parallelism, divide before the sum, so that scaled fp16 gradients do not overflow.
         stacked.div_(share.divisor)
         reduced = stacked.new_empty(self.length)
         started = start_reduce_scatter(reduced, stacked, "the reduce-scatter of gradients", share.group)

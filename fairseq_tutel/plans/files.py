@@ -14,7 +14,7 @@ from fairseq_tutel.plans.msccl.reader import from_xml
 from fairseq_tutel.plans.msccl.writer import to_xml
 
 NAMED = "NAME:COLLECTIVE:RANKS[:NODES]"
-MOST = 512  # ranks
+MOST = 512  # the largest number of ranks
 OPTION = "--moe-collective-plans"
 
 
@@ -22,7 +22,7 @@ def find(text: str) -> Plan:
     """Return a collective plan, given a file path or a name such as `two_hops:all_to_all:8:2`.
 
     Raises:
-        ValueError: the text is neither.
+        ValueError: the text is neither a path nor a name.
     """
     if text.endswith((".json", ".xml")):
         return read(Path(text))

@@ -3,8 +3,9 @@
 A plan has N ranks, C chunks in each shard and S temporary chunks on each rank.
 
 **Chunks.** All offsets are numbers of chunks. A shard is divided into C chunks of equal size. If C does not
-divide it, the last chunks are short or empty. So a plan works for any number of elements, even 0. The table
-gives the chunks in each rank's buffers. In an all_reduce, all data of a rank is one shard.
+divide the shard's size, the last chunks are short or empty. So a plan works for any number of elements,
+even 0. The table gives the chunks in each rank's buffers. In an all_reduce, all data of a rank is one
+shard.
 
 | collective     | in    | out   | final content                                       |
 |----------------|-------|-------|-----------------------------------------------------|
@@ -49,7 +50,7 @@ FORMAT = 1
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 REDUCING = ("reduce_scatter", "all_reduce")
 BUFFERS = ("in", "out", "tmp")
-# The amounts that are sent, by (source, target).
+# The amounts of data that are sent, by (source, target).
 Load = Mapping[tuple[int, int], Fraction | int]
 # The fields of each operation.
 OPERATIONS = {

@@ -1,8 +1,8 @@
 """Networks: GPUs, switches and the links between them, from a file or from a name such as `dgx_a100:2`.
 
 The N ranks are vertices 0 to N - 1, in the order of (host, local rank). Switches follow them. A link has
-one direction and an integer bandwidth, in the unit of its network. There is a link back of the same
-bandwidth, as in real machines.
+one direction and an integer bandwidth, in the unit of its network. Each link has a reverse link with the
+same bandwidth, as in real machines.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from fairseq_tutel.plans.format import Load
 
 FORMAT = 1
 MOST_VERTICES = 4096  # the matrix has the square of this many numbers
-MOST = 512  # GPUs of a network by name
-WIDEST = 10**15  # bandwidth
+MOST = 512  # the most GPUs of a named network
+WIDEST = 10**15  # the largest bandwidth
 
 
 class Link(NamedTuple):

@@ -15,7 +15,7 @@ import functools
 import importlib
 import sys
 
-# Parameters of mallopt, from glibc's malloc.h, and their values.
+# Names of mallopt's parameters, as in glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 GIB, MIB = 2**30, 2**20
 THRESHOLDS = {M_MMAP_THRESHOLD: GIB, M_TRIM_THRESHOLD: 2 * GIB - 1, M_TOP_PAD: 64 * MIB}
@@ -49,7 +49,7 @@ def _check_fairseq() -> None:
         import fairseq
     except ImportError as error:
         raise ImportError(
-            "fairseq is not installed; run `pip install fairseq-fixed 'numpy<2'` (it imports as fairseq)."
+            "fairseq is not installed; run `pip install --no-build-isolation fairseq-fixed`."
         ) from error
     found = fairseq.__version__
     if not found.startswith("0.12."):
@@ -63,7 +63,7 @@ def keep_freed_memory() -> bool:
 
     Nothing changes on a machine with a GPU. By default glibc returns the memory of a large tensor to the
     system when the tensor is freed. The next tensor of that size is then mapped and zeroed page by page,
-    in every step. Stacked gradients of experts are large enough for this.
+    in every step. This happens to stacked gradients of experts, because they are large.
 
     Example:
         >>> kept = ft.keep_freed_memory()  # once, at the start of a program

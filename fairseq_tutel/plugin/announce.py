@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fairseq_tutel.moe.capacity import evaluates_as_in_training
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.layer import MoELayer
+from fairseq_tutel.moe.slots import evaluates_as_in_training
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def log_size(model: nn.Module) -> None:
 
 
 def sizes(model: nn.Module) -> tuple[int, int, int]:
-    """Return a model's parameter counts: all, active per token, experts only. A tied one counts once."""
+    """Return a model's parameter counts: all, active per token, experts only. Tied weights count once."""
     total, active, experts = 0, 0, 0
     seen: set[nn.Parameter] = set()
     for module in model.modules():

@@ -63,14 +63,14 @@ class Context:
         self.trains, self.gather, self.wait_for_turn = trains, gather, wait_for_turn
         # Whether the micro-batch only keeps ranks in step: its tokens are neither routed nor counted.
         self.is_dummy = False
-        # [batch, time] bool: the padding of the embedding's last input, for decoders that pass no mask.
+        # [batch, time] bool: the padding mask of the last embedded tokens, for decoders that pass no mask.
         self.padding_mask: Tensor | None = None
         self.local_drop, self.seed, self._update = local_drop, seed, 0
         # Factors of the layers' losses in the current backward pass, by layer and name of the loss.
         self.coefficients: Coefficients = {}
 
     def begin_step(self, is_dummy: bool = False, update: int = 0) -> None:
-        """Begin a step of this training update. If `is_dummy` is set, its batches are dummy batches."""
+        """Begin a training step in an update; `is_dummy` marks the step's batches as dummy batches."""
         self.is_dummy, self._update = is_dummy, update
 
     def keeps_rows(self, layer: "MoEFeedForward") -> bool:
@@ -171,7 +171,7 @@ class MoEFeedForward(MoELayer):
         if is_new:
             self._record = output if can_defer(self.training) else _recorded(output)
             self.seen = True
-        if torch.is_grad_enabled():  # otherwise reading the losses would compute them
+        if torch.is_grad_enabled():  # without gradients, the losses are computed only on demand
             for loss, name in (output.balance_loss, BALANCE), (output.cmr_sum, BUDGET):
                 if loss is not None and loss.requires_grad:
                     y = _InjectLoss.apply(y, loss, self, name)
@@ -260,10 +260,10 @@ def replace_ffn(
 ) -> None:
     """Replace the FFN of one stock layer by experts, in place.
 
-    The layer must have fc1, fc2 and a dropout between them, and a true `batch_first` if it calls fc1 with
-    [batch, time, D]. If the layer already has experts, such as those of a pretrained model, their weights
-    are kept. `name` is the qualified name of fc1, which the experts' seeds depend on. If `experts` is None,
-    new experts are built and initialized.
+    The layer must have fc1, fc2 and a dropout between them. Its attribute `batch_first` must be true if it
+    calls fc1 with [batch, time, D]. If the layer already has experts, for example of a pretrained model,
+    the weights of these experts are kept. `name` is the qualified name of fc1; the experts' seeds depend on
+    it. If `experts` is None, new experts are built and initialized.
     """
     batch_first = getattr(layer, "batch_first", False)
     moe = MoEFeedForward(config, topology, seed, name, context, experts, batch_first)
@@ -285,7 +285,7 @@ def replace_ffn(
 
 
 def layer_facts(layer: Any, activation: str) -> dict[str, Any]:
-    """Return the MoEConfig fields that follow from a transformer layer's FFN, such as its sizes."""
+    """Return the MoEConfig fields that a transformer layer's FFN determines, such as its sizes."""
     if isinstance(layer.fc1, MoEFeedForward):
         config = layer.fc1.config
         return {name: getattr(config, name) for name in FACTS}

@@ -37,8 +37,8 @@ def from_checkpoint(
         dtype: the dtype of the weights. torch.int8 stands for --moe-inference-dtype int8: bf16, with the
             linear layers of the decoder in int8.
         options: replace saved options of the task, model or run, such as moe_expert_store="pregated" or
-            user_dir. Or set bpe="sentencepiece" or tokenizer="moses" and their own options; their files are
-            found next to the checkpoint.
+            user_dir. They may also set bpe="sentencepiece" or tokenizer="moses" and options of the BPE or
+            tokenizer, whose files are found next to the checkpoint.
 
     Returns:
         fairseq's hub interface of the model, in eval mode: translation models have `translate`, language

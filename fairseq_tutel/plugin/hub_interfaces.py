@@ -28,7 +28,7 @@ from fairseq_tutel.vision.images import decoded, fitted, normalized, tensor_of
 
 # The dtype argument of each value of --moe-inference-dtype.
 INFERENCE_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
-# Minimum of max_tokens, as in fairseq-generate, because training's value may be shorter than a sentence.
+# Minimum of max_tokens, as in fairseq-generate; a sentence may be longer than the max_tokens of training.
 MAX_TOKENS = 12000
 # Option of GPT-2's BPE -> its file next to a checkpoint. fairseq finds the files of other kinds of BPE.
 GPT2_FILES = {"gpt2_encoder_json": "encoder.json", "gpt2_vocab_bpe": "vocab.bpe"}
@@ -45,14 +45,14 @@ def open_interface(
     """
     folder = files[0].parent
     options = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
-    # A MoE model is built in this dtype, because a copy in fp32 might not fit into memory. A value that
-    # the training run saved has no effect.
+    # A MoE model is built in the inference dtype, because a copy in fp32 might not fit into memory. The
+    # saved value of the option is ignored.
     name = str(options.get("moe_inference_dtype", "auto"))
     dtype = INFERENCE_DTYPES.get(name, dtype)
     names = {each: name for name, each in INFERENCE_DTYPES.items()}
     built = {"moe_inference_dtype": names.get(dtype, "auto") if name == "auto" else name}
-    # Models of an ensemble share an expert store. A model of an earlier call would leave its experts in the
-    # cache of a shared store.
+    # Models of an ensemble share an expert store. Models of different calls do not: the cache would keep
+    # the experts of the earlier call's model.
     STORES.clear()
     beside = {key: str(folder / name) for key, name in GPT2_FILES.items() if (folder / name).is_file()}
     # Load the heads of RoBERTa and BART; treat each text of a denoising model as one sentence.
@@ -74,8 +74,8 @@ def open_interface(
 def _settle(cfg: Any, options: Mapping[str, Any]) -> None:
     """Apply the user's options of bpe and tokenizer, which fairseq would ignore.
 
-    fairseq uses the saved kind of bpe, and prefers files next to the checkpoint. This function also raises
-    a small max_tokens.
+    Without this function, fairseq would use the saved kind of bpe, and prefer files next to the checkpoint.
+    The function also increases a max_tokens that is below `MAX_TOKENS`.
     """
     with open_dict(cfg):
         for key in ("bpe", "tokenizer"):
@@ -98,7 +98,7 @@ def _interface(cfg: Any, task: Any, models: Sequence[Any]) -> nn.Module:
     Raises:
         ValueError: there is no interface for the model, or fairseq's interface accepts no ensemble.
     """
-    if hasattr(type(task), "class_names"):  # only of image_classification, which this folder cannot import
+    if hasattr(type(task), "class_names"):  # the task image_classification, which this folder cannot import
         return ImageClassification(cfg, task, models)
     first, is_bart = models[0], hasattr(task, "mask_idx") or isinstance(task, SentencePredictionTask)
     kinds = {
@@ -122,7 +122,7 @@ def _interface(cfg: Any, task: Any, models: Sequence[Any]) -> nn.Module:
 
 
 class Words:
-    """Stands in for the BPE of a model without BPE: a text consists of words separated by spaces."""
+    """Replaces the BPE of a model without BPE: a text consists of words separated by spaces."""
 
     def encode(self, text: str) -> str:
         """Return the text unchanged."""
@@ -145,7 +145,7 @@ class Generation(hub_utils.GeneratorHubInterface):
         """Generate with beam search; return fairseq's hypotheses for each sentence."""
         with self.lock:
             for model in self.models:
-                # The attention of BART and mBART keeps the largest beam size so far.
+                # Otherwise, BART's and mBART's attention keeps the largest beam size of earlier calls.
                 if hasattr(model, "set_beam_size"):
                     model.set_beam_size(beam)
             return super().generate(tokens, beam, *args, **options)
@@ -158,7 +158,7 @@ class Translation(Generation):
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, models)
-        self._stripped: dict[str | None, set[int]] = {}  # target language -> its tokens in outputs
+        self._stripped: dict[str | None, set[int]] = {}  # target language -> tokens to remove
         if isinstance(task, TranslationFromPretrainedBARTTask):
             task.args = task.cfg  # fairseq's task reads this attribute, but does not set it
 

@@ -129,7 +129,7 @@ class _Installation:
         self.ahead = read(ModelConfig, cfg).moe_pregate
 
     def choose(self, freqs: Mapping[str, int]) -> None:
-        """Choose the layers that get experts; a pretrained inner model keeps its own."""
+        """Choose the layers that get experts; layers of a pretrained inner model keep their experts."""
         self.chosen: list[_Chosen] = []  # in the order of the stacks
         stacks = []
         for side, name, layers in named_stacks(self.model):
@@ -137,7 +137,7 @@ class _Installation:
             has_own = side in SIDES and len(freqs) > 1
             flag = f"--{side}-moe-freq / --moe-freq" if has_own else "--moe-freq"
             stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
-            # In a model pruned to some of its layers, the layers that had experts before keep them.
+            # If layers are removed (--…-layers-to-keep), the numbers are those of the complete model.
             numbers = self._kept_layers(side) or range(len(stack))
             ffns = [getattr(layer, "fc1", None) for layer in stack]
             counts = [ffn.config.num_experts if isinstance(ffn, MoEFeedForward) else 0 for ffn in ffns]
@@ -231,7 +231,7 @@ class _Installation:
 
 
 def _sentence_length(cfg: Any, side: str) -> int:
-    """Return the length of a sentence for the capacity in evaluation; 0 for the real tokens."""
+    """Return the sentence length for the capacity in evaluation; 0 means to count the real tokens."""
     fraction = option(cfg, "moe_eval_capacity_token_fraction") or 0
     if fraction <= 0 or not option(cfg, "moe_eval_capacity_max_seqlen"):
         return 0
@@ -248,7 +248,7 @@ def _sentence_length(cfg: Any, side: str) -> int:
 def _pregate_stacks(model: nn.Module, ahead: int, sides: str) -> None:
     """Make each gate read the input of an earlier MoE layer, `ahead` MoE layers before (--moe-pregate).
 
-    `sides` is the value of --moe-pregate-sides: both, or the name of the only stack that changes.
+    `sides` is the value of --moe-pregate-sides: both, encoder or decoder.
     """
     every = {side: moe_layers(layers) for side, _, layers in named_stacks(model) if moe_layers(layers)}
     stacks = every if sides == "both" else {sides: every.get(sides, [])}
@@ -260,7 +260,7 @@ def _pregate_stacks(model: nn.Module, ahead: int, sides: str) -> None:
 
 def _watch_micro_batches(model: nn.Module) -> None:
     """Register hooks that begin a new micro-batch in the MoE layers whenever the model is called."""
-    # Copying the model also copies the layers that are bound to the hook.
+    # If the model is copied, the hook of the copy is bound to the copied layers.
     for part in models_of(model).values():
         part.register_forward_pre_hook(functools.partial(_begin_micro_batch, moe_layers(part)))
 

@@ -106,7 +106,7 @@ class SidesConfig:
 
 @dataclass(frozen=True)
 class CriterionConfig:
-    """Options that set how a criterion uses the balance losses. Options of the model choose the losses."""
+    """Options for how a criterion uses the balance losses; model options choose the losses."""
 
     # fmt: off
     moe_gate_loss_wt: float = balance(

@@ -17,7 +17,7 @@ from fairseq_tutel.plans.executors.backend import PlanBackend
 from fairseq_tutel.plans.files import PlacedPlan, read_run, refuse_unused
 from fairseq_tutel.plugin.training.options import TaskConfig
 
-# Kept because a file may change after it was checked.
+# The result is cached, because a file may change after it was checked.
 _read_once = functools.cache(read_run)
 
 

@@ -1,4 +1,4 @@
-"""The configuration and the process groups of the current run, and what a configuration says.
+"""The configuration and the process groups of the current run, and functions that read a configuration.
 
 fairseq passes no common object from a command's main function to models, tasks and optimizers.
 """
@@ -57,7 +57,7 @@ def language_pair(task_cfg: Any) -> str:
 
 def root_of(task: Any) -> Any:
     """Return the FairseqConfig of a task's run, or None if the task was built outside of a run."""
-    cfg = config_of(task)  # for a task without a dataclass, the command line, which has no root
+    cfg = config_of(task)  # without a dataclass, the parsed command line, which has no root
     root = cfg._get_root() if hasattr(cfg, "_get_root") else None
     return RUN.cfg if root is None or "distributed_training" not in root else root
 

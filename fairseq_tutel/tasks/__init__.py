@@ -1,6 +1,6 @@
 """Registers a moe_ variant of every fairseq task, and adds the system options to all tasks.
 
-A user's own task may be registered later and needs no variant: it gets the mixin when a model is built.
+A user's task may be registered later. It needs no variant, because it gets the mixin when a model is built.
 """
 
 import inspect

@@ -60,7 +60,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return self.state.images["shape"][0]
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Build an image model; in training, compare its checkpoint's classes with those of the data."""
+        """Build an image model; in training, compare the classes of its checkpoint and of the data."""
         model = super().build_model(cfg, from_checkpoint)
         if is_training(self, cfg):
             self._compare_classes(model)
@@ -83,7 +83,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
                 "new head."
             )
         models = [module for module in model.modules() if hasattr(module, "keep_head")]
-        for each in models:  # several for the members of an ensemble
+        for each in models:  # the members of an ensemble, or one model
             each.keep_head()
         if models and world.is_first():
             logger.warning("%s, so the model gets a new head", difference)
@@ -100,7 +100,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
 
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Return fairseq's batch iterator; images are augmented only in training."""
-        # A run may also validate on the training set; only training passes update_epoch_batch_itr.
+        # The training set may also be used for validation; only training passes update_epoch_batch_itr.
         if self._augmented is not None and "update_epoch_batch_itr" in kwargs:
             dataset = self._augmented
         return super().get_batch_iterator(dataset, *args, **kwargs)
@@ -129,5 +129,5 @@ def _classes_in(path: str) -> list[str]:
     """Return the class names in a checkpoint; an empty list if it has none or cannot be read."""
     try:
         return mapped(path)["task_state"]["images"]["classes"]
-    except Exception:  # of many kinds; loading the checkpoint will report the error
+    except Exception:  # loading the checkpoint will report the error
         return []

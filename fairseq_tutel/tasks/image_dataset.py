@@ -1,4 +1,4 @@
-"""Defines a fairseq data set of images, which also sets their order and batches in each epoch.
+"""Defines a fairseq data set of images, which also shuffles and batches the images in each epoch.
 
 B: images in a batch, C: channels, H and W: height and width, N: images in the data set.
 """
@@ -57,8 +57,8 @@ class ImageDataset(FairseqDataset):
     def ordered_indices(self) -> np.ndarray:
         """Return the shuffled indices of the epoch; fairseq itself would shuffle only the batches.
 
-        A validation set has one fixed shuffled order. Folders list images by class, so without shuffling,
-        each batch would have one class, and expert metrics, which are averages over batches, would mislead.
+        A validation set has one fixed shuffled order. Folders list images by class. Without shuffling, each
+        batch would have only one class, so expert metrics, which are averages over batches, would be wrong.
         """
         if self.seed is None:
             return order_of(0, 0, len(self))

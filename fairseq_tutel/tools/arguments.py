@@ -15,7 +15,7 @@ DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of an element
 
 
 def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return an argument's type: a whole number within these bounds."""
+    """Return a function that parses an argument as a whole number within bounds."""
 
     def number(text: str) -> int:
         value = int(text)

@@ -1,6 +1,7 @@
 """average: average the weights of several checkpoints, and write one checkpoint.
 
-The flags but --ema are those of fairseq's scripts/average_checkpoints.py, which is not in fairseq's wheel.
+All flags except --ema are the same as in fairseq's scripts/average_checkpoints.py, which is not in
+fairseq's wheel.
 For the best checkpoints, give SAVE/checkpoint.best_*.pt. Inputs may be sharded checkpoints; the output is
 one file. Everything except the weights is copied from the first file, which is the newest one of a folder.
 fp32 master weights are left out.

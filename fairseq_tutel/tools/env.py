@@ -16,7 +16,7 @@ PACKAGES = (
 
 
 def add_to(tools: Any) -> None:
-    """Add the subcommands env and user-dir. The latter prints the folder of this package."""
+    """Add the subcommands env and user-dir. user-dir prints the folder of this package."""
     tools.add_parser("env", description=__doc__).set_defaults(run=run)
     text = "user-dir: print the folder to give fairseq as --user-dir."
     parser = tools.add_parser("user-dir", description=text)

@@ -19,7 +19,7 @@ THEMES = (
 
 
 def all_options() -> list[Option]:
-    """Return the options of model, criterion and task, then those of other tables."""
+    """Return the options of model, criterion and task, and then the options in `OTHER_TABLES`."""
     return [
         *(option for owner in BY_OWNER for option in options_of(owner)),
         *(option for table in OTHER_TABLES for option in options_in(table)),

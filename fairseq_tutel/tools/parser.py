@@ -1,7 +1,7 @@
 """Provides the command-line parser of the tools, and the arguments that several tools share.
 
 All tools follow one convention: inputs are positional and come first, `--output` names what is written,
-`--overwrite` allows to replace it, and the help shows a default as [default].
+`--overwrite` allows to replace the output, and the help shows a default as [default].
 """
 
 import argparse
@@ -26,11 +26,11 @@ class ToolParser(argparse.ArgumentParser):
 
     def __init__(self, *, example: str = "", **keywords: Any) -> None:
         super().__init__(**{"formatter_class": _HelpFormatter, **keywords})
-        self.former_input = ""  # the option that the positional input was
+        self.former_input = ""  # the option that the positional input has replaced
         self.epilog = f"{EXAMPLE}{self.prog} {example}".rstrip()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse the words like ArgumentParser; accept the input's former form."""
+        """Parse words like ArgumentParser; accept the former option of the input, too."""
         words = sys.argv[1:] if args is None else list(args)
         if self.former_input:
             words = _input_first(words, self.former_input)
@@ -38,7 +38,7 @@ class ToolParser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Keeps paragraphs, and the example, which could not be copied if it were wrapped."""
+    """Keeps paragraphs, and does not wrap the example, so that it can be copied."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith(EXAMPLE):

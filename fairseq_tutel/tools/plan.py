@@ -1,8 +1,8 @@
 """plan: rank configurations of a model's experts on a cluster by the time that the cost model predicts.
 
-A configuration is a choice of P, r, d and the all-to-all; docs/scaling.md explains them. The predicted time
-has forward, backward and all-reduces at even load, without optimizer and data loading. Formulas, sources
-and errors: docs/scaling.md.
+A configuration is a choice of P, r, d and the all-to-all. The predicted time includes forward, backward and
+all-reduces at even load, but not the optimizer and data loading. docs/scaling.md explains the options,
+formulas, sources and errors.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Checks collective plans, and writes the usual ones."""
+"""Checks collective plans, and writes the usual plans for a number of ranks."""
 
 import argparse
 from collections import Counter, defaultdict
@@ -127,7 +127,7 @@ def _lines(plan: Plan, report: Report, names: Mapping[int, str], size: int) -> l
 
 
 def _routed(report: Report, plan: Plan, network: Network) -> Report:
-    """Return a copy of the report that has the loads of network links instead of pairs of ranks."""
+    """Return a copy of the report with the loads of network links instead of those of pairs of ranks."""
     if plan.network not in ("", network.digest) or network.ranks != plan.ranks:
         raise ValueError(f"--network {network.name} is not the network of the plan; give that network.")
     return replace(report, loads=tuple(routed(network, load) for load in report.loads))

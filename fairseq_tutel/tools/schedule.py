@@ -103,6 +103,6 @@ def _page(network: Network, collective: str, forest: Forest) -> Iterator[str]:
 
 
 def _gpus(network: Network, cut: int) -> str:
-    """Return the names of the GPUs in a cut; if there are many, return the first of them and the number."""
+    """Return the names of the GPUs in a cut; if there are many, return the first names and the number."""
     ranks = [network.vertices[vertex] for vertex in members(cut) if vertex < network.ranks]
     return ", ".join(ranks[:NAMED]) + (f", … ({len(ranks)} GPUs)" if len(ranks) > NAMED else "")

@@ -57,7 +57,7 @@ def expert_ids(
 ) -> dict[Layer, list[int]]:
     """Parse an option that lists expert IDs per MoE layer, as 0,3.
 
-    `or_all` adds the word `all`, which the caller handles, to the form that errors describe.
+    `or_all` adds the word `all` to the form that errors describe; the caller handles this word.
 
     Raises:
         ValueError: a word is invalid, an ID is repeated, or a layer has no such expert.

@@ -2,8 +2,8 @@
 
 A record is a line that ends in JSON: `… | train_inner | {"epoch": 1, …}` in a captured output,
 `[…][train_inner][INFO] - {…}` under hydra, or only the JSON in a `--log-file`. The value of the key
-that ends in `num_updates` is the update; the prefix of this key is the data subset. Lines of fairseq's
-format `simple` are read as such JSON:
+that ends in `num_updates` is the update; the prefix of this key is the data subset. Lines in fairseq's
+format `simple` are also records:
 `epoch 001:     20 / 100 loss=5.1, num_updates=20` and
 `epoch 001 | valid on 'valid' subset | loss 5.2 | num_updates 100`.
 """
@@ -107,7 +107,7 @@ def read_log(lines: Iterable[str]) -> Log:
 
 
 def _simple_stats(found: re.Match[str]) -> dict[str, object]:
-    """Return what fairseq's JSON has for a line of its simple format; numbers remain text."""
+    """Convert a line of fairseq's simple format to the keys and values of its JSON; numbers remain text."""
     prefix = "" if found[1] else f"{found[2] or EPOCH}_"
     return {
         prefix + key: value[1:-1].split(", ") if value.startswith("[") else value
@@ -138,7 +138,7 @@ def join(log: Log) -> Run:
 
     A process that resumes repeats the updates since its checkpoint, so earlier records of these updates are
     left out. fairseq's `wall` begins at 0 in every process, so the times of all processes are added. If
-    `wall` stays 0, which happens after a resume within an epoch, the speed of updates gives the time.
+    `wall` stays 0, which happens after a resume within an epoch, the time is computed from the speed.
     """
     notes: list[str] = []
     kept: list[Record] = []

@@ -23,7 +23,7 @@ Size = tuple[int, int]  # (height, width), in tokens
 FIRST_SCALE, MAX_SCALE = 10.0, 100.0
 MAX_BIAS = 16.0
 HIDDEN_DIM = 512
-# From the released code: the largest offset is 8 before the logarithm, and 1 after it.
+# As in the released code, the largest offset is scaled to 8 before the logarithm, and to 1 after it.
 SPAN = 8
 
 
@@ -77,10 +77,10 @@ def windows_of(height: int, width: int, window: int, is_shifted: bool, device: t
         at_L2 = torch.cartesian_prod(*map(torch.arange, padded.size))
         at_GN2 = padded.split(at_L2.unsqueeze(0)).view(windows.number, h * w, 2)
         is_empty_GN = (at_GN2 >= torch.tensor(windows.size)).any(dim=2)
-        # Positions in the last windows that the shift has moved there from the opposite edge.
+        # Positions in the last windows that the shift has moved from the opposite edge.
         is_wrapped_GN2 = at_GN2 < at_GN2[:, :1]
         attends_GNN = (is_wrapped_GN2.unsqueeze(2) == is_wrapped_GN2.unsqueeze(1)).all(dim=3)
-        # Empty queries attend to all real tokens, since a softmax of only -inf is NaN. They are not used.
+        # Empty queries attend to all real tokens, as a softmax of only -inf is NaN. `merge` removes them.
         attends_GNN = (attends_GNN | is_empty_GN.unsqueeze(2)) & ~is_empty_GN.unsqueeze(1)
         if attends_GNN.all():
             return windows
@@ -168,7 +168,7 @@ class WindowAttention(nn.Module):
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)  # in fp16 the lower bound would be 0
+    wide = torch.promote_types(x.dtype, torch.float32)  # fp16 would round 1e-12 to 0
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).clamp_min(1e-12).reciprocal()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fairseq_tutel.vision.options import ImageConfig
 
 if TYPE_CHECKING:
-    from PIL.Image import Image  # of the extra `vision`
+    from PIL.Image import Image  # installed with the extra `vision`
 
 EXTENSIONS = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
@@ -166,7 +166,7 @@ def decoded(path: str, channels: int) -> "Image":
             if image.mode[0] == "I":  # 16-bit grey, which Pillow would clip at 255
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             return image.convert(MODES[channels])
-    except (OSError, SyntaxError, ValueError) as error:  # also of a truncated file
+    except (OSError, SyntaxError, ValueError) as error:  # e.g. a truncated file
         raise ValueError(f"{path} cannot be read as an image ({error}); repair or remove it.") from error
 
 
@@ -203,7 +203,7 @@ def draws_of(seed: int, epoch: int, index: int) -> np.random.Generator:
 
 def order_of(seed: int, epoch: int, num_images: int) -> np.ndarray:
     """Return a random order of all images for one epoch, [N] int64."""
-    # No image has this number, so the order is independent of all augmentations.
+    # No image has the index num_images, so the order is independent of all augmentations.
     return draws_of(seed, epoch, num_images).permutation(num_images)
 
 

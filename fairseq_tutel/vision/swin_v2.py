@@ -1,4 +1,4 @@
-"""Swin V2, an image transformer: patch embedding, stages of blocks, and a classifier of the tokens' mean.
+"""Swin V2, an image transformer: patch embedding, stages of blocks, and a classifier of the mean token.
 
 B images, L tokens of an image, D model_dim, C classes.
 
@@ -60,7 +60,7 @@ class Block(nn.Module):
     The FFN has the same attributes as fairseq's FFN, so that experts can replace it.
     """
 
-    batch_first = True  # fc1's input has the batch as first dimension
+    batch_first = True  # the batch is the first dimension of fc1's input
 
     def __init__(
         self, dim: int, heads: int, config: SwinConfig, drop_path: float, position_window: int

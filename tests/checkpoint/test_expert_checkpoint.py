@@ -1,4 +1,4 @@
-"""Checkpoints of split experts: one format for every number of ranks."""
+"""Checkpoints of experts on several ranks have the same content for any number of ranks."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def test_rank_0_saves_what_one_rank_would_save(ranks, world_size, parallel, dtyp
 
 
 def load(parallel: int, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Load, and return what rank 0 would save again."""
+    """Load a state dict on all ranks; return the state dict that rank 0 would then save."""
     topology = make_topology([4], parallel)
     split = model(topology, seed=2)
     split.load_state_dict(saved)
@@ -59,27 +59,27 @@ def load(parallel: int, saved: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("saved_on, loaded_on, parallel", [(2, 4, 0), (4, 2, 0), (2, 4, 2)])
-def test_a_checkpoint_of_some_ranks_loads_on_others(ranks, saved_on, loaded_on, parallel):
+def test_a_checkpoint_loads_on_another_number_of_ranks(ranks, saved_on, loaded_on, parallel):
     saved = ranks(saved_on).run(save, 0, torch.float32)[0]
     same(ranks(loaded_on).run(load, parallel, saved)[0], saved)
 
 
 def gather_moments(parallel: int) -> Tensor | None:
     topology = make_topology([4], parallel)
-    # One row per local expert, named by its global id; replicas differ to show whose is taken.
+    # One row per local expert: its global ID, and the number of the EP replica.
     held = [[float(e), dist.get_rank() // topology.expert_parallel_size] for e in topology.local_experts(4)]
     return gather_to_first(torch.tensor(held), topology)
 
 
 @pytest.mark.parametrize("parallel", (2, 4))
-def test_any_tensor_of_the_experts_is_gathered_by_global_id_from_the_first_group(ranks, parallel):
+def test_a_tensor_is_gathered_by_global_id_from_the_ep_group_of_rank_0(ranks, parallel):
     first, *others = ranks(4).run(gather_moments, parallel)
     assert first.tolist() == [[float(e), 0.0] for e in range(4)]
     assert others == [None] * 3
 
 
 def gather_in_pieces(parallel: int, limit: int) -> tuple[dict[str, Tensor], int]:
-    """Save with small pieces; return what is saved, and the largest number of bytes that were gathered."""
+    """Save with a limit of gathered bytes; return the state dict and the most bytes gathered at once."""
     stock, largest = dist.gather, [0]
 
     def gather(tensor: Tensor, parts: list[Tensor] | None, **where: Any) -> None:
@@ -103,7 +103,7 @@ def states(parameter):
     return {"moment": torch.zeros_like(parameter), "scale": torch.ones(len(parameter), 1, 1)}
 
 
-def test_a_state_of_another_shape_is_the_same_for_all_slices(tmp_path):
+def test_a_state_tensor_with_another_shape_is_equal_for_all_expert_shards(tmp_path):
     config, written = MoEConfig(model_dim=4, hidden_dim=8, num_experts=2), []
     for rank in range(4):
         place = Topology(world_size=4, rank=rank, expert_parallel_size=4, share_groups={2: None})

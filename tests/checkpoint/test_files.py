@@ -1,4 +1,4 @@
-"""Files of torch.save: a changed bit is found, and a failed write keeps the older file."""
+"""Files of torch.save: a changed bit is detected, and a failed write keeps the old file."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ def path(tmp_path):
     return path
 
 
-def test_a_file_s_identity_is_that_of_its_copies_and_of_no_other_content(path, tmp_path):
+def test_only_copies_of_a_file_have_the_same_identity(path, tmp_path):
     own, copy = files.identity(str(path)), tmp_path / "copy.pt"
     copy.write_bytes(path.read_bytes())
     assert files.identity(str(copy)) == own
@@ -29,7 +29,7 @@ def test_a_file_s_identity_is_that_of_its_copies_and_of_no_other_content(path, t
         assert files.identity(str(path)) != own
 
 
-def test_a_file_whose_path_is_not_utf_8_is_whole_and_opens(path, tmp_path):
+def test_a_file_whose_path_is_not_utf_8_can_be_checked_and_opened(path, tmp_path):
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     folder.mkdir()
     moved = path.rename(folder / path.name)
@@ -45,9 +45,9 @@ def test_a_truncated_file_is_corrupt(path):
         assert not files.is_whole(str(path)), size
 
 
-def test_no_flipped_bit_changes_what_is_loaded_from_a_whole_file(path):
+def test_a_file_that_passes_the_check_has_correct_tensors_despite_a_flipped_bit(path):
     content, harmless = path.read_bytes(), 0
-    # The attributes of the directory's first entry: by this bit it is a folder.
+    # This bit in the attributes of the zip directory's first entry marks the entry as a folder.
     folder = 8 * (content.index(b"PK\x01\x02") + 38) + 4
     tried = [folder, *range(0, 8 * len(content), 23)]
     for at in tried:
@@ -55,7 +55,7 @@ def test_no_flipped_bit_changes_what_is_loaded_from_a_whole_file(path):
         flipped[at // 8] ^= 1 << at % 8
         path.write_bytes(flipped)
         if files.is_whole(str(path)):
-            # Such as dates, and the padding between tensors.
+            # Some bits have no effect, such as those of dates and of the padding between tensors.
             loaded = torch.load(path)
             assert torch.equal(loaded["weight"], CONTENT["weight"]), at
             assert loaded["step"] == CONTENT["step"], at
@@ -70,7 +70,7 @@ def test_the_format_from_before_torch_1_6_is_accepted(path):
     assert not files.is_whole(str(path))
 
 
-def test_a_file_without_check_sums_is_whole(path):
+def test_a_file_without_check_sums_passes_the_check(path):
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(CONTENT, path)
@@ -79,7 +79,7 @@ def test_a_file_without_check_sums_is_whole(path):
     assert files.is_whole(str(path))
 
 
-def test_a_full_disk_is_an_error_that_keeps_the_older_file(path, monkeypatch):
+def test_a_full_disk_raises_an_error_and_keeps_the_old_file(path, monkeypatch):
     def save(content, file):
         file.write(b"some bytes")
         raise RuntimeError("unexpected") from OSError(errno.ENOSPC, "No space left on device")
@@ -101,7 +101,7 @@ def test_two_writers_of_a_file_have_different_temporary_files(path):
             atomic_save.write(CONTENT, name)
     assert os.listdir(path.parent) == [path.name]
     assert not is_temporary(path.name)
-    assert not is_temporary(f"{path.name}.tmp")  # another program's
+    assert not is_temporary(f"{path.name}.tmp")  # a temporary file of another program
 
 
 def test_a_written_file_is_flushed_to_disk(tmp_path, monkeypatch):

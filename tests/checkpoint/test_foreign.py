@@ -1,4 +1,4 @@
-"""Weights that torch would convert in silence are refused, and trees from files are walked once."""
+"""Weights of a wrong dtype are refused; `walk` visits each container of a file once."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from fairseq_tutel.checkpoint.foreign import refuse_malformed
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
-def test_a_weight_of_another_kind_of_number_is_refused(dtype):
+def test_an_integer_or_complex_weight_is_refused(dtype):
     with pytest.raises(ValueError, match=rf"^x\.pt has .*{dtype} as the weight 'fc1\.weight'; give"):
         refuse_malformed({"model": {"fc1.weight": torch.ones(2, dtype=dtype)}}, "x.pt")
     refuse_malformed({"model": {"attn.bias": torch.ones(2, dtype=torch.bool)}}, "x.pt")
 
 
-def test_every_entry_is_visited_once_though_a_container_holds_itself():
+def test_every_entry_is_visited_once_even_if_a_container_contains_itself():
     shared = {"c": 1}
     tree = {"a": [shared, (shared, 2)], "b": shared}
     tree["self"] = tree

@@ -1,4 +1,4 @@
-"""A folder's lock: one process at a time has it, and it ends with its process."""
+"""A folder is locked by one process at a time, until that process ends."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def test_a_folder_is_locked_until_its_process_ends(tmp_path, end):
         if end == "kill":
             process.kill()
             process.wait()
-            os.kill(worker, 0)  # it lives, and does not hold the lock
+            os.kill(worker, 0)  # the worker is alive, but does not hold the lock
         else:
             process.stdin.close()
             process.wait()
@@ -43,7 +43,7 @@ def test_a_folder_is_locked_until_its_process_ends(tmp_path, end):
         assert not os.listdir(folder)
 
 
-def test_a_file_that_its_owner_removed_just_before_it_is_locked_is_not_a_lock(tmp_path, monkeypatch):
+def test_a_lock_file_that_is_removed_before_it_is_locked_is_created_again(tmp_path, monkeypatch):
     take, removed = lock._lock, []
 
     def remove_first(file, folder):

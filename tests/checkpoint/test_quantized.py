@@ -36,7 +36,7 @@ def test_rounding_errors_are_at_most_half_a_step(expert_dtype, shape):
 
 
 @pytest.mark.parametrize("expert_dtype", EXPERT_DTYPES)
-def test_a_quantized_checkpoint_is_read_as_any_other(expert_dtype, tmp_path):
+def test_a_quantized_checkpoint_can_be_read_like_other_checkpoints(expert_dtype, tmp_path):
     plain, path, full = (tmp_path / name for name in ("a.pt", "b.pt", "c.pt"))
     save(plain)
     told = convert("sharded", "--input", plain, "--output", path, "--expert-dtype", expert_dtype)
@@ -65,7 +65,7 @@ def test_a_quantized_checkpoint_is_read_as_any_other(expert_dtype, tmp_path):
     assert f"float32 in {expert_dtype}: error {max(layer['relative_error'].values()):.1e}, " in text
 
 
-def test_int4_in_groups_has_the_better_of_two_scales_for_each_group():
+def test_int4_in_groups_uses_the_better_of_two_scales_in_each_group():
     values = torch.randn(128, 192) * torch.logspace(-2, 2, 192)
     values[5] = 0
     form = Quantized("int4", (128, 192), torch.float32)
@@ -92,7 +92,7 @@ def test_files_with_int4_in_rows_are_still_read(tmp_path, monkeypatch):
     (tmp_path / "new").mkdir()
     new = source_of(write(model, tmp_path / "new", "int4"))[0]["fc1_weight"]
     with monkeypatch.context() as patch:
-        patch.setattr(Quantized, "in_groups", False)  # as older versions wrote
+        patch.setattr(Quantized, "in_groups", False)  # the format of older versions
         (tmp_path / "old").mkdir()
         write(model, tmp_path / "old", "int4")
     old = source_of(tmp_path / "old")[0]["fc1_weight"]
@@ -113,13 +113,13 @@ def damage(path, kind):
         return
     header = int.from_bytes(content[:8], "little")
     begin = json.loads(content[8 : 8 + header])["2.fc1_weight"]["data_offsets"][0]
-    content[8 + header + begin + 1] ^= 64  # the exponent of the first scale
+    content[8 + header + begin + 1] ^= 64  # changes the exponent of the first scale
     path.write_bytes(content)
 
 
 @pytest.mark.parametrize("packing", ["int8", "int4"])
 @pytest.mark.parametrize("kind", ["a scale", "truncated"])
-def test_a_damaged_quantized_file_is_named(tmp_path, packing, kind):
+def test_the_error_for_a_damaged_quantized_file_names_the_file(tmp_path, packing, kind):
     for path in write(model_of(WIDE), tmp_path, packing).rglob("*.safetensors"):
         damage(path, kind)
     source = source_of(tmp_path)

@@ -1,4 +1,4 @@
-"""SavedModel: a checkpoint is opened, looked at, edited and written, full or sharded."""
+"""SavedModel opens, edits and writes full and sharded checkpoints."""
 
 import argparse
 
@@ -34,7 +34,7 @@ def test_experts_are_found_by_their_global_ids(keep_shards, path, tmp_path):
     assert all(torch.equal(written[key], expected[key]) for key in expected)
 
 
-def test_names_and_options_are_edited_in_both_forms(path):
+def test_names_and_options_can_be_edited_in_both_forms_of_configuration(path):
     new = SavedModel.open(path)
     flat = argparse.Namespace(arch="moe_transformer_lm", task="moe_language_modeling", moe_top_k=2)
     old = SavedModel({**new.state, "args": flat, "cfg": None})
@@ -51,11 +51,11 @@ def test_a_restart_drops_the_training_state_and_keeps_the_history(path):
     saved.restart()
     assert "last_optimizer_state" not in saved.state
     assert saved.state["optimizer_history"] == [{"num_updates": 9}]
-    (place,) = saved.state["extra_state"].values()  # no average of earlier weights, no meters
+    (place,) = saved.state["extra_state"].values()  # the averages and meters are removed
     assert place["epoch"] == 1
 
 
-def test_labels_name_side_and_index():
+def test_layer_labels_have_side_and_index():
     assert layer_label("stages.2.blocks.1.fc1") == "stages_2_1"
     assert layer_label("models.de-en.decoder.layers.3.fc1") == "de-en_decoder_3"
 

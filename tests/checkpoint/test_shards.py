@@ -1,4 +1,4 @@
-"""Shard files: parts equal slices of the whole; damage is an error; unused folders are deleted."""
+"""Shard files: partial reads, errors for damaged files, and the deletion of unused folders."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ PIECE = ["layer.0.safetensors", "0.0", "00"]
 
 
 def write(root: Path, whole: Tensor, slicing: Slice, first: int = 0) -> ShardedTensor:
-    """Write a stack, two experts a file, and return it as it is read."""
+    """Write a stacked tensor with two experts per file; return a `ShardedTensor` that reads it."""
     pieces = []
     (root / FOLDER).mkdir(parents=True, exist_ok=True)
     for begin in range(0, len(whole), 2):
@@ -50,7 +50,7 @@ def write(root: Path, whole: Tensor, slicing: Slice, first: int = 0) -> ShardedT
 
 @pytest.mark.parametrize("saved, read", list(itertools.product((1, 2, 4), (1, 2, 4))))
 @pytest.mark.parametrize("dim", [1, 2])
-def test_a_part_equals_a_slice_of_the_whole(tmp_path, saved, read, dim):
+def test_reading_some_expert_shards_returns_a_slice_of_the_stack(tmp_path, saved, read, dim):
     whole = torch.randn(5, 8, 4)
     slicing = Slice(saved, dim) if saved > 1 else Slice()
     wanted = Slice(read, dim) if read > 1 else Slice()
@@ -60,10 +60,10 @@ def test_a_part_equals_a_slice_of_the_whole(tmp_path, saved, read, dim):
         part = tensor.read(1, 3, wanted, index)
         assert torch.equal(part, cut(whole[1:4], wanted, index))
         assert part.is_contiguous()
-        assert part.untyped_storage().nbytes() == part.nbytes  # and no more is held
+        assert part.untyped_storage().nbytes() == part.nbytes  # no other values stay in memory
 
 
-def test_a_checkpoint_holds_plain_records(tmp_path):
+def test_a_sharded_checkpoint_contains_plain_records(tmp_path):
     whole = torch.randn(3, 4)
     record = write(tmp_path, whole, Slice(2, 1)).record()
     state = {"model": {"a": record, "b": torch.ones(1)}, "list": [record]}
@@ -87,7 +87,7 @@ def test_only_requested_experts_are_read(tmp_path):
         tensor.read(1, 2)
 
 
-def test_a_missing_file_is_named_before_anything_is_read(tmp_path):
+def test_a_missing_shard_file_is_an_error_before_any_tensor_is_read(tmp_path):
     record = write(tmp_path, torch.randn(4, 2), Slice()).record()
     file = tmp_path / FOLDER / "layer.2.safetensors"
     for instead in (file.unlink, lambda: os.mkfifo(file)):  # opening a FIFO would block
@@ -98,7 +98,7 @@ def test_a_missing_file_is_named_before_anything_is_read(tmp_path):
         bind({"a": record}, tmp_path / "elsewhere" / "checkpoint.pt")
 
 
-def test_a_flipped_bit_is_found(tmp_path):
+def test_a_flipped_bit_in_a_shard_file_is_detected(tmp_path):
     tensor = write(tmp_path, torch.randn(4, 2), Slice())
     file = tmp_path / FOLDER / "layer.0.safetensors"
     data = bytearray(file.read_bytes())
@@ -109,7 +109,7 @@ def test_a_flipped_bit_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 1), (4, 10**15)])
-def test_no_memory_is_allocated_for_sizes_that_no_file_has(tmp_path, shape):
+def test_no_memory_is_allocated_for_a_shape_that_differs_from_the_files(tmp_path, shape):
     tensor = write(tmp_path, torch.randn(4, 2), Slice())
     with pytest.raises(ValueError, match=r"the tensor 0\.0 differs from the saved tensor"):
         dataclasses.replace(tensor, shape=shape).whole()
@@ -136,7 +136,7 @@ def test_an_invalid_record_is_refused(tmp_path, change, sentence):
 
 
 def save(root: Path, name: str, content: str) -> str:
-    """Save a checkpoint as a training does, and return its folder."""
+    """Save a checkpoint as a training run does; return the folder of its shard files."""
     folders.collect(root)
     folder = folders.begin(root)
     (folder / "a.safetensors").write_text(content)
@@ -154,19 +154,19 @@ def test_folders_are_kept_while_a_checkpoint_names_them(tmp_path):
     second = save(tmp_path, "checkpoint2.pt", "two")
     assert (tmp_path / first / "a.safetensors").read_text() == "one"
     (tmp_path / "checkpoint1.pt").unlink()
-    assert (tmp_path / first).is_dir()  # until the next save
+    assert (tmp_path / first).is_dir()  # the folder remains until the next save
     third = save(tmp_path, "checkpoint_last.pt", "three")
     assert held(tmp_path) == sorted([second, third])
 
 
 def age(folder: Path, seconds: float) -> None:
-    """Let a folder be as old, and all that is in it."""
+    """Set the age of a folder and of the files in it."""
     for path in (*folder.iterdir(), folder):
         os.utime(path, (time.time() - seconds,) * 2)
 
 
 def forget(monkeypatch) -> None:
-    """Be another process."""
+    """Clear the folders that this process remembers, as if it were another process."""
     monkeypatch.setattr(folders, "_known", set())
 
 
@@ -207,7 +207,7 @@ def test_an_old_incomplete_folder_is_deleted(tmp_path):
     (folder / "half").write_text("half")
     os.utime(folder, (1, 1))
     folders.collect(tmp_path)
-    assert folder.exists()  # its file is young
+    assert folder.exists()  # a file in the folder is recent
     age(folder, folders.YOUNG_SECONDS)
     folders.collect(tmp_path)
     assert not folder.exists()
@@ -227,7 +227,7 @@ def test_no_folder_is_deleted_if_a_checkpoint_cannot_be_read(tmp_path, caplog, c
     assert "kept all folders" in caplog.text
 
 
-def test_other_files_keep_no_folder(tmp_path):
+def test_files_that_are_not_checkpoints_do_not_keep_a_folder(tmp_path):
     first = save(tmp_path, "checkpoint1.pt", "one")
     (tmp_path / "checkpoint1.pt").rename(tmp_path / "checkpoint1.pt.tmp")
     (tmp_path / "checkpoint_last.pt.tmp").write_bytes(b"PK\x03\x04 and no more")
@@ -246,7 +246,7 @@ def test_a_committed_folder_is_flushed_to_disk(tmp_path, monkeypatch):
     assert happened == ["rename", ("sync", committed), ("sync", committed.parent)]
 
 
-def test_a_shard_file_is_flushed_and_as_readable_as_its_folder(tmp_path, monkeypatch):
+def test_a_shard_file_is_flushed_and_has_the_permissions_of_its_folder(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
     for mode in (0o755, 0o750, 0o775):

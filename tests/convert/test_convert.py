@@ -1,4 +1,4 @@
-"""`convert`: what all kinds of it do with hostile, damaged and sharded files, and with a full disk."""
+"""All subcommands of `convert`, with hostile, damaged and sharded input files, and with a full disk."""
 
 import os
 import resource
@@ -15,7 +15,7 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor, write_pieces
 
 
 class Hostile:
-    """Unpickled without care, it makes a file."""
+    """An object that creates a file if it is unpickled without restrictions."""
 
     def __init__(self, path):
         self.path = path
@@ -24,7 +24,7 @@ class Hostile:
         return os.mkdir, (str(self.path),)
 
 
-# The file that brings code, and what reads it.
+# The name of the input file that contains code, and the tool that reads this file.
 READERS = {
     "meta": ("x-shared.pt", ("--input", "x")),
     "tutel": ("x0-of-1", ("--input-prefix", "x", "--input-size", 1)),
@@ -35,7 +35,7 @@ READERS = {
 
 @pytest.mark.parametrize("older", [False, True], ids=["zip", "before zip"])
 @pytest.mark.parametrize("kind", [*READERS, "inspect"])
-def test_no_tool_runs_code_of_a_file(kind, older, tmp_path, monkeypatch):
+def test_no_tool_runs_code_from_an_input_file(kind, older, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file, words = READERS.get(kind, ("x.pt", ("x.pt",)))
     state = {"model": {"decoder.version": torch.ones(1)}, "cfg": Hostile(tmp_path / "made")}
@@ -52,7 +52,7 @@ WRITTEN = {"sharded": (), "full": (), "prune": ("--drop", 0)}
 
 @pytest.fixture
 def small_disk():
-    """Let no file grow beyond 2000 bytes; the system then says something else than of a full disk."""
+    """Limit files to 2000 bytes; writing more raises an error other than that of a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     yield
@@ -64,7 +64,7 @@ def everything(folder):
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
-def test_convert_says_in_the_system_s_words_why_it_could_not_write(kind, tmp_path, request):
+def test_convert_prints_the_system_error_if_it_cannot_write(kind, tmp_path, request):
     save(tmp_path / "a.pt", hidden_dim=64)
     (tmp_path / "b.pt").write_text("older")
     before = everything(tmp_path)
@@ -78,8 +78,8 @@ def test_convert_says_in_the_system_s_words_why_it_could_not_write(kind, tmp_pat
 
 @pytest.mark.parametrize("where", ["fairseq_tutel.convert.sharded.digest", "torch.save"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_convert_sharded_that_is_cut_off_leaves_nothing(where, error, tmp_path):
-    """Before the folder has its name, and after; a training's own in the same place stay."""
+def test_an_interrupted_convert_sharded_leaves_no_new_file(where, error, tmp_path):
+    """The interruption is before or after the folder is renamed. A training run's folders are kept."""
     save(tmp_path / "a.pt")
     for name in ("writing", "0123456789abcdef"):
         (tmp_path / "experts" / name).mkdir(parents=True)
@@ -93,7 +93,7 @@ def test_convert_sharded_that_is_cut_off_leaves_nothing(where, error, tmp_path):
         assert everything(tmp_path) == before
 
 
-def test_convert_sharded_keeps_a_folder_that_another_checkpoint_names(tmp_path):
+def test_a_failed_convert_sharded_keeps_the_expert_folder_of_another_checkpoint(tmp_path):
     save(tmp_path / "a.pt")
     convert("sharded", "--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt")
     before = everything(tmp_path)
@@ -108,8 +108,8 @@ FROM_OURS = {**WRITTEN, "dense": ("--experts", 0)}
 
 
 @pytest.mark.parametrize("kind", FROM_OURS)
-def test_convert_reads_a_sharded_checkpoint_as_it_reads_one_file(kind, tmp_path):
-    """Of the same bits, files, and what is printed but their names."""
+def test_convert_gives_equal_results_for_a_sharded_and_a_full_checkpoint(kind, tmp_path):
+    """The written files, their bits, and the printed text are equal, except for file names."""
     (tmp_path / "in").mkdir()
     save(tmp_path / "in" / "whole.pt")
     shards = ("--input", tmp_path / "in" / "whole.pt", "--output", tmp_path / "in" / "shards.pt")
@@ -128,7 +128,7 @@ def test_convert_reads_a_sharded_checkpoint_as_it_reads_one_file(kind, tmp_path)
     assert made["whole"] == made["shards"]
 
 
-def test_a_save_folder_stands_for_its_best_checkpoint(tmp_path):
+def test_tools_open_the_best_checkpoint_of_a_save_folder(tmp_path):
     save(tmp_path / "checkpoint_best.pt")
     printed = tool("inspect", tmp_path)
     assert printed == tool("inspect", tmp_path / "checkpoint_best.pt")
@@ -143,7 +143,7 @@ ONE_BY_ONE = [("full",), ("sharded", "--expert-dtype", "int8"), ("prune", "--dro
 
 
 @pytest.mark.parametrize("words", ONE_BY_ONE, ids=str)
-def test_of_a_sharded_checkpoint_no_two_experts_are_in_memory(words, tmp_path):
+def test_tools_hold_one_expert_of_a_sharded_checkpoint_in_memory(words, tmp_path):
     source, shards = save(tmp_path / "a.pt"), tmp_path / "b.pt"
     convert("sharded", "--input", source, "--output", shards)
     read, counts = ShardedTensor.read, []
@@ -154,13 +154,13 @@ def test_of_a_sharded_checkpoint_no_two_experts_are_in_memory(words, tmp_path):
 
     with mock.patch.object(ShardedTensor, "read", counted):
         convert(*words, "--input", shards, "--output", tmp_path / "c.pt")
-    # The others read each expert into a file that is mapped.
+    # The other subcommands read each expert into a memory-mapped file.
     assert set(counts) == ({1} if words[0] == "sharded" else set())
     left = [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
     assert is_whole(str(tmp_path / "c.pt")) and not left
 
 
-def test_stock_opens_what_convert_full_wrote(tmp_path):
+def test_fairseq_opens_the_output_of_convert_full(tmp_path):
     source, shards = save(tmp_path / "a.pt"), tmp_path / "b.pt"
     convert("sharded", "--input", source, "--output", shards)
     convert("full", "--input", shards, "--output", tmp_path / "c.pt")
@@ -173,7 +173,7 @@ def test_stock_opens_what_convert_full_wrote(tmp_path):
     assert flat(found) == flat(expected)
 
 
-def test_convert_full_that_has_no_room_for_its_second_stack_leaves_nothing(tmp_path):
+def test_convert_full_without_disk_space_leaves_no_file(tmp_path):
     convert("sharded", "--input", save(tmp_path / "a.pt"), "--output", tmp_path / "b.pt")
     before, reserve, reserved = everything(tmp_path), os.posix_fallocate, []
 
@@ -192,7 +192,7 @@ def test_convert_full_that_has_no_room_for_its_second_stack_leaves_nothing(tmp_p
     assert everything(tmp_path) == before
 
 
-def test_pieces_are_written_as_safetensors_writes_them(tmp_path):
+def test_shard_files_equal_those_of_the_safetensors_library(tmp_path):
     values = {"10.b": torch.ones(3, dtype=torch.uint8), "2.b": torch.ones(2, 2), "1.b": torch.ones(1)}
     layout = {key: (value.dtype, tuple(value.shape)) for key, value in values.items()}
     for metadata in (None, {"format": "pt"}):
@@ -202,14 +202,14 @@ def test_pieces_are_written_as_safetensors_writes_them(tmp_path):
 
 
 def flat(tree):
-    """Return nested dictionaries with lists in place of tensors, which compare."""
+    """Replace tensors in nested dictionaries by lists, which can be compared."""
     if isinstance(tree, dict):
         return {key: flat(value) for key, value in tree.items()}
     return tree.tolist() if torch.is_tensor(tree) else tree
 
 
 @pytest.mark.parametrize("kind", ["prune", "average"])
-def test_no_tool_replaces_a_file_unasked(kind, tmp_path):
+def test_no_tool_replaces_a_file_without_overwrite(kind, tmp_path):
     path, written = save(tmp_path / "a.pt"), tmp_path / "b.pt"
     written.write_text("older")
     flag = "--inputs" if kind == "average" else "--input"
@@ -224,7 +224,7 @@ def test_no_tool_replaces_a_file_unasked(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [*FROM_OURS, "upcycle", "average"])
-def test_no_tool_makes_a_valid_file_of_a_damaged_one(kind, tmp_path):
+def test_no_tool_converts_a_damaged_file_to_a_valid_file(kind, tmp_path):
     path = save(tmp_path / "a.pt", layers=("decoder.layers.0",))
     weight = torch.load(path, weights_only=True)["model"]["decoder.embed_tokens.weight"]
     content = bytearray(path.read_bytes())

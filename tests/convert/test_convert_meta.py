@@ -1,4 +1,4 @@
-"""`convert meta`: every weight, option and refusal."""
+"""`convert meta`: every weight and option is converted, and unsupported input is refused."""
 
 import argparse
 import shutil
@@ -21,7 +21,7 @@ def load(path):
 
 
 def converted(folder, meta=None, **fields):
-    """Write a checkpoint of Meta's and convert it; returns what the tool printed and the new file."""
+    """Write and convert a checkpoint in Meta's format; return the printed text and the new checkpoint."""
     meta = meta or Meta(WORDS, **fields)
     meta_format.write(meta, folder / "best")
     printed = convert("meta", "--input", folder / "best.pt", "--output", folder / "ours.pt")
@@ -29,7 +29,7 @@ def converted(folder, meta=None, **fields):
 
 
 def expected_weight(meta, name):
-    """Return a weight of ours by name, from Meta's."""
+    """Return the expected converted weight with this name, computed from Meta's weights."""
     layer, found, rest = name.partition(".fc1.")
     shapes = dict(meta.names())
     if not found or layer not in meta.moe_layers():
@@ -73,7 +73,7 @@ def test_convert_meta_keeps_every_weight_and_starts_a_new_run(case, tmp_path):
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["cfg", "args"])
-def test_convert_meta_of_translation_names_every_copy_of_an_option(alone, tmp_path):
+def test_convert_meta_replaces_every_copy_of_a_translation_model_s_option(alone, tmp_path):
     _, state = converted(tmp_path, translates=True, args_alone=alone)
     flat = vars(state["args"] if alone else state["cfg"]["model"])
     assert (flat["arch"], flat["task"], flat["optimizer"]) == (
@@ -124,7 +124,7 @@ NOTED = {
 }  # fmt: skip
 
 
-def test_convert_meta_notes_differences_alone(tmp_path):
+def test_convert_meta_prints_only_notes_on_differences(tmp_path):
     printed, _ = converted(tmp_path, ranks=4)
     assert printed == f"wrote {tmp_path / 'ours.pt'}; start a new training run from it\n"
     for sentence, options in NOTED.items():
@@ -132,13 +132,13 @@ def test_convert_meta_notes_differences_alone(tmp_path):
         assert any(note.startswith(sentence) for note in translate(given, 4, {"decoder": H}))
 
 
-def test_convert_meta_finds_the_files_by_any_of_their_names(tmp_path):
+def test_convert_meta_finds_all_files_from_the_name_of_any_file(tmp_path):
     files = meta_format.write(Meta(WORDS), tmp_path / "best")
     for name in ("best", "best.pt", "best-shared.pt", "best-rank-1.pt"):
         assert {*inputs_of(argparse.Namespace(input=tmp_path / name))} == {*files}
 
 
-def test_convert_meta_reads_the_names_of_sharded_training(tmp_path):
+def test_convert_meta_removes_the_name_prefixes_of_sharded_training(tmp_path):
     _, plain = converted(tmp_path)
     for path in tmp_path.glob("best-*.pt"):
         state = load(path)
@@ -156,7 +156,7 @@ def test_convert_meta_reads_the_names_of_sharded_training(tmp_path):
     assert all(torch.equal(tensor, plain["model"][name]) for name, tensor in again["model"].items())
 
 
-def test_convert_meta_says_when_copies_of_an_expert_differ(tmp_path):
+def test_convert_meta_prints_a_note_if_copies_of_an_expert_differ(tmp_path):
     meta_format.write(Meta(WORDS, num_experts=2, ranks=4), tmp_path / "best")
     state = load(tmp_path / "best-rank-3.pt")
     state["model"]["decoder.layers.1.moe_layer.experts.0.fc1.bias"] += 1
@@ -173,7 +173,7 @@ def changed(path, change):
 
 
 def model_changed(name, change):
-    """Return what changes the weights in a file of the folder."""
+    """Return a function that changes the weights in a file of a folder."""
     return lambda folder: changed(folder / name, lambda state: change(state["model"]))
 
 
@@ -212,7 +212,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_convert_meta_refuses_in_one_sentence(sentence, tmp_path):
+def test_convert_meta_refuses_bad_input_with_one_sentence(sentence, tmp_path):
     meta_format.write(Meta(WORDS), tmp_path / "best")
     REFUSED[sentence](tmp_path)
     with pytest.raises(ValueError) as error:
@@ -227,7 +227,7 @@ def test_convert_refuses_to_overwrite_its_input(tmp_path):
 
 
 def tagged(folder):
-    """Return a model whose dictionary has 20 words, two languages and the tags of three data sources."""
+    """Return a model whose dictionary has 20 words, two languages and three data-source tags."""
     parser = argparse.ArgumentParser()
     TranslationMultiSimpleEpochTask.add_args(parser)
     words = [str(folder), "--langs", "de,en", "--lang-pairs", "de-en", "--decoder-langtok"]
@@ -236,7 +236,7 @@ def tagged(folder):
     return Meta(4 + 20 + 2 + len(TAGS), translates=True, task=task)
 
 
-def test_the_tags_of_data_sources_are_written_to_dictionaries_with_which_the_model_opens(tmp_path):
+def test_the_model_opens_with_the_written_dictionaries_that_have_data_source_tags(tmp_path):
     data, output = tmp_path / "data", tmp_path / "ours"
     for folder in (data, output):
         folder.mkdir()
@@ -251,9 +251,9 @@ def test_the_tags_of_data_sources_are_written_to_dictionaries_with_which_the_mod
     overrides = {"data": str(output), "source_lang": "de", "target_lang": "en"}
     (model,), _, task = load_model_ensemble_and_task([str(output / "model.pt")], arg_overrides=overrides)
     assert len(task.source_dictionary) == meta.words == len(model.encoder.embed_tokens.weight)
-    assert load(output / "model.pt")["cfg"]["task"]["data"] == ""  # not the old dictionaries
+    assert load(output / "model.pt")["cfg"]["task"]["data"] == ""  # the old dictionaries are not used
     assert "is another dictionary" in refusal("meta", tmp_path / "best.pt", "--output", data / "model.pt")
-    # Without the dictionary, and with another one.
+    # The dictionary is missing, or is that of another model.
     (data / "dict.de.txt").unlink()
     (data / "dict.en.txt").rename(data / "others.txt")
     assert "--dictionary" in refusal(*words, "--overwrite")

@@ -1,11 +1,11 @@
-"""`convert student` and `pregate` on small files; tests/e2e trains on what they write."""
+"""`convert student` and `convert pregate` with small files; tests/e2e trains the converted models."""
 
 import pytest
 import torch
 from moe_files import load, save
 from tool_in_process import convert, refusal
 
-# Every second one has experts, the third of them more.
+# Every second layer has experts; the third of these layers has more experts than the others.
 EIGHT = tuple(f"decoder.layers.{i}{'!' * (i % 2 == 0)}" for i in range(6))
 BOTH = ("encoder.layers.0!", "encoder.layers.1", "encoder.layers.2", *EIGHT)
 
@@ -36,7 +36,7 @@ def written(tmp_path, layers, freq, **options):
     ],
     ids=["every second", "the third", "each"],
 )
-def test_layers_are_left_with_new_numbers_and_options(files, words, kept, freq, tmp_path):
+def test_remaining_layers_get_new_numbers_and_options(files, words, kept, freq, tmp_path):
     a = written(tmp_path, EIGHT, 2, decoder_layers_to_keep="0,1,2,3,4,5")
     printed = convert(*files, *words)
     b = load(tmp_path / "b.pt")
@@ -57,8 +57,8 @@ def test_layers_are_left_with_new_numbers_and_options(files, words, kept, freq, 
     assert f"--decoder-layers {len(kept)}" in printed.splitlines()[-1]
 
 
-def test_each_side_of_a_translator_has_its_own(files, tmp_path):
-    """The encoder's two that are left both have experts, by a frequency of its own."""
+def test_encoder_and_decoder_lose_different_layers(files, tmp_path):
+    """Both remaining layers of the encoder have experts, so the encoder gets a different MoE frequency."""
     written(tmp_path, BOTH, 2, encoder_layers=3)
     convert(*files, "--drop-layers", "0,1,2,3", "--encoder-drop-layers", "0")
     options = load(tmp_path / "b.pt")["cfg"]["model"]
@@ -80,25 +80,25 @@ def test_each_side_of_a_translator_has_its_own(files, tmp_path):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_can_not_be_left_out_is_refused(files, words, sentence, tmp_path):
+def test_layers_that_cannot_be_removed_are_refused(files, words, sentence, tmp_path):
     written(tmp_path, EIGHT, 2)
     assert sentence in refusal(*files, *words)
 
 
-def test_layers_in_stages_are_refused(files, tmp_path):
+def test_removing_layers_of_a_model_with_stages_is_refused(files, tmp_path):
     save(tmp_path / "a.pt", ["stages.0.blocks.0!", "stages.0.blocks.1!"])
     assert "no encoder or decoder layers" in refusal(*files, "--drop-layers", "0")
 
 
-def test_gates_that_would_see_too_far_back_are_refused(files, tmp_path):
-    """Of three layers with experts two are left, of which one alone has another before it."""
+def test_pregating_that_needs_too_many_earlier_moe_layers_is_refused(files, tmp_path):
+    """Two of three MoE layers remain, and only one of these has an earlier MoE layer."""
     written(tmp_path, EIGHT, 2, moe_pregate=2)
     message = refusal(*files, "--drop-layers", "0,1")
     assert "pregate (--moe-pregate) is 2 but the decoder has 2 MoE layers; give 1 to 1" in message
     assert not (tmp_path / "b.pt").exists()
 
 
-def test_gates_of_pre_gated_layers_see_an_earlier_input_and_weights_stay(files, tmp_path):
+def test_a_pre_gated_model_has_other_gate_inputs_and_the_same_weights(files, tmp_path):
     save(tmp_path / "a.pt", ("encoder.layers.1", *EIGHT), balance_bias=True)
     printed = convert(*files, "--moe-pregate", 1)
     assert printed.splitlines()[:4] == [
@@ -111,7 +111,7 @@ def test_gates_of_pre_gated_layers_see_an_earlier_input_and_weights_stay(files, 
     assert list(a["model"]) == list(b["model"])
     assert all(torch.equal(a["model"][key], b["model"][key]) for key in a["model"])
     assert b["cfg"] == {**a["cfg"], "model": {**a["cfg"]["model"], "moe_pregate": 1}}
-    assert "last_optimizer_state" not in b  # of gates that read something else
+    assert "last_optimizer_state" not in b  # it belonged to gates with other inputs
 
 
 def test_what_cannot_be_pre_gated_is_refused(files, tmp_path):

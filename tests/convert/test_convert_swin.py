@@ -1,4 +1,4 @@
-"""`convert swin`: released Swin V2 checkpoints, by names and shapes, against plain torch."""
+"""`convert swin`: files with the names and shapes of released Swin V2 checkpoints, against plain torch."""
 
 import math
 import sys
@@ -17,26 +17,28 @@ from fairseq_tutel.plugin.feed_forward import moe_layers
 
 register()
 DEPTHS, HEADS, DIM, PATCH, CLASSES = (1, 2, 1), (1, 2, 4), 8, 2, 5
-SIDE, WINDOW = 32, 4  # of the images and windows whose logits are compared
+SIDE, WINDOW = 32, 4  # sizes of the images and windows of the models whose logits are compared
 MOE, EXPERTS = "mlp._moe_layer.", ("fc1_w", "fc2_w", "fc1_bias", "fc2_bias")
 
 
 def offsets(window, trained):
-    """Return the released table of offsets [1, 2w-1, 2w-1, 2]."""
+    """Return the table of relative positions [1, 2w-1, 2w-1, 2] as in the released code."""
     line = torch.arange(1.0 - window, window) / (trained - 1) * 8
     table = torch.stack(torch.meshgrid(line, line, indexing="ij"), -1).unsqueeze(0)
     return table.sign() * torch.log2(table.abs() + 1) / math.log2(8)
 
 
 def position_index(window):
-    """Return the released index of a pair of places in the table of offsets."""
+    """Return the index of each pair of positions in the table of `offsets`, as in the released code."""
     places = torch.cartesian_prod(torch.arange(window), torch.arange(window))
     apart = places[:, None] - places[None] + window - 1
     return apart[..., 0] * (2 * window - 1) + apart[..., 1]
 
 
 def shift_mask(side, window):
-    """Return the released mask [windows, N, N]: -100 between parts that the shift brought together."""
+    """Return the attention mask [windows, N, N] as in the released code.
+
+    It is -100 between image parts that are neighbors only because of the shift."""
     line = torch.zeros(side)
     line[-window:], line[-(window // 2) :] = 1, 2
     part = windows_of((line[:, None] * 3 + line).view(1, side, side, 1), window).squeeze(-1)
@@ -44,21 +46,21 @@ def shift_mask(side, window):
 
 
 def windows_of(x, window):
-    """Return [windows, N, D] of images [B, side, side, D]."""
+    """Split images [B, side, side, D] into windows [windows, N, D]."""
     B, side, _, D = x.shape
     x = x.view(B, side // window, window, side // window, window, D).transpose(2, 3)
     return x.reshape(-1, window**2, D)
 
 
 def images_of(x, side):
-    """Return images [B, side, side, D] of windows."""
+    """Join windows [windows, N, D] to images [B, side, side, D]."""
     window, D = math.isqrt(x.shape[1]), x.shape[2]
     x = x.view(-1, side // window, side // window, window, window, D).transpose(2, 3)
     return x.reshape(-1, side, side, D)
 
 
 def attended(p, x, heads, mask):
-    """Return the attention of windows [windows, N, D] by a block's released tensors."""
+    """Return the attention output for windows [windows, N, D], from the released tensors of a block."""
     G, N, D = x.shape
     bias = p.get("qkv.bias")
     if bias is None:
@@ -80,7 +82,7 @@ def attended(p, x, heads, mask):
 
 
 def by_experts(own, x, top_k):
-    """Return a released MoE layer's output for images [B, side, side, D], where nothing is dropped."""
+    """Return the output of a released MoE layer for images [B, side, side, D], without dropping."""
     p = {k.removeprefix(MOE): t for k, t in own.items() if k.startswith(MOE)}
     if "gates.0.wg.weight" in p:
         scores = x @ p["gates.0.wg.weight"].T
@@ -99,7 +101,7 @@ def by_experts(own, x, top_k):
 
 
 def logits(theirs, images, top_k=1):
-    """Return what a released state dict computes of images, by plain torch."""
+    """Return the logits of a released state dict for images, computed in plain torch."""
     w = {k: t.double() if t.is_floating_point() else t for k, t in theirs.items()}
 
     def norm(name, x):
@@ -139,7 +141,7 @@ def logits(theirs, images, top_k=1):
 
 
 def released(form, windows=(4, 4, 2), trained=None, mlp_ratio=4):
-    """Return a released model's state dict, as its code names it, of drawn numbers."""
+    """Return a state dict with the names of the released code and random weights."""
     shapes = {"patch_embed.proj.weight": (DIM, 3, PATCH, PATCH)}
     shapes |= dict.fromkeys(("patch_embed.proj.bias", "patch_embed.norm.weight"), (DIM,))
     shapes["patch_embed.norm.bias"] = (DIM,)
@@ -185,7 +187,7 @@ def released(form, windows=(4, 4, 2), trained=None, mlp_ratio=4):
 
 
 def scaled(theirs):
-    """Return the weights small enough for logits of few digits; tables stay."""
+    """Return scaled-down weights, so that logits stay small; tables are not changed."""
     kept = ("table", "mask")
     return {
         k: v * 0.3 if v.is_floating_point() and not any(word in k for word in kept) else v
@@ -194,7 +196,7 @@ def scaled(theirs):
 
 
 def released_experts(experts, cosine=False, fc2_bias=False, blocks=((1, 1),)):
-    """Return a released SwinV2-MoE with experts in some blocks, (stage, index)."""
+    """Return the state dict of a SwinV2-MoE with experts in the given blocks (stage, index)."""
     theirs = released("moe", (WINDOW, WINDOW, WINDOW))
     generator = torch.Generator().manual_seed(2)
     for i, j in blocks:
@@ -223,7 +225,7 @@ def released_experts(experts, cosine=False, fc2_bias=False, blocks=((1, 1),)):
 
 
 def of_rank(theirs, ranks, rank):
-    """Return the state dict that one of the ranks has: a part of the experts, all else."""
+    """Return the state dict of one rank: a part of the experts, and all other weights."""
     return {
         name: part_of(name, t, ranks, rank) if "_moe_layer.experts." in name else t
         for name, t in theirs.items()
@@ -231,13 +233,13 @@ def of_rank(theirs, ranks, rank):
 
 
 def save_ranks(theirs, ranks, path, **beside):
-    """Save as a training does before its end: every rank all that it has."""
+    """Save the files of an unfinished training run, in which every rank writes all its weights."""
     for rank in range(ranks):
         torch.save({"model": of_rank(theirs, ranks, rank), **beside}, f"{path}.rank{rank}")
 
 
 def save_final(theirs, ranks, path):
-    """Save as a training does at its end; second biases are frozen, so no part of the experts."""
+    """Save the files of a finished run. The frozen fc2 biases are not in the experts' files."""
     for rank in range(ranks):
         own = of_rank(theirs, ranks, rank)
         moe = {n: t for n, t in own.items() if "experts." in n and not n.endswith("fc2_bias")}
@@ -259,14 +261,12 @@ def released_file(tmp_path):
 
 
 def opened(path):
-    """Return the model of a checkpoint, and its task, as every command of fairseq opens it."""
+    """Return the model and the task of a checkpoint, opened in the way of fairseq's commands."""
     models, _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)])
     return models[0].eval(), task
 
 
-def test_a_released_model_opens_with_a_new_head_and_a_finer_window_than_it_was_trained_with(
-    released_file, tmp_path
-):
+def test_a_released_model_opens_with_a_new_head_and_another_window(released_file, tmp_path):
     how, output = {"windows": (8, 8, 4), "trained": (4, 4, 4), "mlp_ratio": 2}, tmp_path / "ours.pt"
     source = released_file("v2", **how)
     said = convert("swin", "--input", source, "--output", output, "--classes", 7)
@@ -279,14 +279,14 @@ def test_a_released_model_opens_with_a_new_head_and_a_finer_window_than_it_was_t
 
 
 @pytest.mark.parametrize(("form", "fc2_bias"), [("v2", True), ("moe", False)])
-def test_the_logits_are_those_of_the_tensors(tmp_path, form, fc2_bias, monkeypatch):
-    """Of files as their training saves them, with a configuration of a class that is not there."""
+def test_the_logits_equal_those_of_plain_torch(tmp_path, form, fc2_bias, monkeypatch):
+    """The files have the form of a training run; the class of their configuration cannot be imported."""
     theirs = scaled(released(form, (WINDOW, WINDOW, WINDOW)))
     if not fc2_bias:
         theirs = {name: t for name, t in theirs.items() if not name.endswith("fc2.bias")}
 
     class CfgNode(dict):
-        """As yacs has it: a dictionary with attributes."""
+        """Like the class of yacs: a dictionary with attributes."""
 
     CfgNode.__module__, CfgNode.__qualname__ = "yacs.config", "CfgNode"
     yacs = types.ModuleType("yacs.config")
@@ -306,7 +306,7 @@ def test_the_logits_are_those_of_the_tensors(tmp_path, form, fc2_bias, monkeypat
 
 
 ALL = [(i, j) for i, depth in enumerate(DEPTHS) for j in range(depth)]
-# Experts, ranks, whether the gate is the cosine one, how it is saved, what --input names.
+# Experts, ranks, whether the gate is cosine, form of the saved files, file that --input names.
 SAVED = {
     "whole experts, at the end": (4, 2, False, "final", "x.pth"),
     "split experts, at the end": (2, 4, True, "final", "x.pth.master"),
@@ -316,7 +316,7 @@ SAVED = {
 
 
 @pytest.mark.parametrize("case", SAVED)
-def test_the_logits_of_released_experts_are_those_of_the_tensors(tmp_path, case):
+def test_the_logits_of_a_model_with_experts_equal_those_of_plain_torch(tmp_path, case):
     experts, ranks, cosine, how, named = SAVED[case]
     blocks, top_k = ALL if "all blocks" in case else [(1, 1)], 1
     theirs = released_experts(experts, cosine, how != "final", blocks)
@@ -349,7 +349,7 @@ def refused(path):
     return str(error.value)
 
 
-def test_what_is_no_whole_model_with_experts_is_refused(tmp_path):
+def test_an_incomplete_model_with_experts_is_refused(tmp_path):
     theirs, block = released_experts(4), "layers.1.blocks.1.mlp._moe_layer."
     for remove, ranks, sentence in (
         (["rank0"], 2, "x.pth.rank0, which does not exist"),
@@ -378,7 +378,7 @@ def test_what_is_no_whole_model_with_experts_is_refused(tmp_path):
     assert "blocks (stage, index) [(1, 0)], which no values of --moe-freq" in refused(tmp_path / "y.pth")
 
 
-def test_experts_are_made_of_a_released_model_and_it_of_them(released_file, tmp_path):
+def test_a_released_model_is_upcycled_and_converted_back_to_dense(released_file, tmp_path):
     source, dense, moe, back = released_file("moe"), *(tmp_path / f"{n}.pt" for n in "abc")
     said = convert("swin", "--input", source, "--output", dense)
     assert "form moe" in said and "5 classes, images of 3 x 16 x 16" in said
@@ -398,7 +398,7 @@ def test_experts_are_made_of_a_released_model_and_it_of_them(released_file, tmp_
     torch.testing.assert_close(opened(back)[0](images), expected)
 
 
-def test_what_is_no_released_model_is_refused(tmp_path):
+def test_files_that_are_not_a_released_model_are_refused(tmp_path):
     theirs = released("v2")
     for change, sentence in (
         (lambda m: m.clear(), "is not a Swin"),

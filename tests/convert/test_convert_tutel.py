@@ -1,4 +1,4 @@
-"""`convert tutel`: every expert bit for bit, and the layer's output against Tutel's formula by loops."""
+"""`convert tutel`: every expert's bits, and the layer's output compared with Tutel's formula in loops."""
 
 import meta_format
 import pytest
@@ -21,7 +21,7 @@ def drawn(*shape):
 
 
 def ffn(experts, hidden=H, biases=("fc1", "fc2")):
-    """Return all experts of Tutel's ffn: both weights are [E, H, …]."""
+    """Return the tensors of all experts of Tutel's `ffn`, in which both weights are [E, H, …]."""
     whole = {"batched_fc1_w": drawn(experts, hidden, D), "batched_fc2_w": drawn(experts, hidden, D) / 2}
     if "fc1" in biases:
         whole["batched_fc1_bias"] = drawn(experts, hidden)
@@ -36,7 +36,7 @@ def llama(experts, hidden=H):
 
 
 def part_of(name, whole, ranks, rank):
-    """Return what a rank of Tutel's holds of a tensor [E, …]."""
+    """Return the part of a tensor [E, …] that a rank holds in Tutel."""
     experts = whole.shape[0]
     if ranks <= experts:
         local = experts // ranks
@@ -52,7 +52,7 @@ def part_of(name, whole, ranks, rank):
 
 
 def write(folder, experts, ranks, whole, gates, name="m-{rank}-of-{size}", wrapped=lambda weights: weights):
-    """Write the files of a model that has a dense layer, and Tutel's under the name `moe`."""
+    """Write the files of a model that has a dense layer, and a Tutel layer with the name `moe`."""
     for rank in range(ranks):
         weights = {
             "dense.weight": drawn(3, 3),
@@ -73,7 +73,7 @@ def linear(experts):
 
 
 def model(gate, **experts):
-    """Return a model of ours whose weights are all drawn anew."""
+    """Return a model with `fairseq_tutel.moe_layer` in which all weights are random."""
     holder = nn.Module()
     holder.dense = nn.Linear(3, 3, bias=False)
     gate = [{"k": 2, "capacity_factor": 0.0, **g} for g in (gate if isinstance(gate, list) else [gate])]
@@ -82,7 +82,7 @@ def model(gate, **experts):
 
 
 def by_loops(logits_TE, expert, x_TD):
-    """Return Tutel's output for k = 2 and no limit: weights normalised over the chosen."""
+    """Return Tutel's output for k = 2 without a capacity limit; a token's two weights sum to 1."""
     y = []
     for t, probs_E in enumerate(torch.softmax(logits_TE, 1)):
         first, second = probs_E.topk(2).indices.tolist()
@@ -127,7 +127,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("case", KINDS)
-def test_convert_of_tutel_s_layer_keeps_every_weight_and_computes_tutel_s_formula(case, tmp_path):
+def test_convert_keeps_every_weight_and_the_output_is_that_of_tutel_s_formula(case, tmp_path):
     experts, ranks, whole, kind = KINDS[case]
     write(tmp_path, experts, ranks, whole, linear(experts))
     convert(*words(tmp_path, ranks))
@@ -141,7 +141,7 @@ def test_convert_of_tutel_s_layer_keeps_every_weight_and_computes_tutel_s_formul
     has_experts(load(tmp_path / "o"), "moe.moe.experts.", whole)
 
 
-# Our name of Tutel's tensor of experts.
+# Tutel's name of a tensor of experts -> our name.
 OURS = {
     "batched_fc1_w": "fc1_weight", "batched_fc2_w": "fc2_weight", "batched_fc1_bias": "fc1_bias",
     "batched_fc2_bias": "fc2_bias", "W_fc1": "fc1_weight", "W_fc2": "fc3_weight", "W_fc3": "fc2_weight",
@@ -149,7 +149,7 @@ OURS = {
 
 
 def has_experts(weights, prefix, whole):
-    """Fail unless the layer has these experts alone, bit for bit; all but Tutel's first map are turned."""
+    """Assert that the layer has exactly these experts; all except Tutel's fc1 are transposed."""
     found = {k.removeprefix(prefix): t for k, t in weights.items() if k.startswith(prefix)}
     assert found.keys() == {OURS[name] for name in whole}
     for name, tensor in whole.items():
@@ -159,7 +159,7 @@ def has_experts(weights, prefix, whole):
         assert torch.equal(own, expected) and own.is_contiguous(), name
 
 
-def test_convert_of_tutel_s_cosine_gate_and_of_a_second_one(tmp_path):
+def test_convert_of_tutel_s_cosine_gate_and_of_a_second_gate(tmp_path):
     gates = {
         "gates.0.temperature": torch.tensor([0.7]),
         "gates.0.sim_matrix": drawn(4, 3),
@@ -202,7 +202,7 @@ class OwnGate(nn.Module):
         return self.map(x)
 
 
-def test_convert_of_classes_of_one_s_own(tmp_path):
+def test_convert_of_custom_gates_and_experts(tmp_path):
     scale = drawn(4, 1, D)
     gates = {"gates.0.map.weight": drawn(4, D), "gates.0.map.bias": drawn(4)}
     write(tmp_path, 4, 2, {"inner.scale": scale}, gates)
@@ -234,7 +234,7 @@ def test_convert_finds_files_by_a_pattern_and_weights_by_their_keys(tmp_path):
     assert found["net"]["ema"]["moe.moe.experts.fc1_weight"].shape == (4, H, D)
 
 
-def test_convert_of_one_file_by_its_name_as_tutel_s_gather_writes_it(tmp_path):
+def test_convert_of_the_single_file_of_tutel_s_gather(tmp_path):
     write(tmp_path, 4, 1, ffn(4), linear(4), name="all.ckpt")
     one = ("tutel", "--input-prefix", tmp_path / "all.ckpt", "--input-size", 1, "--output")
     assert "would overwrite the input" in refusal(*one, tmp_path / "all.ckpt")
@@ -242,8 +242,8 @@ def test_convert_of_one_file_by_its_name_as_tutel_s_gather_writes_it(tmp_path):
     assert load(tmp_path / "o")["moe.moe.experts.fc1_weight"].shape == (4, H, D)
 
 
-def test_convert_of_the_files_of_tutel_s_scatter_to_more_ranks_than_experts(tmp_path):
-    """It views the memory of [E, …, n] as [N, …, n / s] and gives each rank one, without that dimension."""
+def test_convert_of_tutel_s_scatter_to_more_ranks_than_experts(tmp_path):
+    """Tutel's scatter views the memory of [E, …, n] as [N, …, n / s]; rank r gets the tensor at index r."""
     whole, ranks = ffn(2), 4
     for rank in range(ranks):
         weights = {"moe._num_global_experts": torch.tensor(2), "moe.gates.0.wg.weight": drawn(2, D)}
@@ -256,7 +256,7 @@ def test_convert_of_the_files_of_tutel_s_scatter_to_more_ranks_than_experts(tmp_
     has_experts(found, "moe.moe.experts.", whole)
 
 
-def test_convert_says_when_weights_differ_that_ranks_should_have_alike(tmp_path):
+def test_convert_prints_a_note_if_other_weights_differ_between_ranks(tmp_path):
     write(tmp_path, 4, 2, ffn(4), linear(4))
     state = load(tmp_path / "m-1-of-2")
     state["dense.weight"] += 1
@@ -303,7 +303,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_convert_tutel_refuses_in_one_sentence(sentence, tmp_path):
+def test_convert_tutel_refuses_bad_input_with_one_sentence(sentence, tmp_path):
     write(tmp_path, 4, 2, ffn(4), linear(4))
     REFUSED[sentence](tmp_path)
     assert sentence.replace("FOLDER", str(tmp_path)) in refusal(*words(tmp_path, 2))
@@ -317,7 +317,7 @@ def write_example(folder, **fields):
     return words(folder, 4)
 
 
-def test_convert_of_tutel_s_fairseq_example_where_some_layers_are_dense(tmp_path):
+def test_convert_of_tutel_s_fairseq_example_with_some_dense_layers(tmp_path):
     example = write_example(tmp_path, moe_freq=2, options={"activation_fn": "gelu"})
     message = refusal(*example)
     assert "--expert-activation is linear, but" in message

@@ -1,4 +1,4 @@
-"""`convert from-hf` and `to-hf`: small random models of transformers, logits and outputs both ways."""
+"""`convert from-hf` and `to-hf`: small random models give the same logits and outputs in transformers."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ SEQ2SEQ = ("m2m100", "nllb", "bart", "mbart", "mbart50", "fsmt")
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
-    """A function: name -> (model, tokenizer, folder, converted folder); each is made once."""
+    """Function from a name to (model, tokenizer, folder, converted folder); results are cached."""
     made = {}
 
     def get(name):
@@ -49,7 +49,7 @@ def exported(path, output):
 
 
 def opened(folder):
-    """Return the fairseq model and task of a converted folder, opened by fairseq itself."""
+    """Open a converted folder with fairseq's functions; return the model and the task."""
     models, _, task = checkpoint_utils.load_model_ensemble_and_task(
         [str(folder / "model.pt")], arg_overrides={"data": str(folder)}
     )
@@ -73,7 +73,7 @@ def their_logits(name, model, ids, mask):
 
 
 def sizes(model):
-    """Return the numbers of source and target tokens."""
+    """Return the sizes of the source and target vocabulary."""
     config = model.config
     if config.model_type == "fsmt":
         return config.src_vocab_size, config.tgt_vocab_size
@@ -105,7 +105,7 @@ TEXTUAL = [name for name in MODELS if not name.startswith(("wav2vec2", "hubert")
 
 
 def some(names, *quick):
-    """Return the names as parameters of a test; all but the quick ones are marked as long."""
+    """Return the names as test parameters; all except the quick ones are marked as long."""
     return [pytest.param(name, marks=() if name in quick else pytest.mark.long) for name in names]
 
 
@@ -121,7 +121,7 @@ def test_logits_are_equal_in_both_directions(name, released, tmp_path):
     assert own.keys() == theirs.keys()
     for key, tensor in theirs.items():
         if "token_type" in key or (name in ("roberta", "xlm_roberta") and "position_embeddings" in key):
-            continue  # the row of the token type is part of our positions
+            continue  # fairseq_tutel adds the row of the token type to the position table
         assert torch.equal(own[key], tensor), key
 
 
@@ -186,7 +186,7 @@ def test_features_of_speech_are_equal_in_both_directions(name, released, tmp_pat
     torch.manual_seed(0)
     source = torch.randn(2, 400)
     state = torch.load(folder / "model.pt", weights_only=False)
-    state["cfg"]["model"]["latent_dim"] = 0  # in fairseq: as final_dim
+    state["cfg"]["model"]["latent_dim"] = 0  # fairseq then uses final_dim
     torch.save(state, tmp_path / "model.pt")
     exported(tmp_path / "model.pt", tmp_path / "back")
     again = type(model).from_pretrained(tmp_path / "back").eval()
@@ -201,7 +201,7 @@ def test_features_of_speech_are_equal_in_both_directions(name, released, tmp_pat
             torch.testing.assert_close(found, features, atol=1e-5, rtol=1e-5)
 
 
-# Options of config.json whose value is not supported, and the sentence.
+# Unsupported values of options in config.json, and the error sentence.
 REFUSED = (
     ("m2m100", {"tie_word_embeddings": False}, "config.json has tie_word_embeddings False"),
     ("m2m100", {"activation_function": "silu"}, "config.json has activation_function 'silu'"),
@@ -223,7 +223,7 @@ REFUSED = (
 
 @pytest.fixture
 def copied(released, tmp_path):
-    """A function: copy a released folder, and change it; returns the copy."""
+    """Function that copies a released folder, changes the copy, and returns its path."""
 
     def copy(name, config=(), tensors=()):
         source = tmp_path / "hf"
@@ -239,7 +239,7 @@ def copied(released, tmp_path):
 
 
 def refused(source, sentence):
-    """Convert a folder, which must fail with a message that has this sentence, and write nothing."""
+    """Assert that converting a folder fails with this sentence in the message, and writes nothing."""
     with pytest.raises(ValueError) as error:
         imported(source, source.with_name("ours"))
     assert sentence in str(error.value)
@@ -283,13 +283,13 @@ def test_a_wrong_tensor_is_refused(name, tensors, sentence, copied):
     refused(copied(name, tensors=tensors), sentence)
 
 
-def test_an_unknown_entry_of_the_configuration_is_noted(copied, tmp_path):
+def test_a_note_names_an_unknown_entry_of_config_json(copied, tmp_path):
     notes = imported(copied("bart", {"new_switch": True}), tmp_path / "ours")
     assert "config.json has entries that are not converted: 'new_switch'." in notes
 
 
 @pytest.mark.parametrize("form", some(["sharded", "bin", "sharded_bin", "bare"], "sharded", "sharded_bin"))
-def test_all_forms_of_the_weights_are_read_alike(form, released, tmp_path):
+def test_all_formats_of_weight_files_give_equal_weights(form, released, tmp_path):
     model, _, folder, ours = released("m2m100")
     source = tmp_path / "hf"
     shutil.copytree(folder, source)
@@ -332,7 +332,7 @@ def test_a_damaged_folder_is_refused(copied):
             (source / name).write_bytes(before)
 
 
-def test_an_index_names_files_in_its_folder_alone(copied):
+def test_an_index_that_names_a_file_in_another_folder_is_refused(copied):
     source = copied("m2m100")
     (source / "model.safetensors").unlink()
     index = source / "model.safetensors.index.json"
@@ -374,12 +374,12 @@ def test_a_model_without_counterpart_is_refused_by_name(name, change, sentence, 
 
 @pytest.mark.parametrize("name", ["nllb", "fsmt"])
 def test_words_added_to_a_tokenizer_are_refused(name, released, copied, tmp_path):
-    """Their BPE finds such a word in a text before it splits the text; ours cannot."""
+    """transformers finds such a word in a text before it splits the text; fairseq's BPE cannot."""
     source = copied(name)
     added = type(released(name)[1]).from_pretrained(source)
     added.add_tokens(["<marker>"], special_tokens=True)
     added.save_pretrained(source)
-    if name == "nllb":  # it has unused rows
+    if name == "nllb":  # the embedding table has unused rows
         (note,) = imported(source, tmp_path / "with marker")
         assert "the tokens '<marker>' keep their IDs" in note
     added.add_tokens(["zebra"])
@@ -391,8 +391,8 @@ def test_words_added_to_a_tokenizer_are_refused(name, released, copied, tmp_path
     "name", some(["nllb", "mbart50", "xlm_roberta", "xglm", "roberta", "bart"], "bart")
 )
 @pytest.mark.parametrize("removed", [(), ("sentencepiece.bpe.model", "vocab.json", "merges.txt")])
-def test_a_fast_tokenizer_gives_its_token_ids(name, removed, released, copied, tmp_path):
-    """A folder with tokenizer.json, with and without the other files."""
+def test_a_fast_tokenizer_and_dictionary_give_equal_token_ids(name, removed, released, copied, tmp_path):
+    """The folder has tokenizer.json, with or without the other tokenizer files."""
     model, slow, _, _ = released(name)
     source = copied(name)
     fast = getattr(transformers, f"{type(slow).__name__}Fast").from_pretrained(source)
@@ -423,7 +423,7 @@ def test_bart_fills_and_fsmt_and_mbart_translate_as_in_transformers(released):
     ):
         model, tokenizer, _, folder = released(name)
         interface = ft.from_checkpoint(folder, device="cpu")
-        # fairseq never generates the start in the first place; a random model would.
+        # fairseq never generates the start symbol as the first token; a random model might.
         start = tokenizer.convert_tokens_to_ids("ro_RO") if name == "mbart" else 2
         for text in TEXT[:3]:
             inputs = tokenizer(text, return_tensors="pt")
@@ -441,7 +441,7 @@ def test_bart_fills_and_fsmt_and_mbart_translate_as_in_transformers(released):
             assert tokens.tolist()[:-1] == out[0, 1 : len(tokens)].tolist(), name
 
 
-def test_the_command_lines_replace_only_folders_that_they_wrote(released, tmp_path):
+def test_overwrite_replaces_only_folders_of_the_same_command(released, tmp_path):
     _, _, source, ours = released("m2m100")
     words = ("from-hf", source, "--output", tmp_path / "ours")
     assert "model.pt: transformer, task translation_multi_simple_epoch" in convert(*words)
@@ -468,7 +468,7 @@ def test_the_command_lines_replace_only_folders_that_they_wrote(released, tmp_pa
     assert again("a boat")["input_ids"] == released("m2m100")[1]("a boat")["input_ids"]
 
 
-def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path):
+def test_a_folder_is_replaced_only_by_a_complete_folder(tmp_path):
     weights = {name: torch.randn(size) for name, size in (("a", 200), ("b", 50), ("c", 1), ("d", 500))}
     for fails in (False, True):
         with contextlib.suppress(ValueError), output.new_folder(tmp_path / "hf") as folder:

@@ -1,4 +1,4 @@
-"""NLLB-MoE of transformers, imported and exported: the same logits over the router's options."""
+"""NLLB-MoE is imported and exported with equal logits, for all values of the router's options."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ PAIR = {"source_lang": "deu_Latn", "target_lang": "fra_Latn"}
 
 @pytest.fixture
 def no_draws(monkeypatch):
-    """Transformers draws the second expert in evaluation too; here the best one always wins."""
+    """Remove the randomness with which transformers chooses the second expert in evaluation."""
     monkeypatch.setattr(
         torch.distributions.gumbel.Gumbel, "rsample", lambda self, shape: torch.zeros(shape)
     )
@@ -44,7 +44,7 @@ def imported(model, tmp_path, **how):
 
 
 def same_logits(theirs, ours, padded, atol=1e-5):
-    """Compare logits where the source has tokens; return the logits."""
+    """Assert that logits are equal at all positions without padding; return the logits."""
     src_BS, tgt_BL = nllb.batch(padded)
     expected = nllb.their_logits(theirs, src_BS, tgt_BL)
     got = nllb.our_logits(ours, src_BS, tgt_BL)
@@ -78,11 +78,11 @@ OTHERS = [
 def all_cases():
     for values, (fraction, slots) in itertools.product(itertools.product(*EACH.values()), CAPACITIES):
         options = dict(zip(EACH, values, strict=True))
-        if values[:2] == ("random", True):  # refused
+        if values[:2] == ("random", True):  # this value is refused
             continue
         options |= {"moe_eval_capacity_token_fraction": fraction, "expert_capacity": slots}
         options["router_bias"] = sum(map(hash, values[1:])) % 2 == (slots is None)
-        # With a limit, transformers gives slots to padding.
+        # With a capacity limit, transformers assigns slots to padding.
         yield options, fraction == 1
     for options in OTHERS:
         yield options, True
@@ -91,7 +91,7 @@ def all_cases():
 @pytest.mark.parametrize(
     ("options", "padded"), [*DEFAULT, *(pytest.param(*case, marks=LONG) for case in all_cases())], ids=str
 )
-def test_imported_logits_are_those_of_transformers(options, padded, tmp_path, no_draws):
+def test_imported_logits_equal_those_of_transformers(options, padded, tmp_path, no_draws):
     theirs = nllb.moe_model(**options)
     folder = imported(theirs, tmp_path)
     for store in ({}, STORE):
@@ -114,7 +114,7 @@ def test_a_router_drops_and_options_matter(tmp_path, no_draws):
     ("dtype", "atol"), [("int8", 1.0), *(pytest.param(*case, marks=LONG) for case in
     (("fp32", 1e-5), ("bf16", 0.5), ("int4", 6.0)))]
 )  # fmt: skip
-def test_imported_experts_in_a_store_are_those_in_memory(dtype, atol, tmp_path):
+def test_imported_experts_in_a_store_give_equal_logits(dtype, atol, tmp_path):
     theirs = nllb.moe_model()
     folder = imported(theirs, tmp_path, expert_dtype=dtype)
     stored = ft.from_checkpoint(folder, **STORE, moe_expert_compute="unpacked").models[0]
@@ -132,13 +132,13 @@ def test_a_released_half_precision_model_keeps_its_weights(dtype, tmp_path):
     folder = imported(theirs, tmp_path)
     for store in ({}, STORE):
         ours = ft.from_checkpoint(folder, **store).models[0]
-        same_logits(theirs.float(), ours, True, 0.3)  # their router still computes in half precision
+        same_logits(theirs.float(), ours, True, 0.3)  # transformers' router is in half precision
     state = SavedModel.open(folder / "model.pt").weights
     assert {t.dtype for n, t in state.items() if "version" not in n} == {getattr(torch, dtype)}
 
 
 def greedy(theirs, text):
-    """Return the tokens of transformers' greedy output after the language."""
+    """Return transformers' greedy output tokens after the language token."""
     source = torch.tensor([nllb.encoded(text, "deu_Latn")])
     (tokens,) = theirs.generate(
         source, forced_bos_token_id=nllb.language_id("fra_Latn"), num_beams=1, do_sample=False,
@@ -180,7 +180,7 @@ def exported(path, folder, limit=10**9):
     ],
     ids=str,
 )
-def test_there_and_back_gives_the_same_tensors_and_options(options, tmp_path):
+def test_import_and_export_restore_all_tensors_and_options(options, tmp_path):
     theirs = nllb.moe_model(**options)
     folder = imported(theirs, tmp_path)
     again = exported(folder / "model.pt", tmp_path / "back")
@@ -212,7 +212,7 @@ def test_a_full_quantized_or_split_checkpoint_is_exported(tmp_path):
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
-    """A folder in several files, without transformers."""
+    """A released folder with several weight files, written without transformers."""
     return nllb.plain_folder(tmp_path_factory.mktemp("released") / "hf")
 
 
@@ -234,7 +234,8 @@ def test_an_option_without_counterpart_is_refused_by_name(small, tmp_path):
         ("moe_pregate", 1, "moe_pregate 1"),
     ):
         saved = SavedModel.open(small / "model.pt", keep_shards=True)
-        saved.options.update({"moe_eom": 0.0, key: value})  # a layer refuses masking with moe_prescore
+        # A layer does not support output masking together with moe_prescore.
+        saved.options.update({"moe_eom": 0.0, key: value})
         with pytest.raises(ValueError) as error:
             to_hf.convert(saved, tmp_path / "b", 10**9)
         assert sentence in str(error.value) and not (tmp_path / "b").exists()
@@ -249,7 +250,7 @@ def test_masking_and_scaling_become_one_option(small, tmp_path):
 
 
 def refused(source, **how):
-    """Convert a folder, which must fail and write nothing; return the message."""
+    """Assert that converting a folder fails and writes nothing; return the message."""
     output = source.with_name("refused")
     with pytest.raises(ValueError) as error:
         converted(source, output, **how)
@@ -278,10 +279,11 @@ def test_inconsistent_options_are_refused(tmp_path):
         assert sentence in refused(folder), changes
 
 
-GLOBAL = [0, 3, 4, 5, 6, 7, 9, 10, 11, 12, 14]  # of the layers encoder 1 and 3, decoder 1 and 3
+# Experts to keep in the encoder layers 1 and 3, and in the decoder layers 1 and 3.
+GLOBAL = [0, 3, 4, 5, 6, 7, 9, 10, 11, 12, 14]
 
 
-def test_kept_experts_are_a_pruned_model(tmp_path):
+def test_keep_experts_gives_the_same_model_as_convert_prune(tmp_path):
     theirs = nllb.moe_model()
     file = tmp_path / "keep.json"
     file.write_text(json.dumps(GLOBAL))
@@ -306,7 +308,7 @@ PAIRS = ("deu_Latn-fra_Latn",)
 LAYERS = [f"{side}.layers.{i}" for side in ("encoder", "decoder") for i in (1, 3)]
 
 
-def test_every_form_of_a_list_names_the_same_experts(tmp_path):
+def test_every_form_of_the_list_of_experts_gives_the_same_model(tmp_path):
     file = tmp_path / "keep.json"
     by_language = {"deu_Latn": [0, 3, 4, 5, 6, 7, 8], "fra_Latn": [1, 9, 10, 11, 12, 14]}
     for content, pairs in ((GLOBAL, ()), (by_language, PAIRS), ({PAIRS[0]: GLOBAL}, PAIRS)):
@@ -331,7 +333,7 @@ def test_a_wrong_list_of_experts_is_refused(content, pairs, sentence, tmp_path):
 
 
 def test_names_without_prefix_and_pickled_files_are_read(tmp_path):
-    """The released NLLB-MoE has names without "model.", and .bin files."""
+    """The released NLLB-MoE has tensor names without "model.", and .bin files."""
     theirs = nllb.moe_model()
     source = nllb.save(theirs, tmp_path / "hf")
     tensors = load_file(source / "model.safetensors")

@@ -1,4 +1,4 @@
-"""`convert prune` and `dense` on small files: tensors, options, outputs, refusals."""
+"""`convert prune` and `convert dense` with small files: tensors, options, outputs, and refused input."""
 
 import itertools
 import re
@@ -17,7 +17,7 @@ STEP = "decoder.layers.{}.fc1."
 
 @pytest.fixture
 def convert(tmp_path):
-    """Run `convert KIND` from a.pt into b.pt; return what it printed."""
+    """Run `convert KIND` with a.pt as input and b.pt as output; return the printed text."""
 
     def run(kind, *words, input="a.pt"):
         files = ("--output", tmp_path / "b.pt", "--overwrite")
@@ -67,17 +67,17 @@ def test_convert_prune_keeps_the_other_experts_in_every_tensor(name, convert, tm
         assert torch.equal(b[key], expected), key
     assert load(tmp_path / "b.pt")["cfg"]["model"]["moe_expert_count"] == "4,2"
     assert "decoder_0: 4 -> 4 experts, 0/1/2/3\ndecoder_1: 4 -> 2 experts, 1/3\n" in text
-    outputs(tmp_path / "b.pt", tokens())  # it opens
+    outputs(tmp_path / "b.pt", tokens())  # fairseq opens the result
 
 
 def no_token_chooses_the_last(model):
-    """Make the last expert's gate row that of two others before it: of equals the first are chosen."""
+    """Give all experts after expert 1 its gate row. Of equal scores, the lower IDs are chosen."""
     for i in range(2):
         rows = model[f"{STEP.format(i)}gate.weight"]
         rows[2:] = rows[1]
 
 
-def test_convert_prune_of_a_dead_expert_changes_no_output(convert, tmp_path):
+def test_removing_an_unused_expert_changes_no_output(convert, tmp_path):
     save(tmp_path / "a.pt", change=no_token_chooses_the_last)
     convert("prune", "--drop", 3)
     assert same_outputs(tmp_path)
@@ -91,7 +91,7 @@ def equal_experts(model):
             model[key] = model[key][:1].repeat(E, *(1 for _ in model[key].shape[1:]))
 
 
-def test_convert_keeps_even_groups_of_experts(convert, tmp_path):
+def test_expert_groups_must_keep_equal_sizes(convert, tmp_path):
     save(tmp_path / "a.pt", num_experts=6, expert_groups=2, groups_per_token=2)
     convert("prune", "--drop", "1,5")
     outputs(tmp_path / "b.pt", tokens())
@@ -120,7 +120,7 @@ DENSE = {
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_convert_dense_says_whether_the_outputs_are_the_same(name, convert, tmp_path):
+def test_convert_dense_prints_whether_outputs_stay_equal(name, convert, tmp_path):
     options, chosen, is_same = DENSE[name]
     save(tmp_path / "a.pt", **options)
     text = convert("dense", "--experts", chosen)
@@ -129,7 +129,7 @@ def test_convert_dense_says_whether_the_outputs_are_the_same(name, convert, tmp_
     assert ("if the gate has an effect in decoder_0, decoder_1" in text) != is_same
 
 
-def test_convert_dense_takes_one_expert_bit_for_bit_and_stock_s_names(convert, tmp_path):
+def test_convert_dense_keeps_one_expert_s_bits_and_uses_fairseq_s_names(convert, tmp_path):
     save(tmp_path / "a.pt")
     convert("dense", "--experts", "decoder_0=2", "decoder_1=0")
     a, b = load(tmp_path / "a.pt"), load(tmp_path / "b.pt")
@@ -146,7 +146,7 @@ def test_convert_dense_takes_one_expert_bit_for_bit_and_stock_s_names(convert, t
     }
 
 
-def test_convert_dense_makes_all_layers_equally_wide(convert, tmp_path):
+def test_convert_dense_pads_all_layers_to_one_width(convert, tmp_path):
     layers = ("decoder.layers.0!", "decoder.layers.1", "decoder.layers.2")
     save(tmp_path / "a.pt", layers, equal_experts)
     text = convert("dense", "--experts", "decoder_1=0,1,2", "decoder_2=0")
@@ -158,7 +158,7 @@ def test_convert_dense_makes_all_layers_equally_wide(convert, tmp_path):
     assert same_outputs(tmp_path)
 
 
-# By load, expert 1 is the least used; by importance, expert 3 is, whose confidence is low.
+# Expert 1 has the smallest load. Expert 3 has the smallest importance, because its confidence is low.
 USE = {
     "decoder_0": LayerStatistics(10, [0.4, 0.29, 0.01, 0.3], [0.5, 0.9, 0.9, 0.1], [1.2, 0.6, 0.7, 1.5]),
     "decoder_1": LayerStatistics(10, [0.97, 0.01, 0.01, 0.01], [0.9, 0.5, 0.4, 0.3], [2.5, 0.5, 0.6, 0.4]),
@@ -187,7 +187,7 @@ def test_convert_prune_keeps_a_share_by_load_or_importance(name, convert, tmp_pa
 
 
 def test_convert_prune_reads_only_the_experts_that_it_keeps(convert, tmp_path):
-    """The file of a removed expert is damaged."""
+    """The shard file of a removed expert is damaged, which is not noticed."""
     save(tmp_path / "a.pt")
     tool("convert", "sharded", tmp_path / "a.pt", "--output", tmp_path / "sharded.pt")
     (file, *_) = sorted((tmp_path / "experts").rglob("decoder.layers.0.*"))
@@ -227,7 +227,7 @@ def test_globally_each_layer_covers_the_same_fraction_of_its_scores(least):
             if sum(map(len, reference.values())) >= count:
                 break
         assert sum(map(len, found.values())) == count
-        # Several experts can be added in one step; then only some of them are kept.
+        # The reference may add several experts in its last step, of which only some are kept.
         assert all(set(found[layer]) <= reference[layer] for layer in SCORES)
 
 
@@ -274,7 +274,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_convert_refuses_in_one_sentence_and_writes_nothing(case, convert, tmp_path):
+def test_convert_refuses_bad_input_with_one_sentence_and_writes_nothing(case, convert, tmp_path):
     options, (kind, *words), sentence = REFUSED[case]
     file, options = options.get("input", "a.pt"), {k: v for k, v in options.items() if k != "input"}
     whole = save(tmp_path / "a.pt", **options)

@@ -1,4 +1,4 @@
-"""`convert upcycle`, layer by layer: outputs of the copies, initial values, refusals."""
+"""`convert upcycle` for single layers: outputs of the copies, initial values, and refused options."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ SAME = Variation(seed=3)
 
 
 def dense_step(layer_norm=False, seed=0):
-    """Return a dense step's tensors as a checkpoint has them."""
+    """Return the tensors of a dense FFN with the names in a checkpoint."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"fc1.weight": (H, D), "fc1.bias": (H,), "fc2.weight": (D, H), "fc2.bias": (D,)}
     if layer_norm:
@@ -39,7 +39,7 @@ def moe_output(config, tensors, x):
     return layer.eval()(x)[0]
 
 
-# Options of the experts and of the tool, which of them leave the output what it was, and which do not.
+# Options of the experts and of the tool. With those in EQUAL, the output equals that of the dense FFN.
 EQUAL = {
     "top-2": {},
     "as many as there are": {"top_k": E, "normalize_gate": "none"},
@@ -79,7 +79,7 @@ UNEQUAL = {
 
 
 def case(options):
-    """Return a case's configuration and variation."""
+    """Return the MoE configuration and the `Variation` of a case."""
     names = {item.name for item in dataclasses.fields(Variation)}
     how = dataclasses.replace(SAME, **{k: v for k, v in options.items() if k in names})
     config = MoEConfig(**{**PLAIN, **{k: v for k, v in options.items() if k not in names}})
@@ -87,7 +87,7 @@ def case(options):
 
 
 @pytest.mark.parametrize("name", [*EQUAL, *UNEQUAL])
-def test_upcycle_says_whether_the_layer_computes_what_the_dense_step_did(name):
+def test_upcycle_prints_whether_the_output_equals_that_of_the_dense_ffn(name):
     config, how = case({**EQUAL, **UNEQUAL}[name])
     ffn = dense_step(config.hidden_layer_norm)
     x = torch.randn(40, D, generator=torch.Generator().manual_seed(5))
@@ -98,7 +98,7 @@ def test_upcycle_says_whether_the_layer_computes_what_the_dense_step_did(name):
     assert (differences(config, how) == []) == (name in EQUAL)
 
 
-def test_upcycle_with_one_expert_of_weight_1_is_within_a_few_hundredths_where_the_gate_is_small():
+def test_top_1_with_a_small_gate_scale_nearly_equals_the_dense_ffn():
     config, how = case({"top_k": 1, "routed_scaling_factor": float(E), "gate_scale": 0.01})
     ffn, x = dense_step(), F.layer_norm(torch.randn(40, D), (D,))
     found = moe_output(config, moe_tensors(ffn, config, "a", how), x)
@@ -107,7 +107,7 @@ def test_upcycle_with_one_expert_of_weight_1_is_within_a_few_hundredths_where_th
     assert not torch.allclose(ratio, torch.ones(()), atol=1e-4)
 
 
-def test_upcycle_draws_gates_as_a_training_does_and_every_layer_its_own():
+def test_gates_are_initialized_as_in_training_and_differ_between_layers():
     config = MoEConfig(**PLAIN, gate_type="linear,cosine", residual=True)
     made = moe_tensors(dense_step(), config, "decoder.layers.1.fc1", SAME)
     drawn = MoELayer(config, seed=3, name="decoder.layers.1.fc1").state_dict()
@@ -120,7 +120,7 @@ def test_upcycle_draws_gates_as_a_training_does_and_every_layer_its_own():
     assert not torch.equal(made["gate.weight"], other["gate.weight"])
 
 
-def test_upcycle_gives_a_part_s_experts_one_gate_row_and_others_another():
+def test_the_parts_of_one_ffn_copy_have_equal_gate_rows():
     config = MoEConfig(**{**PLAIN, "hidden_dim": H // 3, "top_k": 3, "gate_type": "linear,cosine"})
     made = moe_tensors(dense_step(), config, "a", SAME)
     for rows in (made["gate.weight"], made["other_gates.0.directions"]):
@@ -130,7 +130,7 @@ def test_upcycle_gives_a_part_s_experts_one_gate_row_and_others_another():
     assert torch.equal(stack[4], dense_step()["fc1.weight"][H // 3 : 2 * H // 3])
 
 
-def test_upcycle_draws_a_share_of_each_expert_s_units_anew_by_their_statistics():
+def test_reinitialize_replaces_a_share_of_each_expert_s_hidden_units():
     wide = {"fc1.weight": torch.randn(400, 50) * 0.3 + 1, "fc1.bias": torch.randn(400) * 2}
     wide |= {"fc2.weight": torch.randn(50, 400) * 0.1 - 2, "fc2.bias": torch.randn(50)}
     config = MoEConfig(model_dim=50, hidden_dim=400, num_experts=3, top_k=2)
@@ -151,7 +151,7 @@ def test_upcycle_draws_a_share_of_each_expert_s_units_anew_by_their_statistics()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_upcycle_keeps_the_dtype_of_the_weights(dtype):
+def test_upcycle_keeps_the_dtype_of_all_weights(dtype):
     ffn = {key: tensor.to(dtype) for key, tensor in dense_step().items()}
     made = moe_tensors(ffn, MoEConfig(**PLAIN), "a", Variation(reinitialize=0.5))
     assert {t.dtype for key, t in made.items() if "experts" in key} == {dtype}
@@ -179,14 +179,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_upcycle_refuses_what_no_copies_can_be(name):
+def test_upcycle_refuses_options_that_copies_cannot_fulfill(name):
     options, sentence = REFUSED[name]
     config, how = case(options)
     with pytest.raises(ValueError, match=sentence):
         moe_tensors(dense_step(config.hidden_layer_norm), config, "a", how)
 
 
-def test_upcycle_names_the_moe_variant_of_each_part_that_has_one():
+def test_upcycle_replaces_names_by_those_of_moe_variants():
     dense = {"model": "transformer_lm", "task": "language_modeling", "optimizer": "adam"}
     for criterion, renamed in (("cross_entropy", "moe_cross_entropy"), ("composite_loss",) * 2):
         names = {**dense, "criterion": criterion}

@@ -1,9 +1,9 @@
-"""Run fairseq's real command lines in tests, without paying its import every time.
+"""Runs fairseq's real command lines in tests without importing fairseq for each run.
 
-The fork server has imported fairseq and the plugin's modules; each run is a child of it that calls
-`cli_main` with its own argv, environment and log, and registers the plugin as it imports --user-dir.
-A fairseq-train without --user-dir is stock's: it starts from nothing, slowly.
-Several ranks get the environment that torchrun gives.
+A fork server imports fairseq and the plugin's modules. Each rank of a run is a child process of the server.
+It calls `cli_main` with separate arguments, environment and log, and registers the plugin when it imports
+--user-dir. Without --user-dir, fairseq-train runs in a new process, which is slower. Several ranks get the
+environment variables of torchrun.
 """
 
 import json
@@ -31,7 +31,7 @@ _stock = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Run:
-    """A finished command: exit codes of its ranks and what all of them printed, rank 0 first."""
+    """A finished command: the exit codes of its ranks, and the output of all ranks, rank 0 first."""
 
     exit_codes: list[int]
     logs: list[str]
@@ -52,10 +52,10 @@ class Run:
 
 
 def fairseq(command, *args, ranks=1, check=True, env=None, stdin=None):
-    """Run fairseq-`command` on `ranks` processes and wait; with `check`, fail on a bad exit.
+    """Run fairseq-`command` in `ranks` processes and wait; with `check`, fail on a nonzero exit code.
 
-    The command "tutel-train" is `python -m fairseq_tutel.train`, "tutel-run" likewise; "tutel-__main__"
-    is `python -m fairseq_tutel`, for a tool that imports fairseq.
+    A command "tutel-NAME" runs `python -m fairseq_tutel.NAME`. Use "tutel-__main__" for tools that import
+    fairseq.
     """
     run = wait(start(command, *args, ranks=ranks, env=env, stdin=stdin))
     if check:
@@ -64,9 +64,9 @@ def fairseq(command, *args, ranks=1, check=True, env=None, stdin=None):
 
 
 def refused(command, *args, **kwargs):
-    """Run a command that must end with an error, and return what it printed.
+    """Run a command that must end with an error; return its output.
 
-    As under torchrun, the first rank to fail ends the others: one may wait for it in a new group for long.
+    As under torchrun, the first failure of a rank ends the other ranks, which could otherwise wait long.
     """
     started = start(command, *args, **kwargs)
     connection.wait([process.sentinel for process, _ in started], TIMEOUT_S)
@@ -80,13 +80,13 @@ def refused(command, *args, **kwargs):
 
 
 def start(command, *args, ranks=1, env=None, stdin=None):
-    """Start a command and return what `wait` takes: [(process, log file), …].
+    """Start a command; return the argument for `wait`: [(process, log file), …].
 
-    It runs where the logs are, since fairseq and hydra write into the current directory.
+    The current directory is the folder of the logs, because fairseq and hydra write to this directory.
     """
     argv = [f"fairseq-{command}", *map(str, args)]
     if command in ("generate", "eval-lm", "validate") and "--num-workers" not in argv:
-        argv += ["--num-workers", "0"]  # starting a worker costs more than these few batches
+        argv += ["--num-workers", "0"]  # starting a worker is slower than loading a few batches
     is_stock = command == "train" and "--user-dir" not in argv
     base = {"OMP_NUM_THREADS": "1", **(env or {})}
     directory = Path(_scratch())
@@ -103,7 +103,7 @@ def start(command, *args, ranks=1, env=None, stdin=None):
 
 
 def start_each(command, *arguments):
-    """Start a command on as many ranks as there are lists of arguments, one's each; see `start`."""
+    """Start a command on several ranks, with one list of arguments per rank; see `start`."""
     ranks, port = len(arguments), free_port()
     return [
         started
@@ -113,7 +113,7 @@ def start_each(command, *arguments):
 
 
 def wait(started, timeout=TIMEOUT_S):
-    """Wait for all ranks; those still running at the time limit are killed and reported."""
+    """Wait for all ranks. Ranks that still run at the time limit are killed and reported."""
     begin = time.monotonic()
     for process, _ in started:
         process.join(max(0.1, timeout - (time.monotonic() - begin)))
@@ -128,7 +128,7 @@ def wait(started, timeout=TIMEOUT_S):
 
 
 def torchrun_environment(rank, ranks, port):
-    """Return what torchrun sets for one of its workers."""
+    """Return the environment variables that torchrun sets for a rank."""
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -140,7 +140,7 @@ def torchrun_environment(rank, ranks, port):
 
 
 def tail(text, lines=40):
-    """Return the last lines, where errors stand."""
+    """Return the last lines, which contain errors."""
     return "\n".join(text.splitlines()[-lines:])
 
 
@@ -157,7 +157,7 @@ def _child(command, argv, env, log, stdin):
 
     import torch
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     torch.set_num_threads(1)
     os.environ.update(env)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -169,7 +169,7 @@ def _child(command, argv, env, log, stdin):
     if stdin is not None:
         sys.stdin = open(stdin)  # noqa: SIM115 - open as long as the process
     sys.argv = argv
-    if "fairseq_tutel.plugin" in sys.modules:  # what registering says depends on the words
+    if "fairseq_tutel.plugin" in sys.modules:  # the log of the registration depends on the arguments
         sys.modules["fairseq_tutel.plugin"].register.cache_clear()
     try:
         if command.startswith("tutel-"):
@@ -177,4 +177,4 @@ def _child(command, argv, env, log, stdin):
         else:
             importlib.import_module("fairseq_cli." + command.replace("-", "_")).cli_main()
     finally:
-        atexit._run_exitfuncs()  # as of a command; Python leaves a forked child without
+        atexit._run_exitfuncs()  # like a command's; Python closes it in a forked child

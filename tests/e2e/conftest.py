@@ -1,4 +1,4 @@
-"""Data and small model arguments that the end-to-end tests share."""
+"""Fixtures with data for all end-to-end tests."""
 
 import os
 

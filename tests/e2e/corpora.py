@@ -5,7 +5,7 @@ from cli import fairseq
 
 
 def language(folder):
-    """Write and binarize 40 words, of which each prefers a few followers; return the data folder."""
+    """Write and binarize a text of 40 words, each mostly followed by a few words; return its folder."""
     for split, lines in (("train", 220), ("valid", 24), ("test", 24)):
         write_text(folder / f"{split}.txt", lines, seed=len(split) + lines)
     prefixes = [f"--{s}pref={folder / (s + '.txt')}" for s in ("train", "valid", "test")]
@@ -14,7 +14,7 @@ def language(folder):
 
 
 def translation(folder):
-    """Write and binarize a translation: the target is the source reversed, in other words."""
+    """Write and binarize a translation corpus: a target is the reversed source, with other words."""
     for split, lines in (("train", 160), ("valid", 21), ("test", 21)):
         write_text(folder / f"{split}.de", lines, seed=len(split) + lines, longest=9)
         source = (folder / f"{split}.de").read_text().splitlines()
@@ -29,7 +29,7 @@ def translation(folder):
 
 
 def write_text(path, lines, seed, longest=30):
-    """Write sentences of 3 to `longest` words."""
+    """Write a text file with sentences of 3 to `longest` words."""
     rng = np.random.default_rng(seed)
     text = []
     for _ in range(lines):

@@ -1,15 +1,15 @@
-"""Train one model on 1 and 4 ranks through the command line, and compare all that can be seen."""
+"""Trains one model on 1 and on 4 ranks through the command line, and compares logs and checkpoints."""
 
 import pytest
 import torch
 from cli import fairseq
 from models import lm_args, mt_args
 
-EXEMPT_WITH_ADAM = "k_proj.bias"  # its gradient is zero; Adam scales the rounding noise
+EXEMPT_WITH_ADAM = "k_proj.bias"  # Its exact gradient is zero, and Adam scales the rounding noise up.
 
 
 def assert_ranks_agree(kind, data, extra, tmp_path):
-    """Run the training on 1 rank and on 4 with the same micro-batches; numbers to 1e-5."""
+    """Train on 1 rank and on 4 ranks with the same micro-batches; numbers must agree to 1e-5."""
     make = {"lm": lm_args, "mt": mt_args}[kind]
     results = {}
     for ranks in (1, 4):
@@ -24,7 +24,7 @@ def assert_ranks_agree(kind, data, extra, tmp_path):
 
 
 def learns(run):
-    """Assert that a training's loss falls and that its experts are balanced."""
+    """Assert that the loss of a training run falls and that its experts are balanced."""
     first, *_ = stats = run.stats("train_inner")
     of = len(stats) // 3
     assert sum(float(log["loss"]) for log in stats[-of:]) < sum(float(log["loss"]) for log in stats[:of])
@@ -33,7 +33,7 @@ def learns(run):
 
 
 def facts_of(checkpoint):
-    """Return the exact averages of the epoch so far, as the checkpoint keeps them."""
+    """Return the unrounded averages of the current epoch's metrics from the checkpoint."""
     aggregators = dict(checkpoint["extra_state"]["metrics"])
     facts = {}
     for _, name, _, state in aggregators["train"]:
@@ -46,7 +46,7 @@ def facts_of(checkpoint):
 
 
 def same_training(one, two):
-    """Assert that the last checkpoints of two folders, trained with SGD, have equal numbers and weights."""
+    """Assert that the last checkpoints of two SGD runs have equal metrics and weights."""
     expected, found = (
         torch.load(folder / "checkpoint_last.pt", weights_only=False) for folder in (one, two)
     )

@@ -1,4 +1,4 @@
-"""Commands in processes of their own: fairseq-train, torchrun, and nodes that torchrun loses and gains."""
+"""Starts commands in new processes: fairseq-train, torchrun, and nodes that leave and join a job."""
 
 import contextlib
 import os
@@ -31,14 +31,14 @@ class Launched(subprocess.Popen):
         self.wait()
 
     def kill(self):
-        """Kill the command and the processes that it has started: torchrun's have sessions of their own."""
+        """Kill the command and its processes, each by ID: torchrun's processes have separate sessions."""
         for pid in (*children(self.pid), self.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
 def launch(launcher, words, log, env=None):
-    """Start `python -m LAUNCHER WORDS`, whose output is appended to a log."""
+    """Start `python -m LAUNCHER WORDS`; append its output to a log."""
     command = [sys.executable, "-m", *map(str, launcher), *map(str, words)]
     with open(log, "a") as file:
         return Launched(
@@ -48,7 +48,7 @@ def launch(launcher, words, log, env=None):
 
 
 def torchrun(ranks, *flags):
-    """Return the launcher that starts ranks on this machine."""
+    """Return torchrun's arguments that start ranks on this machine."""
     own = ("--nproc_per_node", ranks, "--master_port", free_port(), *flags)
     return ("torch.distributed.run", *own, "-m", "fairseq_tutel.train")
 
@@ -60,9 +60,9 @@ def children(pid):
 
 
 class Cluster:
-    """Two nodes with an agent of torchrun each, on this machine, and a process for the store.
+    """A simulated cluster on this machine: two nodes with one torchrun agent each, and a store process.
 
-    An update takes `seconds`.
+    Each update sleeps for `seconds`.
     """
 
     def __init__(self, folder, words, seconds=0.7):
@@ -92,7 +92,7 @@ class Cluster:
         self.wait_until(listens)
 
     def lose(self, node):
-        """Kill a node: its agent, and the ranks that the agent has started."""
+        """Kill a node: its agent, and the ranks that the agent started."""
         agent = self.agents.pop(node)
         agent.kill()
         agent.wait()

@@ -1,7 +1,7 @@
 """Command-line arguments of the tiny models that the end-to-end tests train.
 
-Stock fairseq drops the last batch of a set when its size is no multiple of
---required-batch-size-multiple, 8 by default; here no sentence may get lost.
+fairseq drops the last batch of a data set if the batch size is not a multiple of
+--required-batch-size-multiple, 8 by default. These arguments set 1, so that no sentence is dropped.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ EXPERTS = ("--moe-freq", 1, "--moe-expert-count", 4)
 
 
 def lm_args(data, save_dir, *extra, updates=6):
-    """A two-layer language model on 8-token blocks; `extra` comes last and wins."""
+    """Return arguments for a two-layer language model on 8-token blocks; `extra` overrides others."""
     return [
         data, "--user-dir", USER_DIR, "--task", "moe_language_modeling",
         "--arch", "moe_transformer_lm", "--criterion", "moe_cross_entropy",
@@ -33,7 +33,7 @@ def lm_args(data, save_dir, *extra, updates=6):
 
 
 def dense_lm_args(data, save_dir, *extra, updates=6):
-    """The language model of `lm_args` without experts: stock's task, model, criterion and optimizer."""
+    """Return `lm_args` without experts: fairseq's task, model, criterion and optimizer."""
     stock = ["--optimizer", "adam", "--task", "language_modeling", "--criterion", "cross_entropy"]
     words = lm_args(data, save_dir, "--arch", "transformer_lm", *stock, *extra, updates=updates)
     for flag in ("--moe-freq", "--moe-expert-count"):
@@ -43,7 +43,7 @@ def dense_lm_args(data, save_dir, *extra, updates=6):
 
 
 def mt_args(data, save_dir, *extra, updates=6):
-    """A two-plus-two-layer translation model; `extra` comes last and wins."""
+    """Return arguments for a translation model of 2 + 2 layers; `extra` overrides other arguments."""
     return [
         data, "--user-dir", USER_DIR, "--task", "moe_translation",
         "--arch", "moe_transformer_iwslt_de_en", "--criterion", "moe_label_smoothed_cross_entropy",

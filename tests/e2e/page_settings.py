@@ -1,6 +1,6 @@
-"""How commands and Python blocks of README.md and docs/ run in tests: files, sizes, exceptions."""
+"""Settings for the tests of commands and Python blocks in README.md and docs/: files, sizes, exceptions."""
 
-# Commands that no test runs from the pages, by their first words, and the reason.
+# First words of commands that the tests of the pages do not run -> the reason.
 NOT_RUN = {
     "README.md": {
         "make setup": "installs; the continuous integration runs it",
@@ -54,14 +54,14 @@ NOT_RUN = {
         "examples/vision.sh": "hours",
     },
 }  # fmt: skip
-# The programs that the pages' other commands start.
+# The tests run every command that is not in NOT_RUN. Its first word must be one of these programs.
 PROGRAMS = {
     "cat", "fairseq-eval-lm", "fairseq-generate", "fairseq-hydra-train", "fairseq-preprocess",
     "fairseq-score", "fairseq-train", "fairseq-tutel", "fairseq-validate", "grep", "mkdir", "python",
     "torchrun",
 }  # fmt: skip
 
-# What a reader replaces, and smaller numbers of ranks.
+# Replacements for a reader's placeholders, and for numbers of ranks.
 EDITS = {
     "README.md": [("--beam 5", "--beam 1 --max-len-b 5"), ("Hund\")", "Hund\", beam=1, max_len_b=5)")],
     "docs/checkpoints.md": [
@@ -79,7 +79,7 @@ EDITS = {
     ],
     "docs/report.md": [("ein kleiner Hund", "w1 w2"), ("eine große Katze", "w3")],
 }  # fmt: skip
-# Names on a page: the files of the fixture `shelf` that they stand for.
+# Page -> names on this page -> files of the fixture `shelf` that replace the names.
 FILES = {
     "docs/checkpoints.md": {"SAVE": "mt", "SAVE_DIR": "nothing", "DENSE.pt": "dense/checkpoint_best.pt"},
     "docs/daily_use.md": {
@@ -109,7 +109,7 @@ FILES = {
     "docs/vision.md": {"vision": "vision"},
 }  # fmt: skip
 INIT = "import torch.distributed as dist; dist.init_process_group('gloo')"
-# The Python blocks of these pages need several ranks: how they start, and what a reader replaces.
+# Pages whose Python blocks need several ranks -> launcher, and replacements for placeholders.
 PYTHON = {
     "docs/parallelism.md": (
         ["torchrun", "--nproc_per_node", "4"],
@@ -131,7 +131,7 @@ PYTHON = {
     ),
 }  # fmt: skip
 
-# Small sizes: after --arch, so that a page's own sizes win, and at the end of every training command.
+# Small sizes: after --arch (a page's flags override these), and at the end of every training command.
 LM_SIZES = """
     --decoder-layers 2 --decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16
     --decoder-ffn-embed-dim 32 --decoder-attention-heads 2
@@ -145,7 +145,7 @@ HYDRA_SMALL = ["optimization.max_update=2", "dataset.required_batch_size_multipl
 SMALL = ["--num-workers", "0", "--required-batch-size-multiple", "1"]
 UPDATES = {"docs/ensembles.md": ["--max-epoch", "1"]}
 TWO_UPDATES = ["--max-update", "2"]
-# The flags of `…` on a page, without those that the command gives.
+# The flags that replace `…` on a page, unless the command already has them.
 TRAIN = "DATA_BIN --user-dir user_dir --arch moe_… …"
 LM_FLAGS = {
     "--task": "moe_language_modeling", "--arch": "moe_transformer_lm_gpt", "--optimizer": "moe_adam",
@@ -155,7 +155,7 @@ MT_FLAGS = {
     "--task": "moe_translation", "--arch": "moe_transformer_iwslt_de_en", "--optimizer": "moe_adam",
     "--criterion": "moe_label_smoothed_cross_entropy", "--lr": "0.01", "--max-tokens": "400",
 }  # fmt: skip
-# The checkpoints of the fixture `shelf` that are averaged.
+# The checkpoints of the fixture `shelf` to average.
 KEPT = "--save-interval-updates 2 --keep-best-checkpoints 5 --max-tokens 400 --max-epoch 9 --store-ema"
 STOCK = "--task translation --criterion label_smoothed_cross_entropy --optimizer adam"
 MOE_FLAGS = {"--moe-freq": "1", "--moe-expert-count": "4"}

@@ -1,4 +1,4 @@
-"""A page of `report`, parsed."""
+"""Parses an HTML page of `report`."""
 
 import base64
 from html.parser import HTMLParser
@@ -9,7 +9,7 @@ HREF = "{http://www.w3.org/1999/xlink}href"
 
 
 class Page(HTMLParser):
-    """A parsed page; it fails at the first tag that is not closed where it should be."""
+    """A parsed page; the parser fails at the first tag that is not closed correctly."""
 
     def __init__(self, text):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Speech that a tiny model can learn: every letter is a tone, and its text is what was played."""
+"""Speech that a tiny model can learn: every letter is a tone, and the text lists the letters."""
 
 import importlib.util
 import math
@@ -11,14 +11,14 @@ from cli import ROOT
 
 RATE = 16000
 LETTERS = "abcdef"
-STEPS_A_LETTER = 4  # of 20 ms, as labels of frames and wav2vec2's frames are
+STEPS_A_LETTER = 4  # frames of 20 ms, as in wav2vec2 and for labels
 
 
 def tones(folder):
-    """Write and list utterances of 2 to 5 letters; return the folder.
+    """Write utterances of 2 to 5 letters, and lists of them; return the folder.
 
-    There are SPLIT.tsv, which fairseq calls a manifest, SPLIT.ltr, the text, and SPLIT.km, a label a frame.
-    The sounds have names that fairseq takes for subsets, in a folder below.
+    For each split, SPLIT.tsv is fairseq's manifest, SPLIT.ltr has the text, and SPLIT.km has one label per
+    frame. The sounds are in a subfolder, because fairseq would treat their names as those of splits.
     """
     (folder / "wav").mkdir(parents=True)
     for name in ("ltr", "km"):
@@ -38,7 +38,7 @@ def tones(folder):
 
 
 def banks(sounds, folder):
-    """Write the filter banks of these sounds by the example's script; return the folder."""
+    """Write the filter banks of these sounds with examples/filter_banks.py; return the folder."""
     spec = importlib.util.spec_from_file_location("banks", ROOT / "examples" / "filter_banks.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

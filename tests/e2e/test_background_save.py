@@ -1,4 +1,4 @@
-"""Sharded checkpoints that threads write during training: equal bits and files, safe at any time."""
+"""Sharded checkpoints that threads write during training equal those of a blocking save."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ FLAGS = {
 
 @pytest.fixture(scope="module")
 def in_background(lm_data, tmp_path_factory):
-    """Return a function from a case of `FLAGS` to the folder of its run with saves in the background."""
+    """Return a function from a case of `FLAGS` to the folder of its run with background saves."""
     folders = {}
 
     def of(case):
@@ -56,7 +56,7 @@ def in_background(lm_data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[LONG] * (c != "kept")) for c in FLAGS])
-def test_files_and_bits_equal_those_of_a_save_that_blocks(lm_data, tmp_path, in_background, case):
+def test_files_and_bits_equal_those_of_a_blocking_save(lm_data, tmp_path, in_background, case):
     ranks, flags = FLAGS[case]
     _train(lm_data, tmp_path, ranks, *SHARDED, *flags)
     names = [sorted(path.name for path in (f / "save").iterdir()) for f in (tmp_path, in_background(case))]
@@ -87,14 +87,14 @@ experts.write_file, Trainer.train_step = write_slowly, train
 
 
 def test_training_continues_while_threads_write(lm_data, tmp_path):
-    """A thread that waits does not stop updates; the checkpoint has the weights of its update."""
+    """Updates continue while a thread waits. The checkpoint has the weights of the update that it names."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "__init__.py").write_text(SLOW)
     flags = (*ASYNC, "--user-dir", tmp_path / "slow", "--disable-validation", "--max-update", 4)
     log = fairseq("train", *_words(lm_data, tmp_path, *flags)).logs[0]
     committed = log.index("Saved checkpoint")
     assert log.index("update 2 in the background") < log.index('"num_updates": "3"') < committed
-    assert log.index("update 4 in the background") > committed  # the next save waits
+    assert log.index("update 4 in the background") > committed  # the next save waits for the previous one
     first = torch.load(tmp_path / "save" / "checkpoint_1_2.pt", weights_only=False)
     assert first["optimizer_history"][-1]["num_updates"] == 2
 

@@ -1,4 +1,4 @@
-"""Checkpoints through the command line: complete or absent, and refused where they do not fit."""
+"""Checkpoints through the command line: files are complete or absent, and unsuitable files are refused."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from models import lm_args
 
 from fairseq_tutel.plugin.training.save import writing
 
-# The fault, and the start of the last line.
+# The fault, and the start of the log's last line.
 FAULTS = {
     "memory": (
         Trial(what="oom", place="train", when=3, rank=1),
@@ -40,8 +40,8 @@ def test_a_fault_ends_every_rank_with_an_error_and_keeps_the_last_checkpoint(lm_
     assert saved["optimizer_history"][-1]["num_updates"] == 2
 
 
-def test_a_folder_of_another_run_is_refused_on_all_ranks(lm_data, tmp_path):
-    """Also to a dense model; the other run is this process."""
+def test_a_save_dir_that_another_run_uses_is_refused_on_all_ranks(lm_data, tmp_path):
+    """Dense models are refused too. In this test, the other run is this process."""
     dense = [
         lm_data, "--user-dir", USER_DIR, "--task", "language_modeling", "--arch", "transformer_lm",
         "--optimizer", "adam", "--batch-size", 4, "--save-dir", tmp_path,
@@ -56,7 +56,7 @@ def test_a_folder_of_another_run_is_refused_on_all_ranks(lm_data, tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(lm_data, tmp_path_factory):
-    """A checkpoint of one update."""
+    """A checkpoint after one update."""
     folder = tmp_path_factory.mktemp("saved")
     fairseq("train", *lm_args(lm_data, folder, "--disable-validation", updates=1))
     return folder / "checkpoint_last.pt"

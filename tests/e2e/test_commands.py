@@ -1,4 +1,4 @@
-"""Every fairseq command around an MoE model, through its real command line."""
+"""Every fairseq command with a MoE model, through the real command line."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from cli import HYDRA, ROOT, USER_DIR, fairseq
 from models import lm_args, mt_args
 
 PACKAGE = str(ROOT / "fairseq_tutel")
-ALL = ("--required-batch-size-multiple", 1)  # every sentence, also those of a last, smaller batch
+ALL = ("--required-batch-size-multiple", 1)  # no sentence is dropped, even in a smaller last batch
 EXPERT_METRICS = {
     "moe_gate_loss", "moe_gshard_loss", "entropy_gating", "expert1_balance_top",
     "expert1_balance_bottom", "unused_expert1_count", "overflow_expert1", "expert2_balance_top",
@@ -30,7 +30,7 @@ def mt(mt_data, tmp_path_factory):
     """A translation model that two ranks trained with --eval-bleu, and its training run."""
     folder = tmp_path_factory.mktemp("mt-run")
     bleu = ("--eval-bleu", "--eval-bleu-args", '{"beam": 2, "max_len_b": 12}')
-    words = (*bleu, "--user-dir", PACKAGE)  # the package itself is a --user-dir
+    words = (*bleu, "--user-dir", PACKAGE)  # the folder of the package can also be the --user-dir
     return folder, fairseq("train", *mt_args(mt_data, folder, *words, updates=8), ranks=2)
 
 
@@ -56,7 +56,7 @@ def test_eval_lm_gives_the_validation_perplexity(lm, lm_data):
     assert perplexity == pytest.approx(float(run.stats("valid")[-1]["valid_ppl"]), rel=0.01)
 
 
-def test_validate_gives_the_training_s_validation_loss(lm, lm_data):
+def test_validate_gives_the_validation_loss_of_the_training_run(lm, lm_data):
     folder, run = lm
     found = fairseq(
         "validate", lm_data, "--user-dir", USER_DIR, "--task", "moe_language_modeling",
@@ -79,7 +79,7 @@ def test_interactive_continues_a_line(lm, lm_data, tmp_path):
     assert lines[0].startswith("w1 w3 w9 ")
 
 
-def test_generate_and_interactive_translate_alike(mt, mt_data, tmp_path):
+def test_generate_and_interactive_give_equal_translations(mt, mt_data, tmp_path):
     path = ("--path", mt[0] / "checkpoint_last.pt", "--beam", 2, "--max-len-b", 8)
     assert "valid_bleu" in mt[1].stats("valid")[-1]
     whole = fairseq(
@@ -100,7 +100,7 @@ def test_generate_and_interactive_translate_alike(mt, mt_data, tmp_path):
     assert found == [expected[k] for k in keys]
 
 
-def test_generate_on_two_ranks_keeps_all_experts_on_each(mt, mt_data):
+def test_generate_on_two_ranks_has_all_experts_on_each_rank(mt, mt_data):
     run = fairseq(
         "generate", mt_data, "--user-dir", USER_DIR, "--path", mt[0] / "checkpoint_last.pt",
         "--beam", 2, "--max-len-b", 8, "--batch-size", 5, *ALL, ranks=2,
@@ -122,7 +122,7 @@ def test_hydra_trains_the_committed_configuration(lm_data, tmp_path):
     assert any("fc1.experts.fc1_weight" in key for key in saved["model"])
 
 
-def test_stock_task_criterion_and_optimizer_run_and_say_what_they_lack(lm_data, tmp_path):
+def test_fairseq_task_criterion_and_optimizer_run_and_log_what_is_missing(lm_data, tmp_path):
     stock = ("--task", "language_modeling", "--criterion", "cross_entropy", "--optimizer", "adam")
     args = lm_args(lm_data, tmp_path, *stock, "--disable-validation", updates=2)
     run = fairseq("train", *args, ranks=2)

@@ -33,7 +33,7 @@ def same_training(expected, got):
     same_weights(expected["model"], got["model"], adam=False)
 
 
-def test_two_nodes_chunks_and_torch_s_ddp_train_the_model_of_one_rank(lm_data, tmp_path):
+def test_two_nodes_with_chunks_and_torch_s_ddp_train_the_same_model_as_one_rank(lm_data, tmp_path):
     train(lm_data, tmp_path / "plain", *TWO_EXPERTS, ranks=1)
     flags = ("--moe-use-2dh", "--moe-local-size", 2, "--moe-a2a-ffn-overlap-degree", 2)
     user_dir = ("--user-dir", Path(__file__).parent / "torch_ddp_user_dir")
@@ -42,7 +42,7 @@ def test_two_nodes_chunks_and_torch_s_ddp_train_the_model_of_one_rank(lm_data, t
     same_training(loaded(tmp_path / "plain"), loaded(tmp_path))
 
 
-def test_a_tuner_changes_the_strategy_and_not_the_model(lm_data, tmp_path):
+def test_the_tuner_changes_the_strategy_but_not_the_model(lm_data, tmp_path):
     plan = tmp_path / "hops.json"
     write(make("two_hops", "all_to_all", 4, nodes=2), plan)
     model = (*TWO_EXPERTS, "--disable-validation", "--save-interval", 100)
@@ -57,7 +57,7 @@ def test_a_tuner_changes_the_strategy_and_not_the_model(lm_data, tmp_path):
     same_training(loaded(tmp_path / "plain"), loaded(tmp_path))
 
 
-def test_every_option_goes_through_hydra(lm_data, tmp_path):
+def test_hydra_accepts_every_option(lm_data, tmp_path):
     profile = dataclasses.asdict(typical(None)) | {"name": "this one"}
     (tmp_path / "machine.json").write_text(json.dumps(profile))
     keys = (

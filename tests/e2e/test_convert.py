@@ -1,4 +1,4 @@
-"""Checkpoints of other systems in the real commands: MoE layers compute what Meta's and Tutel's do."""
+"""Converted checkpoints in the real commands: MoE layers compute the same as those of Meta and Tutel."""
 
 import dataclasses
 import math
@@ -14,13 +14,13 @@ WATCHING = str(Path(__file__).parent / "watching_user_dir")
 
 
 def words_of(data, language):
-    """Return the size of a dictionary: fairseq pads it to a multiple of 8."""
+    """Return the size of a dictionary, which fairseq pads to a multiple of 8."""
     lines = len((data / f"dict{language}.txt").read_text().splitlines())
     return (lines + 4 + 7) // 8 * 8
 
 
 def evaluated(data, path, folder):
-    """Evaluate a language model; returns where its MoE layers' calls are written."""
+    """Evaluate a language model; return the file with the recorded calls of its MoE layers."""
     watched = folder / "watched.pt"
     run = fairseq(
         "eval-lm", data, "--user-dir", WATCHING, "--path", path, "--gen-subset", "valid",
@@ -31,7 +31,7 @@ def evaluated(data, path, folder):
 
 
 def equals_the_layer_by_loops(meta, path):
-    """Compare what layers made with Meta's layer, for tokens that are no padding; count the drops."""
+    """Compare recorded outputs with Meta's layer for tokens without padding; return the number of drops."""
     dropped, calls = 0, torch.load(path)
     assert {name.removesuffix(".fc1") for name, *_ in calls} == set(meta.moe_layers())
     for name, x_TBD, mask, y_TBD in calls:
@@ -45,7 +45,7 @@ def equals_the_layer_by_loops(meta, path):
     return dropped
 
 
-# Top-2, batch-prioritized, normalized before dropping, training's capacity, relu.
+# Top-2, batch-prioritized, normalized before dropping, with the training capacity, and relu.
 LANGUAGE_MODEL = {
     "moe_batch_prioritized_routing": True, "moe_normalize_gate_prob_before_dropping": True,
     "moe_eval_capacity_token_fraction": -1.0, "activation_fn": "relu", "moe_eom": 0.2, "moe_fom": 0.1,
@@ -89,7 +89,7 @@ def test_convert_of_tutel_s_fairseq_example_evaluates_as_its_layer(lm_data, tmp_
     assert "L_AUX_WT" in printed
     watched = evaluated(lm_data, tmp_path / "ours.pt", tmp_path)
     computed = {
-        "activation_fn": "linear",  # the example's experts have none
+        "activation_fn": "linear",  # the example's experts have no activation
         "moe_normalize_gate_prob_before_dropping": True,
         "moe_eval_capacity_token_fraction": 1.0,
     }

@@ -1,4 +1,4 @@
-"""Students that learn from a teacher, through the real command line."""
+"""Distillation from a teacher, through the real command line."""
 
 import shutil
 
@@ -22,7 +22,7 @@ def distill(*extra, criterion="moe_cross_entropy"):
 
 @pytest.fixture(scope="module")
 def teacher(lm_data, tmp_path_factory):
-    """A language model of two layers with four experts, in shards."""
+    """A language model of two layers with four experts, in a sharded checkpoint."""
     folder = tmp_path_factory.mktemp("teacher")
     sharded = ("--moe-checkpoint", "sharded", "--dropout", 0.1)
     fairseq("train", *lm_args(lm_data, folder, *sharded, updates=4))
@@ -43,7 +43,7 @@ def student(data, folder, teacher, *extra, criterion="moe_cross_entropy", update
 def test_distillation_ends_at_its_update_and_the_run_resumes_with_either_criterion(
     lm_data, teacher, tmp_path
 ):
-    """After the last update that learns, moe_distillation and the criterion that it wraps are the same."""
+    """After --distill-until, moe_distillation computes the same loss as --distill-criterion."""
     sgd = ("--optimizer", "moe_sgd", "--save-interval-updates", 1)
     run = student(lm_data, tmp_path / "whole", teacher, "--distill-until", 1, *sgd, updates=2)
     of_teacher = [record["distill_loss"] for record in run.stats("train_inner")]
@@ -61,7 +61,7 @@ SHARED = ("--distill-teacher-parallel-size", 2, "--moe-expert-parallel-size", 2)
 
 @pytest.mark.parametrize("extra", [(), pytest.param(SHARED, marks=LONG)], ids=["each", "shared"])
 def test_two_ranks_train_like_one(lm_data, teacher, extra, tmp_path):
-    """With --distill-in-validation, and batches that do not go round: dummies keep ranks in step."""
+    """With --distill-in-validation; the number of batches is odd, so a rank gets an empty batch."""
     words = ("--optimizer", "moe_sgd", "--distill-in-validation", "--max-epoch", 1, "--batch-size", 24)
     facts = {}
     for ranks in (1, 2):

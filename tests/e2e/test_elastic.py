@@ -1,4 +1,4 @@
-"""A run that loses and gains ranks trains as one that keeps them: --moe-micro-batches."""
+"""With --moe-micro-batches, a run that loses and gains ranks trains like a run with constant ranks."""
 
 import re
 from pathlib import Path
@@ -23,9 +23,9 @@ def _words(data, folder, size, *extra, updates):
 
 
 def test_three_ranks_and_one_train_as_one_rank(lm_data, tmp_path):
-    """Four micro-batches on three ranks: two ranks have an empty one in every update."""
+    """With four micro-batches on three ranks, two ranks have an empty micro-batch in every update."""
     one, three = tmp_path / "one", tmp_path / "three"
-    # An epoch has four updates, the last one of which is incomplete.
+    # An epoch has four updates; the last update has fewer micro-batches.
     kind = ("--batch-size", 16, "--moe-balance-bias", "--moe-capacity-factor", 1, *DROPOUT)
     kind = (*kind, "--moe-drop-policy", "rts")
     fairseq("train", *_words(lm_data, one, 4, *kind, updates=7))
@@ -39,9 +39,9 @@ def test_three_ranks_and_one_train_as_one_rank(lm_data, tmp_path):
 
 @pytest.mark.long
 def test_a_node_is_lost_and_another_one_joins(lm_data, tmp_path):
-    """The node of the store may not be lost; where the store is elsewhere, every node may be."""
+    """The store runs outside of the nodes, so any node may be lost."""
     lost = 0
-    # With seed 2, two logits of a token are so near in update 5 that rounding swaps its experts.
+    # With seed 2, two logits of a token are almost equal in update 5, so rounding would swap its experts.
     seed = ("--seed", 4)
     words = _words(lm_data, tmp_path / "save", 4, "--user-dir", SLOW, *seed, updates=60)
     cluster = Cluster(tmp_path, words)
@@ -64,7 +64,7 @@ def test_a_node_is_lost_and_another_one_joins(lm_data, tmp_path):
         cluster.wait_until(cluster.has_ended)
     finally:
         cluster.close()
-    # When a node joins, torchrun sends SIGTERM to the ranks, which save: no update is repeated.
+    # When a node joins, torchrun sends SIGTERM to the ranks, which then save. So no update is repeated.
     saved = re.findall(r"a rank received a signal; update (\d+) is saved in", cluster.log())
     assert saved and f"@ {saved[-1]} updates)" in cluster.log()
     fairseq("train", *_words(lm_data, tmp_path / "one", 4, *seed, updates=60))

@@ -1,4 +1,4 @@
-"""--store-ema on several ranks: the average of all experts is saved, and resumed on any number of ranks."""
+"""--store-ema on several ranks: a checkpoint has the average of all experts, for any number of ranks."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from fairseq_tutel.checkpoint.shards import bind, is_record, unbind
 
 LAST = "checkpoint_last.pt"
 
-DECAY = 0.75  # of powers of two, so that sums round alike
+DECAY = 0.75  # sums of powers of two, so that all orders of summation round equally
 AVERAGED = ("--store-ema", "--ema-decay", DECAY, "--save-interval-updates", 1, "--disable-validation")
 SHARDED = ("--moe-checkpoint", "sharded")
 WIDE = ("--bf16", "--ema-fp32")
@@ -55,7 +55,8 @@ def test_the_average_is_that_of_the_saved_weights(lm_data, tmp_path, case):
         words = (*AVERAGED, "--moe-micro-batches", 4, *filled, *own)
         fairseq("train", *lm_args(lm_data, tmp_path, *words, updates=updates), ranks=ranks)
     saved = [_load(tmp_path / f"checkpoint_1_{update}.pt") for update in range(1, updates + 1)]
-    average = {key: value.float() for key, value in saved[0]["model"].items()}  # it begins after update 1
+    # The average starts after update 1.
+    average = {key: value.float() for key, value in saved[0]["model"].items()}
     for state in saved:
         extra = state["extra_state"]
         wide = "--ema-fp32" in flags
@@ -73,8 +74,8 @@ def test_the_average_is_that_of_the_saved_weights(lm_data, tmp_path, case):
     assert not torch.allclose(average["decoder.layers.0.fc1.experts.fc1_weight"], moved, atol=1e-4)
 
 
-def test_a_run_begins_an_average_and_tools_keep_it_and_make_it_the_weights(lm_data, tmp_path):
-    """With a decay of 1, the average keeps the weights of the checkpoint without one."""
+def test_a_run_starts_an_average_and_tools_keep_it_or_write_it_as_weights(lm_data, tmp_path):
+    """With a decay of 1, the average stays equal to the weights of the checkpoint without an average."""
     saved, full, again = (tmp_path / name for name in ("saved", "full", "again"))
     full.mkdir()
     again.mkdir()

@@ -48,7 +48,7 @@ def trained(request, lm_data, tmp_path_factory):
 @pytest.mark.parametrize(
     "trained", [pytest.param("dense", marks=pytest.mark.long), "experts"], indirect=True
 )
-def test_two_ranks_train_what_one_does(trained, lm_data, tmp_path):
+def test_two_ranks_train_the_same_ensemble_as_one(trained, lm_data, tmp_path):
     kind, folder, run = trained
     fairseq("train", *lm_args(lm_data, tmp_path, "--update-freq", 1, kind=kind), ranks=2)
     expected, found = load(folder), load(tmp_path)
@@ -70,14 +70,14 @@ def loss_of(run):
 
 
 @pytest.mark.parametrize("trained", ["dense"], indirect=True)
-def test_an_ensemble_opens_as_one_and_its_members_alone(trained, lm_data, tmp_path):
+def test_an_ensemble_opens_as_one_model_and_as_separate_members(trained, lm_data, tmp_path):
     _, folder, run = trained
     data = (lm_data, "--gen-subset", "valid", "--tokens-per-sample", 16, "--batch-size", 8)
     one = fairseq("eval-lm", *data, "--user-dir", USER_DIR, "--path", folder / "checkpoint_last.pt")
     convert("members", "--input", folder / "checkpoint_last.pt", "--output", tmp_path / "members")
     paths = [tmp_path / "members" / f"member{m}.pt" for m in range(SIZE)]
     alone = fairseq("eval-lm", *data, "--path", paths[1])
-    # Members are unsure of what others have learned.
+    # A member is uncertain about samples that other members have learned.
     assert 0 < loss_of(one) < loss_of(alone)
     of_ensemble, of_member = load(folder)["model"], torch.load(paths[1], weights_only=False)["model"]
     same_bits({key: of_ensemble[f"members.1.{key}"] for key in of_member}, of_member)

@@ -1,4 +1,4 @@
-"""`fairseq-tutel env`: what it says here, without fairseq, and beside another project's apex."""
+"""`fairseq-tutel env`: its output here, without fairseq, and with an unrelated package named apex."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""One training, the same numbers on 1 rank and on 4, through fairseq-train's command line.
+"""A training run gives equal numbers on 1 rank and on 4 ranks, through fairseq-train.
 
-Same micro-batches (ranks x --update-freq = 4), float32: loss, gradient norm, clipping, balance loss and
-expert metrics to 1e-5 relative, weights to 1e-5 with moe_sgd.
+The micro-batches are equal (ranks x --update-freq = 4), in float32. Loss, gradient norm, clipping, balance
+loss and expert metrics agree to a relative error of 1e-5; weights agree to 1e-5 with moe_sgd.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from equality import assert_ranks_agree
 
 SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
 CASES = {
-    # Four ranks are two nodes.
+    # The four ranks form two nodes.
     "dropless-top1-2dh": (
         "lm", *SGD, "--moe-top-k", 1, "--moe-use-2dh", "--moe-local-size", 2, "--moe-recompute-experts",
         "--moe-cmr", "--cmr-gate-loss-wt", 0.5, "--cmr-gate-loss-p", 0.2,

@@ -1,4 +1,4 @@
-"""Statistics of experts by the real commands: collected, pruned by, and prefetched by."""
+"""Expert statistics in the real commands: collecting, pruning and caching."""
 
 import json
 import re
@@ -20,7 +20,7 @@ EXPERTS = 4
 
 @pytest.fixture(scope="module")
 def mt(mt_data, tmp_path_factory):
-    """A translation model in shards, and the statistics of its experts on the set valid."""
+    """A translation model in a sharded checkpoint, and the statistics of its experts on the split valid."""
     save = tmp_path_factory.mktemp("statistics")
     fairseq("train", *mt_args(mt_data, save, *SHARDED, updates=2))
     collect(save / "checkpoint_last.pt", mt_data, save / "use.json")
@@ -37,7 +37,7 @@ def collect(path, data, output, *extra):
     return found["pairs"]
 
 
-def test_the_statistics_are_those_of_the_gate(mt, mt_data):
+def test_the_statistics_equal_those_of_the_gate(mt, mt_data):
     (layers,) = json.loads((mt.parent / "use.json").read_text())["pairs"].values()
     assert list(layers) == ["encoder_0", "encoder_1", "decoder_0", "decoder_1"]
     opened = ft.from_checkpoint(mt, mt_data)
@@ -60,7 +60,7 @@ def test_the_statistics_are_those_of_the_gate(mt, mt_data):
         assert found["load"][e] == pytest.approx(load, abs=1e-6)
 
 
-def test_pairs_of_a_multilingual_model_are_counted_separately_and_kept(tmp_path):
+def test_language_pairs_of_a_multilingual_model_have_separate_statistics(tmp_path):
     data = translation(tmp_path)
     task = (*BOTH, "--encoder-langtok", "src", "--decoder-langtok")
     fairseq("train", *mt_args(data, tmp_path / "one", *task, "--disable-validation", updates=2))
@@ -90,7 +90,7 @@ def test_an_automatic_cache_gives_the_same_output_and_reads_each_expert_once(mt,
 
 
 def test_opening_reads_no_expert(mt, mt_data, tmp_path):
-    """The shard files are empty, so that every read of them would be an error."""
+    """The shard files are empty, so reading an expert would raise an error."""
     shutil.copytree(mt.parent, tmp_path / "empty")
     files = sorted((tmp_path / "empty/experts").rglob("*.safetensors"))
     assert files

@@ -1,4 +1,4 @@
-"""A checkpoint whose options would run code is refused by every command."""
+"""Every command refuses a checkpoint whose options contain code."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""from_checkpoint gives in Python what the commands print (masked and denoising: test_other_models)."""
+"""from_checkpoint gives the results of the commands (masked and denoising models: test_other_models)."""
 
 import io
 import logging
@@ -24,7 +24,7 @@ from fairseq_tutel import plugin
 
 @pytest.fixture(scope="module")
 def mt(mt_data, tmp_path_factory):
-    """A --save-dir of a translation model in shards, which two ranks wrote."""
+    """A --save-dir of a translation model with a sharded checkpoint that two ranks wrote."""
     folder = tmp_path_factory.mktemp("mt-run")
     fairseq("train", *mt_args(mt_data, folder, "--moe-checkpoint", "sharded", updates=4), ranks=2)
     return folder
@@ -37,7 +37,7 @@ def lm(lm_data, tmp_path_factory):
     return folder / "checkpoint_last.pt"
 
 
-def test_translate_gives_what_fairseq_generate_prints(mt, mt_data):
+def test_translate_gives_the_output_of_fairseq_generate(mt, mt_data):
     path, lengths = mt / "checkpoint_best.pt", {"max_len_a": 0, "max_len_b": 8}
     run = fairseq(
         "generate", mt_data, "--user-dir", USER_DIR, "--path", path, "--beam", 3, "--max-len-b", 8,
@@ -69,7 +69,7 @@ def test_scores_are_those_of_eval_lm_and_samples_are_the_best_words(lm, lm_data)
     printed = dict(re.findall(r"eval_lm \| (\d+) (w.*)$", run.output, re.M))
     texts = (lm_data.parent / "valid.txt").read_text().splitlines()
     model = fairseq_tutel.from_checkpoint(lm)
-    found = model.score([texts[int(i)] for i in printed])  # eval-lm leaves out what is too long
+    found = model.score([texts[int(i)] for i in printed])  # eval-lm skips texts that are too long
     assert len(printed) > 5
     for hypothesis, line in zip(found, printed.values(), strict=True):
         scores = hypothesis["positional_scores"].tolist()
@@ -83,7 +83,7 @@ def test_scores_are_those_of_eval_lm_and_samples_are_the_best_words(lm, lm_data)
     assert model.sample("w1 w3", max_len_b=9) == model.decode(tokens)
 
 
-def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_path):
+def test_dictionaries_are_read_next_to_the_checkpoint_or_from_an_argument(lm, lm_data, tmp_path):
     state, path = torch.load(lm, weights_only=False), tmp_path / "moved.pt"
     state["cfg"]["task"]["data"] = "/nowhere"
     torch.save(state, path)
@@ -100,7 +100,7 @@ def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_
     assert logging.root.level == level
 
 
-def test_the_example_answers_lines(mt, capsys):
+def test_the_example_prints_an_output_for_each_line(mt, capsys):
     argv = ["hub.py", str(mt), "moe_expert_store=on-demand"]
     example = ROOT / "examples" / "hub.py"
     with (
@@ -114,7 +114,7 @@ def test_the_example_answers_lines(mt, capsys):
     assert "error: Size of sample #0 is invalid" in printed.err
 
 
-def test_classify_gives_what_the_model_says_of_an_image(tmp_path):
+def test_classify_gives_the_model_s_classes_of_an_image(tmp_path):
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (12, 6, 8), dtype=np.uint8), np.arange(12) % 3
     for split in ("train", "valid"):
@@ -160,7 +160,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_what_cannot_be_opened_is_refused_in_one_sentence(sentence, lm, tmp_path):
+def test_a_checkpoint_that_cannot_be_opened_is_refused_with_one_sentence(sentence, lm, tmp_path):
     options, path = dict(REFUSED[sentence]), lm
     if "path" in options:
         path = tmp_path / options.pop("path")

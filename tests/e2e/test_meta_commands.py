@@ -1,6 +1,6 @@
-"""The command lines of the README of Meta's fairseq-moe, with the architecture's name changed.
+"""Runs the command lines of the README of Meta's fairseq-moe with another architecture name.
 
-Sizes are cut by flags that come last; the sharded back end and, on a CPU, half precision are left out.
+Flags at the end reduce the sizes. The sharded DDP backend and, on a CPU, half precision are omitted.
 """
 
 import shlex
@@ -42,7 +42,7 @@ EVALUATE = """
 
 
 @pytest.mark.parametrize("dtype", ["full", pytest.param("half", marks=pytest.mark.gpu)])
-def test_the_training_line_runs(dtype):
+def test_the_training_command_runs(dtype):
     half = () if dtype == "half" else ("--memory-efficient-fp16", "--fp16-adam-stats")
     words = [word for word in shlex.split(TRAIN) if word not in half]
     ranks = min(2, torch.cuda.device_count() or 2)
@@ -50,7 +50,7 @@ def test_the_training_line_runs(dtype):
     records = run.stats("train_inner")
     assert len(records) == 4
     assert float(records[-1]["loss"]) < float(records[0]["loss"])
-    assert float(records[0]["overflow_expert2"]) == 0  # dropless, where Meta's drops
+    assert float(records[0]["overflow_expert2"]) == 0  # dropless; Meta's branch drops assignments
     assert "8 experts, top-2, hidden 32" in run.output
     assert "(evaluation as in training)" in run.output
 
@@ -59,7 +59,7 @@ def perplexity(run):
     return float(run.output.split("Perplexity: ")[1].split()[0])
 
 
-def test_the_evaluation_line_runs_and_drops(lm_data, tmp_path):
+def test_the_evaluation_command_runs_and_drops_assignments(lm_data, tmp_path):
     fairseq("train", *lm_args(lm_data, tmp_path, "--disable-validation", updates=2))
     words = (
         lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt", "--num-workers", 0,

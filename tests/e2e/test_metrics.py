@@ -1,4 +1,4 @@
-"""The numbers of every layer and expert in fairseq's logs, through its command line."""
+"""Metrics of every layer and expert in fairseq's logs, through the command line."""
 
 import re
 from statistics import mean
@@ -14,9 +14,9 @@ AVERAGES = {"entropy": "entropy_gating", "weight1": "expert1_weight", "weight2":
 
 @pytest.fixture(scope="module")
 def logged(lm_data, tmp_path_factory):
-    """Return training runs that learn nothing, by (ranks, --update-freq).
+    """Return the logs of training runs with learning rate 0, by (ranks, --update-freq).
 
-    Sentences differ in length, and so do micro-batches in their tokens.
+    Sentences have different lengths, so micro-batches have different numbers of tokens.
     """
     made = {}
     for ranks, freq in ((1, 2), (2, 1)):
@@ -32,7 +32,7 @@ def logged(lm_data, tmp_path_factory):
 
 
 def numbers_of(record):
-    """Return what is logged of the experts, lists flattened, as numbers."""
+    """Return the logged metrics of experts as numbers, with flattened lists."""
     numbers = {}
     for key, value in record.items():
         if re.search("moe_|expert|entropy", key):
@@ -41,7 +41,7 @@ def numbers_of(record):
     return numbers
 
 
-def test_ranks_and_micro_batches_add_up_alike(logged):
+def test_metrics_are_equal_for_ranks_and_for_micro_batches(logged):
     one, two = (logged[key].stats("train_inner") for key in ((1, 2), (2, 1)))
     assert len(one) == len(two) == 5
     for first, second in zip(one, two, strict=True):
@@ -49,7 +49,7 @@ def test_ranks_and_micro_batches_add_up_alike(logged):
 
 
 @pytest.mark.parametrize("tag, prefix", [("train_inner", ""), ("valid", "valid_")])
-def test_lists_and_averages_fit_together(logged, tag, prefix):
+def test_lists_over_layers_agree_with_averages(logged, tag, prefix):
     for record in logged[1, 2].stats(tag):
         record = {key.removeprefix(prefix): value for key, value in record.items()}
         for quantity in QUANTITIES:
@@ -71,7 +71,7 @@ def test_lists_and_averages_fit_together(logged, tag, prefix):
             assert overall > 0
 
 
-def test_a_layer_that_layerdrop_left_out_weighs_nothing(mt_data, tmp_path):
+def test_a_layer_that_layerdrop_skips_has_no_weight_in_averages(mt_data, tmp_path):
     run = fairseq(
         "train", *mt_args(mt_data, tmp_path, updates=4), "--encoder-layerdrop", 0.6,
         "--disable-validation", "--no-save",
@@ -86,7 +86,7 @@ def test_a_layer_that_layerdrop_left_out_weighs_nothing(mt_data, tmp_path):
             assert [i for i, value in enumerate(listed) if value is not None] == seen
             average = float(record[AVERAGES.get(quantity, f"moe_{quantity}")])
             assert mean(listed[i] for i in seen) == pytest.approx(average, abs=2e-4)
-        for i in seen:  # of one micro-batch, in which padding is no load
+        for i in seen:  # number of tokens of one micro-batch, without padding
             load = record[f"moe_load_{labels[i]}"]
             assert record["moe_layers_max_violation"][i] == pytest.approx(max(load), abs=2e-3)
             assert record["moe_layers_dead_experts"][i] == load.count(0)

@@ -1,4 +1,4 @@
-"""multilingual_translation with experts: each pair has a sample of a batch, and a step of the criterion."""
+"""multilingual_translation with experts: a batch has one sample, and one criterion call, per pair."""
 
 import re
 
@@ -40,7 +40,7 @@ def test_a_multilingual_training_is_the_same_on_two_ranks_and_resumed(tmp_path):
 
     first = run.stats("train_inner")[0]
     decoders = [first[f"moe_load_{pair}_decoder_0"] for pair in ("de-en", "en-de")]
-    assert decoders[0] != decoders[1]  # each is of its own layer
+    assert decoders[0] != decoders[1]  # each list belongs to another layer
     assert [sum(load) for load in decoders] == pytest.approx([4, 4], abs=0.01)
     opened = ("--user-dir", USER_DIR, "--path", two / "checkpoint_last.pt", "--max-tokens", 120)
     validated = fairseq("validate", data, *PAIRS, *opened, "--log-format", "json").output
@@ -48,7 +48,7 @@ def test_a_multilingual_training_is_the_same_on_two_ranks_and_resumed(tmp_path):
 
 
 @pytest.mark.long
-def test_sentences_drawn_of_languages_are_the_same_when_resumed_in_a_later_epoch(tmp_path):
+def test_a_run_resumed_in_a_later_epoch_samples_the_same_sentences(tmp_path):
     data = translation(tmp_path)
     one, two = tmp_path / "one", tmp_path / "two"
     command, in_second = (*SIMPLE, *DRAWN), 4

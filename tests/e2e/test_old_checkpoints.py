@@ -1,6 +1,6 @@
-"""Checkpoints of an older tree train on: full, sharded on 2 ranks, ZeRO 2 whose masters are in shards.
+"""Runs resume from checkpoints of an older version: full, sharded on 2 ranks, sharded with ZeRO stage 2.
 
-Three updates are in the archive; the fourth and fifth are compared with those of the older tree.
+The archive has checkpoints after three updates. Updates 4 and 5 are compared with the older version's.
 """
 
 import tarfile
@@ -23,12 +23,12 @@ ZERO = (*SHARDED, "--moe-zero-stage", 2, "--moe-expert-parallel-size", 1, "--bf1
         ("zero", 2, ZERO, (5.67, 5.574), (0.641, 0.635)),
     ],
 )
-def test_an_older_checkpoint_trains_on(lm_data, tmp_path, name, ranks, flags, losses, norms):
+def test_a_run_resumes_from_an_older_checkpoint(lm_data, tmp_path, name, ranks, flags, losses, norms):
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     args = lm_args(lm_data, tmp_path / name, "--update-freq", 4 // ranks, *flags, updates=5)
     updates = fairseq("train", *args, ranks=ranks).stats("train_inner")
     assert [u["num_updates"] for u in updates] == ["4", "5"]
-    # Another processor sums in another order: the last digit that is logged may differ.
+    # Another processor sums in another order, so the last logged digit may differ.
     assert [float(u["loss"]) for u in updates] == pytest.approx(losses, abs=2e-3)
     assert [float(u["gnorm"]) for u in updates] == pytest.approx(norms, abs=2e-3)

@@ -1,4 +1,4 @@
-"""Options of fairseq's models beside experts, and all options of experts through hydra."""
+"""Options of fairseq's models together with experts, and all options of experts through hydra."""
 
 import torch
 from cli import HYDRA, ROOT, fairseq

@@ -1,4 +1,4 @@
-"""A user's own fairseq model with `ft.moe_layer` trains, saves and resumes like the plugin's models."""
+"""A custom fairseq model with `ft.moe_layer` trains, saves and resumes like the plugin's models."""
 
 import re
 from pathlib import Path

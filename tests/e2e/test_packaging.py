@@ -60,7 +60,7 @@ def test_an_environment_with_only_the_wheel_trains(built, lm_data, tmp_path):
     python = tmp_path / "env" / "bin" / "python"
     site = Path(_run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
     _run([sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel])
-    # torch and fairseq as they are installed here; a path line brings no editable install along.
+    # This uses the installed torch and fairseq. A path line does not include editable installs.
     (site / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     somewhere = {"cwd": tmp_path, "env": clean}

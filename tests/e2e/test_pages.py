@@ -1,4 +1,4 @@
-"""The commands and Python blocks of README.md and docs/ run, with small sizes, in a folder per page."""
+"""Runs the commands and Python blocks of README.md and docs/ with small sizes, in one folder per page."""
 
 import os
 import re
@@ -50,14 +50,14 @@ def edited(page: str, text: str) -> str:
 
 
 def runs(page: str) -> list[tuple[int, str]]:
-    """Return the commands of a page that run, with the line of their block."""
+    """Return the commands of a page to run, with the line numbers of their blocks."""
     skipped = tuple(reasons(page))
     found = [(line, text) for line, text in commands(page) if not text.startswith(skipped or ("\0",))]
     return [(line, edited(page, text)) for line, text in found]
 
 
 def completed(words: list[str], folder: Path) -> list[str]:
-    """Return a training command's arguments with TRAIN and `…` replaced, and in small sizes."""
+    """Return a training command's arguments with small sizes, and with replacements for TRAIN and `…`."""
     if words[0] == "…":
         words = ["TRAIN", *words[1:]]
     if "TRAIN" in words:
@@ -82,7 +82,7 @@ def completed(words: list[str], folder: Path) -> list[str]:
 
 
 def run(page: str, command: str, folder: Path) -> None:
-    """Run a page's command in a folder; it fails with SystemExit, CalledProcessError or AssertionError."""
+    """Run a page's command; a failure raises SystemExit, CalledProcessError or AssertionError."""
     command = command.replace("--nproc_per_node 8", "--nproc_per_node 2").replace("$PWD", str(folder))
     *before, command = command.split(" && ")
     for other in before:
@@ -125,7 +125,7 @@ def _environment() -> dict[str, str]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder that looks like the repository's; commands run in it."""
+    """A folder that has the files of the repository; the commands run in this folder."""
     for name in ("user_dir", "configs", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "stdin.txt").write_text("w1 w2\nw3\n")
@@ -136,7 +136,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def shelf(lm_data, mt_data, tmp_path_factory):
-    """Data, checkpoints and other files that the pages' names stand for."""
+    """Data, checkpoints and other files that replace the names on the pages."""
     shelf = tmp_path_factory.mktemp("shelf")
     (shelf / "nothing").mkdir()
     shutil.copytree(mt_data, shelf / "pairs")
@@ -193,7 +193,7 @@ def _draw_images(folder: Path) -> None:
 
 
 def lay_out(page: str, shelf: Path, folder: Path) -> None:
-    """Copy the files that a page's names stand for."""
+    """Copy the files that replace the names on a page."""
     named = {"DATA_BIN": "DATA_BIN", "DATA": "DATA_BIN", **FILES.get(page, {})}
     for name, sources in named.items():
         for source in sources.split():
@@ -205,7 +205,7 @@ def lay_out(page: str, shelf: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_of_a_page_runs_or_is_listed(page):
+def test_every_command_of_a_page_is_run_or_is_in_not_run(page):
     texts = [text for _, text in commands(page)]
     for start in reasons(page):
         assert any(text.startswith(start) for text in texts), f"{page} has no command {start}"

@@ -1,4 +1,4 @@
-"""Commands that use a model, on ranks that share its experts: what one process gives."""
+"""Inference commands on several ranks that share a model's experts give the results of one process."""
 
 import re
 
@@ -8,13 +8,13 @@ from faults.trial import PLACES, Trial, environment
 from models import lm_args, mt_args
 
 SHARED = ("--moe-expert-parallel-size", 2)
-# Of 21 sentences: 3 batches for 2 ranks, and one, so that a rank has none.
+# 21 sentences in 3 batches for 2 ranks, and in 1 batch, so that one rank has no batch.
 UNEQUAL, ALL_ON_ONE = ("--batch-size", 7), ("--batch-size", 21)
 
 
 @pytest.fixture(scope="module")
 def mt(mt_data, tmp_path_factory):
-    """A pre-gated translation model; hardly trained, its lengths differ."""
+    """A pre-gated translation model with little training, so that its outputs have different lengths."""
     folder = tmp_path_factory.mktemp("mt-run")
     flags = ("--moe-checkpoint", "sharded", "--moe-pregate", 1, "--seed", 5, "--disable-validation")
     fairseq("train", *mt_args(mt_data, folder, *flags, updates=1))
@@ -44,13 +44,13 @@ BEAM = ("--beam", 4, "--nbest", 4, "--max-len-b", 12)
 
 
 def _hypotheses(text):
-    """Return the scores by sentence and words."""
+    """Return a dictionary from (sentence, output) to the score."""
     found = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", text, re.M)
     return {(int(i), words): float(score) for i, score, words in found}
 
 
 def _calls(run):
-    """Return the first rank's calls of layers: its own, and those that it served."""
+    """Return rank 0's numbers of layer calls: with its tokens, and without tokens for other ranks."""
     (found,) = re.findall(r"ranks: (\d+) layer calls .* tokens, (\d+) for other", run.logs[0])
     return tuple(map(int, found))
 

@@ -15,12 +15,12 @@ from fairseq_tutel.plans.generators import make
 
 FIXED = str(Path(__file__).parent / "fixed_order_user_dir")
 UPDATES = 3
-# Which add up in the order of ranks.
+# Plans that add in the order of ranks.
 IN_ORDER = (("one_phase", "reduce_scatter"), ("one_phase", "all_gather"), ("two_phase", "all_reduce"))
 
 
 def write(folder, ranks):
-    """Write plans for these numbers of ranks, and an all_to_all of two."""
+    """Write plans for these numbers of ranks, and an all_to_all plan for two ranks."""
     folder.mkdir(exist_ok=True)
     plans = [make(name, collective, n) for name, collective in IN_ORDER for n in ranks]
     for plan in (*plans, make("two_hops", "all_to_all", 2, nodes=2)):
@@ -45,11 +45,11 @@ CASES = [
 
 
 @pytest.mark.parametrize("ranks, flags", CASES)
-def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(ranks, flags, lm_data, tmp_path):
+def test_training_with_plans_equals_a_fixed_order_and_is_close_to_torch(ranks, flags, lm_data, tmp_path):
     folder, rows = tmp_path / "files", "two_hops" if flags else "linear"
     if flags:
         write(folder, (2, ranks))
-    else:  # the usual plans of two ranks add up in the order of ranks, too
+    else:  # the default plans for two ranks also add in the order of ranks
         tool("plans", ranks, "--output", folder)
     by_plans = ("--moe-collective-plans", folder, "--moe-a2a-algorithm", f"plan:{rows}_all_to_all_2")
     run = train(lm_data, tmp_path / "plans", *flags, *by_plans, ranks=ranks)
@@ -57,7 +57,7 @@ def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(ranks, flag
     got, fixed = loaded(tmp_path / "plans"), loaded(tmp_path / "fixed")
     same_bits(fixed["model"], got["model"])
     same_bits(fixed["last_optimizer_state"]["state"], got["last_optimizer_state"]["state"])
-    if ranks > 2:  # where two are summed, torch's order is the same
+    if ranks > 2:  # a sum of two numbers is the same in torch
         train(lm_data, tmp_path / "torch", *flags, ranks=ranks)
         plain = loaded(tmp_path / "torch")
         assert facts_of(got) == pytest.approx(facts_of(plain), rel=1e-6, abs=1e-7)

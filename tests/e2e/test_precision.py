@@ -51,7 +51,7 @@ def _translation(data, folder, *flags, updates=6, ranks=1):
 
 @pytest.fixture(scope="module")
 def fp32_translation(mt_data, tmp_path_factory):
-    """Also shows that --cpu works on a machine with a GPU, and clips there."""
+    """A fp32 run. It also tests that --cpu and clipping work on a machine with a GPU."""
     run = _translation(mt_data, tmp_path_factory.mktemp("fp32-mt"), "--cpu")
     assert float(run.stats("train_inner")[-1]["gnorm"]) > 0.5
     return run
@@ -59,13 +59,13 @@ def fp32_translation(mt_data, tmp_path_factory):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ON_GPU)
-def test_a_precision_of_a_gpu_trains_clips_validates_resumes_and_generates(
+def test_a_gpu_precision_trains_clips_validates_resumes_and_generates(
     precision, mt_data, fp32_translation, tmp_path
 ):
     flags, ranks = ON_GPU[precision], 2 if "two GPUs" in precision else 1
     if torch.cuda.device_count() < ranks:
         pytest.skip("not run: each rank needs a GPU")
-    if ranks == 1:  # by itself fairseq takes all GPUs of a machine
+    if ranks == 1:  # by default, fairseq uses all GPUs of a machine
         flags = ("--distributed-world-size", 1, *flags)
     _translation(mt_data, tmp_path, *flags, updates=3, ranks=ranks)
     run = _translation(mt_data, tmp_path, *flags, ranks=ranks)

@@ -28,7 +28,7 @@ def _words(make, data, folder, *flags, updates=UPDATES):
 
 @pytest.fixture(scope="module")
 def unbroken(lm_data, tmp_path_factory):
-    """Return a function from flags and ranks to the folder of a run that no signal ended."""
+    """Return a function from flags and ranks to the folder of a run without a signal."""
     folders = {}
 
     def of(make, ranks, *flags):
@@ -68,7 +68,7 @@ QUICK = {"update", "dense"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[LONG] * (c not in QUICK)) for c in CASES])
-def test_a_run_continues_after_a_signal_as_if_there_was_none(lm_data, tmp_path, unbroken, case):
+def test_a_run_resumed_after_a_signal_equals_a_run_without_a_signal(lm_data, tmp_path, unbroken, case):
     make, ranks, at, flags, saved = CASES[case]
     words = _words(make, lm_data, tmp_path, *flags)
     place, when, rank, *number = at
@@ -84,7 +84,7 @@ def test_a_run_continues_after_a_signal_as_if_there_was_none(lm_data, tmp_path, 
     same_end(unbroken(make, ranks, *flags), tmp_path)
 
 
-def test_before_the_first_update_there_is_nothing_to_save(lm_data, tmp_path):
+def test_a_signal_before_the_first_update_saves_nothing(lm_data, tmp_path):
     env = environment(tmp_path, Trial(what="signal", place="built", number="SIGUSR1"))
     run = wait(start("train", *_words(lm_args, lm_data, tmp_path), env=env))
     assert run.exit_codes == [EXIT_CODE]

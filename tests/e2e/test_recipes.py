@@ -1,4 +1,4 @@
-"""The recipes of configs/: each builds on the meta device, alike in both forms; the tiny ones train."""
+"""The recipes of configs/: both files of a recipe build equal models (meta device); tiny recipes train."""
 
 import argparse
 import copy
@@ -23,10 +23,10 @@ register()
 
 ARGS = ROOT / "configs" / "args"
 HYDRA = ROOT / "configs" / "hydra"
-ARGS_ALONE = {"zcode_small"}  # its task has no dataclass, without which hydra can not make it
+ARGS_ALONE = {"zcode_small"}  # hydra cannot create its task, which has no dataclass
 RECIPES = sorted({path.stem for path in ARGS.glob("*.args")} - ARGS_ALONE)
 GPT2_VOCABULARY, WMT_VOCABULARY = 50_257, 32_768
-# The dense Z-code model has 0.7 billion parameters; its vocabulary is not published, this one gives that.
+# The published dense Z-code model has 0.7 billion parameters, as with this assumed vocabulary size.
 ZCODE_VOCABULARY = 192_000
 SIZES = {  # recipe: (vocabulary, billions of parameters)
     "gpt_125m_8_experts": (GPT2_VOCABULARY, 0.32),
@@ -80,30 +80,30 @@ def _shapes(model):
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def test_every_recipe_stands_in_both_forms_and_in_the_table():
+def test_every_recipe_has_both_files_and_a_table_row():
     assert sorted(path.stem for path in HYDRA.glob("*.yaml")) == RECIPES == sorted(SIZES)
     table = (ROOT / "configs" / "README.md").read_text()
     assert all(f"| `{recipe}` |" in table for recipe in (*RECIPES, *ARGS_ALONE))
 
 
-# Those of other sizes or forms are built by `make test-long`.
+# `make test-long` builds the recipes with other sizes or forms.
 LARGE = ("parallel_", "zcode_64", "gpt_125m_64", "gpt_350m_128")
 
 
 @pytest.mark.parametrize(
     "recipe", [pytest.param(r, marks=[pytest.mark.long] * r.startswith(LARGE)) for r in RECIPES]
 )
-def test_a_recipe_builds_the_same_model_of_its_size_in_both_forms(recipe):
+def test_both_files_of_a_recipe_build_the_same_model_of_the_listed_size(recipe):
     vocabulary, billions = SIZES[recipe]
     by_args, by_hydra = (_built(read(recipe), vocabulary) for read in (_from_args, _from_hydra))
     assert _shapes(by_args) == _shapes(by_hydra)
-    assert str(by_args) == str(by_hydra)  # dropout and the like
+    assert str(by_args) == str(by_hydra)  # dropout and other options without parameters
     size = sum(parameter.numel() for parameter in by_args.parameters()) / 1e9
     assert size == pytest.approx(billions, rel=0.03)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_says_the_same_of_the_training_in_both_forms(recipe):
+def test_both_files_of_a_recipe_have_the_same_training_options(recipe):
     by_args = OmegaConf.to_container(_from_args(recipe), enum_to_str=True)
     cfg = OmegaConf.load(HYDRA / f"{recipe}.yaml")
     given = {

@@ -1,4 +1,4 @@
-"""`convert to-hf` and `from-hf` by the real commands, with models that fairseq trained."""
+"""The real commands `convert to-hf` and `convert from-hf`, with models that fairseq trained."""
 
 import json
 import re
@@ -78,10 +78,10 @@ def encoded(folder, texts):
 
 @pytest.fixture(scope="module")
 def exported(mt_data, tmp_path_factory):
-    """A model with the languages of M2M100, trained and exported; its data, checkpoint and export."""
+    """Data, checkpoint and exported folder of a trained model with the languages of M2M100."""
     folder = tmp_path_factory.mktemp("exported")
     data, tokenizer = encoded(folder, mt_data.parent)
-    # CTranslate2 has one number of heads for encoder and decoder.
+    # CTranslate2 needs equal numbers of heads in encoder and decoder.
     path = trained(data, folder / "run", "--max-update", 200, "--decoder-attention-heads", 2)
     export = ("convert", "to-hf", path, "--output", folder / "hf", "--tokenizer", tokenizer)
     assert "M2M100ForConditionalGeneration" in fairseq("tutel-__main__", *export).output
@@ -106,8 +106,8 @@ def test_a_trained_model_is_exported_and_imported(exported, tmp_path):
     )  # fmt: skip
 
 
-def test_ctranslate2_translates_an_exported_model_alike(exported, mt_data):
-    """A model with the languages of M2M100, trained with fairseq: 21 sentences, greedy and beam 4."""
+def test_ctranslate2_gives_the_same_translations_with_an_exported_model(exported, mt_data):
+    """The outputs for 21 sentences are equal, for greedy search and for beam 4."""
     ctranslate2 = pytest.importorskip("ctranslate2")
     transformers = pytest.importorskip("transformers")
     tmp_path = exported[2]

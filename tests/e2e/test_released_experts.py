@@ -1,4 +1,4 @@
-"""An imported NLLB-MoE with stock commands: on two ranks, from a store, and fine-tuned."""
+"""An imported NLLB-MoE in fairseq's commands: on two ranks, from a store, and fine-tuned."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`report` over a real training run with experts on two ranks, and a stored log of a dense one."""
+"""`report` for a real MoE run on two ranks and the stored log of a dense run."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A launcher that starts ranks again: the training goes on from its newest checkpoint, to the same end."""
+"""If a launcher restarts ranks, the run resumes from its newest checkpoint and ends with equal weights."""
 
 import os
 import shutil
@@ -40,7 +40,7 @@ def _ended_like(expected, folder):
     assert facts_of(found) == facts_of(expected)
 
 
-def test_ranks_that_are_started_again_beside_the_same_store_end_alike(lm_data, tmp_path, undisturbed):
+def test_restarted_ranks_with_the_same_store_end_with_equal_weights(lm_data, tmp_path, undisturbed):
     port = free_port()
     kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     words = lm_args(lm_data, tmp_path / "save", *SAVES, updates=UPDATES)
@@ -66,7 +66,7 @@ def _torchrun(words, *flags):
 
 
 @pytest.mark.long
-def test_torchrun_starts_ranks_again(lm_data, tmp_path, undisturbed):
+def test_torchrun_restarts_ranks(lm_data, tmp_path, undisturbed):
     words = lm_args(lm_data, tmp_path / "save", *SAVES, updates=UPDATES)
     flags = ("--nproc_per_node", 2, "--max-restarts", 2, "--master_port", free_port())
     done = subprocess.run(
@@ -80,7 +80,7 @@ def test_torchrun_starts_ranks_again(lm_data, tmp_path, undisturbed):
     _ended_like(undisturbed, tmp_path)
 
 
-def test_a_finished_run_that_is_started_again_changes_no_checkpoint(lm_data, tmp_path, undisturbed):
+def test_restarting_a_finished_run_changes_no_checkpoint(lm_data, tmp_path, undisturbed):
     shutil.copytree(undisturbed, tmp_path / "save")
     files = list((tmp_path / "save").glob("*.pt"))
     saved = [(file.stat().st_ino, file.stat().st_mtime_ns) for file in files]

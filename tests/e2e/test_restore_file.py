@@ -1,4 +1,4 @@
-"""The checkpoint from which a run resumes if each rank has its own --save-dir or --restore-file."""
+"""Selects the checkpoint to resume from if each rank has a different --save-dir or --restore-file."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ from models import lm_args
 
 @pytest.fixture(scope="module")
 def saved(lm_data, tmp_path_factory):
-    """Two folders of two trainings of two updates."""
+    """The folders of two training runs with two updates each."""
     folders = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
     for seed, folder in enumerate(folders, start=1):
         fairseq("train", *lm_args(lm_data, folder, "--seed", seed, updates=2))
@@ -31,7 +31,7 @@ def test_ranks_with_different_checkpoints_are_refused(lm_data, tmp_path, saved):
 
 
 def test_a_run_without_a_last_checkpoint_resumes_from_the_newest(lm_data, tmp_path, saved):
-    """As after a disk that was full for the copy; the ranks' folders may be copies."""
+    """This happens if the disk is full when fairseq copies the file. The ranks' folders may be copies."""
     for name in ("a", "b"):
         shutil.copytree(saved[0], tmp_path / name)
         (tmp_path / name / "checkpoint_last.pt").unlink()

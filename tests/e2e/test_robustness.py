@@ -1,4 +1,4 @@
-"""Several ranks through fairseq-train: missing ranks and different options are named in time."""
+"""Several ranks of fairseq-train: errors name missing ranks and different options within a time limit."""
 
 from cli import start, start_each, tail, wait
 from faults.trial import PLACES, Trial, environment
@@ -6,7 +6,7 @@ from models import lm_args
 
 
 def _start(data, folder, what, *flags, ranks):
-    """Start a run in whose third training step rank 1 is killed or stopped."""
+    """Start a run in which rank 1 is killed or stopped in the third training step."""
     words = lm_args(data, folder / "save", "--user-dir", PLACES, *flags)
     trial = Trial(what=what, place="train", when=3, rank=1)
     return start("train", *words, ranks=ranks, env=environment(folder, trial))
@@ -16,7 +16,7 @@ def _last_error(log):
     return [line for line in log.splitlines() if "rror: " in line][-1]
 
 
-def test_a_killed_rank_is_named_by_the_others(lm_data, tmp_path):
+def test_the_other_ranks_name_a_killed_rank(lm_data, tmp_path):
     flags = ("--moe-expert-count", 3, "--moe-comm-timeout", 3)
     run = wait(_start(lm_data, tmp_path, "kill", *flags, ranks=3))
     assert run.exit_codes[1] == -9 and 0 not in run.exit_codes
@@ -29,11 +29,11 @@ def test_a_killed_rank_is_named_by_the_others(lm_data, tmp_path):
     assert not (tmp_path / "save" / "crash.pt").exists()
 
 
-def test_a_stopped_rank_ends_the_others_in_fairseq_s_own_collectives(lm_data, tmp_path):
+def test_a_stopped_rank_ends_the_other_ranks_in_fairseq_s_collectives(lm_data, tmp_path):
     flags = ("--moe-expert-parallel-size", 1, "--moe-comm-timeout", 1)
     started = _start(lm_data, tmp_path, "stop", *flags, ranks=2)
     (process, _), (stopped, _) = started
-    process.join(60)  # start-up, the time-out and the health check: torch alone would wait half an hour
+    process.join(60)  # start-up, timeout and health check; torch alone would wait 30 minutes
     assert process.exitcode not in (0, None)
     stopped.kill()
     run = wait(started)

@@ -1,4 +1,4 @@
-"""Routing through the command line: random choices after a resume, decoding, a user's own classes."""
+"""Routing through the command line: random choices after a resume, decoding, and custom classes."""
 
 import itertools
 import re
@@ -51,12 +51,12 @@ def test_random_choices_continue_bit_for_bit_after_a_resume(kind, ranks, lm_data
     if kind == "noise":
         steps = a["model"]["decoder.layers.0.fc1.balance_bias.bias"] / 0.001
         torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
-        assert 0 < steps.abs().max() <= 3  # one step an update
+        assert 0 < steps.abs().max() <= 3  # the bias changes by one step per update
     if kind == "nllb":
         assert a["model"]["decoder.layers.1.fc1.beside.cmr_gate.weight"].shape == (1, 16)
         for record in run.stats("train_inner"):
             distance = abs(float(record["moe_cmr_gate"]) - 0.3)
-            # The tokens of all layers have one mean; the log has a mean for each micro-batch.
+            # The loss uses one mean over the tokens of all layers; the log has a mean for each micro-batch.
             assert float(record["cmr_gate_loss"]) == pytest.approx(distance, abs=0.02)
 
 
@@ -76,13 +76,13 @@ DECODED = (
 )  # fmt: skip
 
 
-def test_incremental_decoding_scores_as_a_forward_over_the_sentence(mt_data, tmp_path):
+def test_incremental_decoding_gives_the_scores_of_one_forward(mt_data, tmp_path):
     fairseq("train", *mt_args(mt_data, tmp_path, *DECODED, "--disable-validation", updates=2))
     words = (mt_data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt", "--beam", 1)
     words += ("--gen-subset", "valid", "--num-workers", 0, "--required-batch-size-multiple", 1)
     scores = {}
     for extra in (("--prefix-size", 99), ("--score-reference",)):
-        # The reference as a prefix is scored word by word, on its own all at once.
+        # With a prefix, the reference is scored word by word; without a prefix, in one forward.
         run = fairseq("generate", *words, *extra)
         found = re.findall(r"^P-(\d+)\t(.*)$", run.output, re.M)
         scores[extra[0]] = {int(i): [float(x) for x in row.split()] for i, row in found}
@@ -95,7 +95,7 @@ def test_incremental_decoding_scores_as_a_forward_over_the_sentence(mt_data, tmp
 OWN = ("--moe-gate-type", "own_user_dir.CalmGate", "--moe-expert-type", "own_user_dir.TanhExpert")
 
 
-def test_a_gate_and_an_expert_of_one_s_own_train_and_are_opened_again(lm_data, tmp_path, monkeypatch):
+def test_a_custom_gate_and_expert_train_and_open_again(lm_data, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     fairseq("train", *lm_args(lm_data, tmp_path, *OWN, updates=1), ranks=2)
     assert _load(tmp_path)["model"]["decoder.layers.0.fc1.experts.0__weight"].shape == (4, 32, 16)

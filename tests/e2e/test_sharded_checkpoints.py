@@ -1,4 +1,4 @@
-"""Sharded checkpoints through the command line: each rank writes its experts, any run reads them."""
+"""Sharded checkpoints through the command line: each rank writes its experts, and any run reads all."""
 
 import re
 import shutil
@@ -34,7 +34,7 @@ def train(data, folder, updates, ranks, freq, *extra):
 
 
 ZERO = ("--moe-zero-stage", 2, "--moe-offload-optimizer")
-# (ranks, P, flags): one rank; experts on each rank; replicas; two ranks for an expert.
+# (ranks, P, flags): one rank; experts spread over ranks; EP replicas; two ranks per expert.
 LAYOUTS = {
     "1 full": (1, 1, ()),
     "1 sharded": (1, 1, SHARDED),
@@ -59,7 +59,7 @@ def train_at(name, data, folder, updates):
 
 @pytest.fixture(scope="module")
 def saved_at(lm_data, tmp_path_factory):
-    """Return a function from a place of `LAYOUTS` to the folder of two updates there."""
+    """Return a function from a key of `LAYOUTS` to the folder of a run with two updates."""
     folders = {}
 
     def of(name):
@@ -73,7 +73,7 @@ def saved_at(lm_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def straight(lm_data, tmp_path_factory):
-    """Return what four updates without a stop log."""
+    """Return the log of a run with four updates and without a stop."""
     return losses(train_at("1 full", lm_data, tmp_path_factory.mktemp("straight"), 4))
 
 

@@ -1,4 +1,4 @@
-"""MoE variants of models that write speech train through fairseq's commands."""
+"""MoE variants of models that output speech train through fairseq's commands."""
 
 import csv
 
@@ -34,7 +34,7 @@ SPOKEN = {
 
 
 def _add_targets(folder, in_units):
-    """Add to lists of filter banks what is said: the banks themselves, or a unit a letter."""
+    """Add the targets to the lists of filter banks: the filter banks, or one unit per letter."""
     for split in ("train", "valid"):
         path = folder / f"{split}.tsv"
         with path.open() as file:
@@ -55,7 +55,7 @@ def _add_targets(folder, in_units):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SPOKEN)
-def test_models_that_write_speech_train_on_two_ranks_and_are_validated(kind, tmp_path):
+def test_models_that_output_speech_train_on_two_ranks_and_are_validated(kind, tmp_path):
     name, of_task, criterion, of_model = SPOKEN[kind]
     data = banks(tones(tmp_path / "sounds"), tmp_path / "banks")
     _add_targets(data, in_units=bool(of_task))
@@ -69,7 +69,7 @@ def test_models_that_write_speech_train_on_two_ranks_and_are_validated(kind, tmp
         "--log-format", "json", "--required-batch-size-multiple", 1, "--batch-size", 4,
     ).stats("valid")[-1]  # fmt: skip
     expected = float(run.stats("valid")[-1]["valid_loss"])
-    # Models that write spectrograms apply a dropout in evaluation, too.
+    # Models that output spectrograms use dropout in evaluation too.
     assert float(found["valid_loss"]) == pytest.approx(expected, rel=0.02)
     if of_task:
         output = fairseq(

@@ -1,4 +1,4 @@
-"""Tasks that are not ours, and have no dataclass, train experts as ours do: stock ones and a user's own."""
+"""Tasks without a dataclass, of fairseq or of a user, train experts like the plugin's tasks."""
 
 import shutil
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_a_task_without_a_dataclass_trains_one_model_on_any_number_of_ranks(task
         return fairseq("train", *mt_args(mt_data, tmp_path / folder, *words, updates=updates), **kwargs)
 
     train("one", "--update-freq", 2)
-    # A system option.
+    # An option of the task.
     train("two", "--moe-checkpoint", "sharded", updates=2, ranks=2)
     resumed = train("two", ranks=2)
     assert "expert parallel size 2" in resumed.output
@@ -38,7 +38,7 @@ def test_a_task_without_a_dataclass_trains_one_model_on_any_number_of_ranks(task
 
 
 def _monolingual(data, folder):
-    """Lay out a translation corpus as online_backtranslation wants it; return the folder."""
+    """Copy a translation corpus to the file names of online_backtranslation; return the folder."""
     for lang in ("de", "en"):
         (folder / lang).mkdir(parents=True)
         for ending in ("bin", "idx"):
@@ -48,7 +48,7 @@ def _monolingual(data, folder):
     return folder
 
 
-def test_a_task_that_generates_in_its_training_step_keeps_ranks_in_step(mt_data, tmp_path):
+def test_ranks_stay_synchronized_if_a_task_generates_in_a_training_step(mt_data, tmp_path):
     task = (
         "--task", "online_backtranslation", "--mono-langs", "de,en", "--valid-lang-pairs", "de-en",
         "--optimizer", "sgd", "--lr", 0.5, "--max-update", 1, "--no-save", "--max-tokens", 60,

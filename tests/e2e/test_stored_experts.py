@@ -1,4 +1,4 @@
-"""Commands that use a model whose experts are in a store: what they print with all experts in memory."""
+"""Commands with an expert store give the same output as with all experts in memory."""
 
 import re
 
@@ -15,7 +15,7 @@ LAYERS, EXPERTS = 4, 4
 
 @pytest.fixture(scope="module")
 def mt(mt_data, tmp_path_factory):
-    """A pre-gated translation model in shards; hardly trained."""
+    """A pre-gated translation model with little training, in a sharded checkpoint."""
     folder = tmp_path_factory.mktemp("mt-run")
     fairseq("train", *mt_args(mt_data, folder, *SHARDED, *PREGATED, updates=1))
     return folder / "checkpoint_last.pt"
@@ -23,7 +23,7 @@ def mt(mt_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lm(lm_data, tmp_path_factory):
-    """A language model, in one file."""
+    """A language model in a full checkpoint."""
     folder = tmp_path_factory.mktemp("lm-run")
     fairseq("train", *lm_args(lm_data, folder, updates=2))
     return folder / "checkpoint_last.pt"
@@ -40,7 +40,7 @@ GENERATE = ("--beam", 2, "--max-len-b", 8, "--batch-size", 7)
 
 
 def generate(data, path, *extra, **options):
-    """Return what fairseq-generate printed of its sentences, and the run."""
+    """Run fairseq-generate; return the printed sentences, and the run."""
     run = fairseq("tutel-run", "generate", *words("translation", data, path, *GENERATE, *extra), **options)
     return sorted(re.findall(LINE, run.output, re.M)), run
 
@@ -99,7 +99,7 @@ SCORED = (
 )  # fmt: skip
 
 
-def test_eval_lm_takes_a_full_checkpoint_from_host_memory_and_shards_from_disk(lm, lm_data, tmp_path):
+def test_eval_lm_with_experts_in_host_memory_and_on_disk(lm, lm_data, tmp_path):
     convert("sharded", "--input", lm, "--output", tmp_path / "sharded.pt")
     ways = [(lm,), (lm, "host"), (tmp_path / "sharded.pt", "disk")]
     found = []

@@ -1,4 +1,4 @@
-"""The page of experts of tokens, by its command, for every kind of model."""
+"""The page that `tokens` writes, for every kind of model."""
 
 import json
 import re
@@ -19,7 +19,7 @@ import screenshots
 
 
 def page(path, *words):
-    """Run the command; return what the page has."""
+    """Run the command; return the parsed page."""
     assert tool("tokens", *words, "--output", path) == f"wrote {path}\n"
     return json.loads(re.search(r'id="content">(.*?)</script>', path.read_text(), re.S)[1])
 
@@ -32,13 +32,13 @@ def test_several_ranks_are_refused(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def translator(mt_data, tmp_path_factory):
-    """A --save-dir of a translation model with a sharded checkpoint of two ranks."""
+    """A --save-dir of a translation model with a sharded checkpoint that two ranks wrote."""
     save = tmp_path_factory.mktemp("translator")
     fairseq("train", *mt_args(mt_data, save, "--moe-checkpoint", "sharded", updates=2), ranks=2)
     return save
 
 
-def test_tokens_have_the_experts_of_the_gate(translator, mt_data, tmp_path):
+def test_the_page_has_the_experts_that_the_gate_chose(translator, mt_data, tmp_path):
     found = page(tmp_path / "page.html", translator, mt_data, "--limit", 5)
     assert [layer["name"] for layer in found["layers"]] == [
         f"{side}.layers.{i}" for side in ("encoder", "decoder") for i in (0, 1)
@@ -68,7 +68,7 @@ def test_texts_are_translated_or_continued(translator, mt_data, lm_data, tmp_pat
     assert len(only["experts"]["decoder.layers.1.fc1"]) == len(only["tokens"])
 
 
-def test_language_pairs_have_loads_of_their_own(tmp_path):
+def test_language_pairs_have_separate_loads(tmp_path):
     data, save = translation(tmp_path), tmp_path / "save"
     fairseq("train", *mt_args(data, save, *MODEL, updates=2))
     found = page(tmp_path / "page.html", save, data)

@@ -1,4 +1,4 @@
-"""`convert upcycle` and back, with real dense training runs: losses, further training, stock fairseq."""
+"""`convert upcycle`, and conversion back to dense, with real dense runs: losses and further training."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ from tool_in_process import tool
 
 
 def dense_args(args):
-    """Return a MoE training's arguments as those of its dense twin."""
+    """Return the arguments of the dense model that corresponds to a MoE model's arguments."""
     dense, words = [], iter(map(str, args))
     for word in words:
         if word.startswith("--moe-"):
@@ -23,12 +23,12 @@ def dense_args(args):
 
 
 def convert(kind, source, target, *words):
-    """Run `convert KIND`; return what it printed."""
+    """Run `convert KIND`; return the printed text."""
     return tool("convert", kind, "--input", source, "--output", target, *words)
 
 
 def outputs(path, data):
-    """Return the model's scores, in evaluation, of fixed tokens."""
+    """Return the model's scores for fixed tokens, in evaluation mode."""
     from fairseq import checkpoint_utils
 
     from fairseq_tutel import plugin
@@ -45,7 +45,7 @@ def outputs(path, data):
         inputs = (tokens, torch.full((4,), 12), tokens)
     with torch.no_grad():
         scores = model.eval()(*inputs)[0]
-    return scores[[0, 2, 3]]  # what stands at padding is anything
+    return scores[[0, 2, 3]]  # outputs at padding are undefined
 
 
 def same_outputs(a, b, data, tolerance=1e-5):
@@ -54,7 +54,7 @@ def same_outputs(a, b, data, tolerance=1e-5):
 
 @pytest.fixture(scope="module")
 def lm(lm_data, tmp_path_factory):
-    """A dense language model after six updates."""
+    """A dense language model that was trained for six updates."""
     folder = tmp_path_factory.mktemp("lm")
     fairseq("train", *dense_args(lm_args(lm_data, folder)))
     return folder / "checkpoint_last.pt"
@@ -62,7 +62,7 @@ def lm(lm_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mt(mt_data, tmp_path_factory):
-    """A dense translation model after six updates."""
+    """A dense translation model that was trained for six updates."""
     folder = tmp_path_factory.mktemp("mt")
     fairseq("train", *dense_args(mt_args(mt_data, folder)))
     return folder / "checkpoint_last.pt"
@@ -77,7 +77,7 @@ def test_upcycle_evaluates_to_the_dense_loss(lm, lm_data, tmp_path):
         return float(re.search(r"Loss \(base 2\): ([\d.]+)", run.output)[1])
 
     convert("upcycle", lm, tmp_path / "moe.pt")
-    assert loss(tmp_path / "moe.pt") == pytest.approx(loss(lm), abs=1.01e-4)  # its last digit
+    assert loss(tmp_path / "moe.pt") == pytest.approx(loss(lm), abs=1.01e-4)  # the last logged digit
 
 
 def older(path, target):
@@ -99,7 +99,7 @@ def test_upcycle_gives_the_outputs_of_the_dense_translation_model_from_an_older_
 ON = ("--moe-freq", 2, "--moe-expert-count", 4)
 
 
-def test_upcycle_goes_on_training_by_every_way_that_fairseq_has(lm, lm_data, tmp_path):
+def test_an_upcycled_model_trains_further_with_each_flag_of_fairseq(lm, lm_data, tmp_path):
     convert("upcycle", lm, tmp_path / "moe.pt", *ON)
     ways = {
         "finetune": ("--finetune-from-model", tmp_path / "moe.pt"),
@@ -137,7 +137,7 @@ def test_convert_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
         made[name] = tmp_path / f"{name}.pt"
         convert(kind, trained, made[name], *options)
         outputs(made[name], lm_data)
-    # A dense result is stock fairseq's: it opens in a process in which no plugin allows classes of a file.
+    # fairseq opens the dense model in a process without the plugin, which would allow more classes.
     words = (lm_data, "--path", made["dense"], "--tokens-per-sample", 16, "--batch-size", 8, "--cpu")
     ended = subprocess.run(
         [sys.executable, "-m", "fairseq_cli.eval_lm", *map(str, words)], capture_output=True, text=True

@@ -9,7 +9,7 @@ from cli import USER_DIR, fairseq
 from models import lm_args, mt_args
 from tool_in_process import tool
 
-# Every sentence, also those of a last, smaller batch; and no worker process, which takes seconds to start.
+# No sentence is dropped, even in a smaller last batch. No worker process, because its start takes seconds.
 ALL = ("--required-batch-size-multiple", 1, "--num-workers", 0)
 FRESH = ("--reset-optimizer", "--reset-lr-scheduler", "--reset-dataloader", "--reset-meters")
 EXPERTS = "decoder.layers.0.fc1.experts.fc1_weight"
@@ -39,14 +39,14 @@ def without(words, *flags, values=1):
 
 
 def dense(words, arch, task, criterion):
-    """Return the command line of a MoE model as that of its dense twin."""
+    """Return the command line of the dense model that corresponds to a MoE model's command line."""
     stock = ("--arch", arch, "--task", task, "--criterion", criterion, "--optimizer", "adam")
     return [*without(words, "--moe-freq", "--moe-expert-count"), *stock]
 
 
 @pytest.fixture(scope="module")
 def lm(lm_data, tmp_path_factory):
-    """A language model of four short epochs of 15 or 8 updates; its folder and run."""
+    """Folder and run of a language model that was trained for four epochs of 15 or 8 updates."""
     folder = tmp_path_factory.mktemp("lm-day")
     words = without(lm_args(lm_data, folder), "--max-update")
     words = without(words, "--no-epoch-checkpoints", values=0)
@@ -76,9 +76,9 @@ def test_the_last_epochs_last_updates_and_best_checkpoints_are_kept(lm):
 # Starting from a checkpoint
 
 
-def test_finetune_takes_the_weights_and_nothing_else(lm, lm_data, tmp_path):
+def test_finetune_from_model_loads_only_the_weights(lm, lm_data, tmp_path):
     base = lm[0] / "checkpoint_best.pt"
-    # Learning rate 0 keeps the weights as they were loaded; the test set is other data.
+    # With learning rate 0, the weights stay as loaded. The data is the test set.
     words = ("--finetune-from-model", base, "--lr", 0, "--train-subset", "test", "--batch-size", 8)
     run = fairseq("train", *lm_args(lm_data, tmp_path, *words, updates=1))
     assert "loading pretrained model from" in run.output
@@ -87,7 +87,7 @@ def test_finetune_takes_the_weights_and_nothing_else(lm, lm_data, tmp_path):
     assert found["model"][EXPERTS].shape[0] == 4
     _started_afresh(found, updates=1)
     assert _steps(found) == {1}
-    # The same command line, started again, goes on from its own checkpoint.
+    # If the same command line runs again, it resumes from its own checkpoint.
     fairseq("train", *lm_args(lm_data, tmp_path, *words, updates=2))
     assert _steps(load(tmp_path / "checkpoint_last.pt")) == {2}
 
@@ -99,11 +99,11 @@ def _started_afresh(state, updates):
 
 
 def _steps(state):
-    """Return the updates that Adam's moments of all weights have seen."""
+    """Return the number of updates in the optimizer state of all weights."""
     return {int(weight["step"]) for weight in state["last_optimizer_state"]["state"].values()}
 
 
-def test_restore_file_with_every_reset_takes_the_weights_alone(lm, lm_data, tmp_path):
+def test_restore_file_with_every_reset_loads_only_the_weights(lm, lm_data, tmp_path):
     base = lm[0] / "checkpoint4.pt"
     words = ("--restore-file", base, *FRESH, "--lr", 0, "--optimizer", "moe_sgd", "--momentum", 0.9)
     fairseq("train", *lm_args(lm_data, tmp_path, *words, updates=2), ranks=2)
@@ -113,9 +113,9 @@ def test_restore_file_with_every_reset_takes_the_weights_alone(lm, lm_data, tmp_
     assert found["optimizer_history"][-1]["optimizer_name"] == "MoESGD"
 
 
-def test_restore_file_keeps_what_is_not_reset(lm, lm_data, tmp_path):
+def test_restore_file_loads_everything_that_is_not_reset(lm, lm_data, tmp_path):
     base = lm[0] / "checkpoint4.pt"
-    # Gradients are clipped to nothing: what an update leaves of a moment is 0.9 of it.
+    # Gradients are clipped to almost 0, so an update multiplies a moment by 0.9.
     words = ("--restore-file", base, "--reset-dataloader", "--reset-meters", "--clip-norm", 1e-12)
     fairseq("train", *lm_args(lm_data, tmp_path, *words, updates=40), ranks=2)
     found = load(tmp_path / "checkpoint_last.pt")

@@ -1,4 +1,4 @@
-"""MoE variants of each family train through fairseq's commands, and other commands open them."""
+"""MoE variants of each model family train in fairseq's commands, and other commands open the models."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ from equality import learns, same_training
 from models import COMMON, EXPERTS, SOUND_DIR, mt_args
 from sounds import banks, tones
 
-# 20 ms a frame.
+# A frame is 20 ms.
 CONVOLUTIONS = "[(16, 10, 5)] + [(16, 8, 8)] * 2"
 WAVES = (
     "--conv-feature-layers", CONVOLUTIONS, "--encoder-layers", 2, "--encoder-embed-dim", 16,
@@ -31,7 +31,7 @@ PRETRAINED = {
 
 @pytest.fixture(scope="session")
 def sound_data(tmp_path_factory):
-    """Sounds with their text."""
+    """The folder of sounds with text."""
     return tones(tmp_path_factory.mktemp("sounds") / "of")
 
 
@@ -41,7 +41,7 @@ def _pretrain(kind, data, folder, *extra, updates=2, **kwargs):
 
 
 def one_quick(kinds):
-    """Return kinds for a test; all but the first take it to make test-long."""
+    """Return a test's parameters; `make test` runs only the first, `make test-long` the others."""
     first, *others = kinds
     return first, *(pytest.param(kind, marks=pytest.mark.long) for kind in others)
 
@@ -52,7 +52,7 @@ def _load(folder):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", PRETRAINED)
-def test_waves(kind, sound_data, tmp_path):
+def test_models_of_audio_samples(kind, sound_data, tmp_path):
     learns(_pretrain(kind, sound_data, tmp_path, updates=60))
     extra = ("--checkpoint-activations", "--max-update", 62)
     resumed = _pretrain(kind, sound_data, tmp_path, *extra, ranks=2)
@@ -66,7 +66,7 @@ DECODER = (
 )  # fmt: skip
 WRITES = ("--task", "moe_audio_finetuning", "--labels", "ltr", "--autoregressive")
 CTC = ("--criterion", "moe_ctc", "--post-process", "letter")
-# The pretrained model, the task, and how it goes on; stock's decoders expect so many numbers a frame.
+# The pretrained model, the task, and options for fine-tuning; decoders need a fixed size of a frame.
 FINE_TUNED = {
     "wav2vec_seq2seq": ("wav2vec2", WRITES, (*DECODER, "--decoder-embed-dim", 512)),
     "hubert_ctc": (
@@ -90,7 +90,7 @@ def _fine_tune(kind, data, pretrained, folder, *extra, updates=6, **kwargs):
 
 @pytest.fixture(scope="module")
 def pretrained(sound_data, tmp_path_factory):
-    """What returns the path of a small pretrained model."""
+    """Function that returns the path of a small pretrained model."""
 
     @cache
     def path_of(kind):
@@ -140,7 +140,7 @@ OF_BANKS = {
 
 
 @pytest.mark.parametrize("kind", one_quick(OF_BANKS))
-def test_filter_banks(kind, sound_data, tmp_path):
+def test_models_of_filter_banks(kind, sound_data, tmp_path):
     data = banks(sound_data, tmp_path / "banks")
     words = (
         "--task", "moe_speech_to_text", "--arch", f"moe_{kind}", "--criterion",
@@ -151,7 +151,7 @@ def test_filter_banks(kind, sound_data, tmp_path):
         folder = ("--save-dir", tmp_path / str(ranks), "--update-freq", 2 // ranks)
         run = fairseq("train", data, *COMMON, *words, *folder, ranks=ranks)
         learns(run)
-    if "conformer" not in kind:  # which has batch norms
+    if "conformer" not in kind:  # this model has batch norms
         same_training(tmp_path / "1", tmp_path / "2")
     output = fairseq(
         "generate", data, "--user-dir", SOUND_DIR, "--task", "moe_speech_to_text", "--gen-subset",
@@ -170,14 +170,14 @@ NOT_AUTOREGRESSIVE = {
 
 
 @pytest.mark.parametrize("kind", one_quick(NOT_AUTOREGRESSIVE))
-def test_not_autoregressive(kind, mt_data, tmp_path):
+def test_nonautoregressive_models(kind, mt_data, tmp_path):
     words = (*LEVENSHTEIN, "--arch", f"moe_{kind}", *NOT_AUTOREGRESSIVE[kind])
     words = (*words, "--optimizer", "moe_sgd", "--lr", 0.1)
     for ranks in (1, 2):
         args = mt_args(mt_data, tmp_path / str(ranks), *words, "--update-freq", 2 // ranks)
         run = fairseq("train", *args, ranks=ranks)
         learns(run)
-    if "full_mask" in words and kind.startswith("non"):  # others draw noise for each micro-batch
+    if "full_mask" in words and kind.startswith("non"):  # the other models draw noise for each micro-batch
         same_training(tmp_path / "1", tmp_path / "2")
     output = fairseq(
         "generate", mt_data, "--user-dir", SOUND_DIR, "--task", "moe_translation_lev", "--path",

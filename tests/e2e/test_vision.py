@@ -1,4 +1,4 @@
-"""Images through the real command line: SwinV2-MoE on scikit-learn's digits."""
+"""Image models through the real command line: SwinV2-MoE on scikit-learn's digits."""
 
 import csv
 import re
@@ -14,11 +14,13 @@ from tool_in_process import tool
 
 AUGMENTED = ("--image-crop-padding", 1, "--image-flip", 0.2, "--image-mixup", 0.2)
 BY_ACCURACY = ("--best-checkpoint-metric", "accuracy", "--maximize-best-checkpoint-metric")
-UPDATES = 6  # of 8 micro-batches in 4 updates of an epoch
+UPDATES = 6  # an epoch has 8 micro-batches in 4 updates
 
 
 def swin_args(data, save_dir, *extra):
-    """A two-stage SwinV2-MoE, an update of two micro-batches of 11 images; `extra` comes last and wins."""
+    """Return arguments for a two-stage SwinV2-MoE with two micro-batches of 11 images per update.
+
+    `extra` overrides other arguments."""
     return [
         data, "--user-dir", USER_DIR, "--task", "moe_image_classification",
         "--arch", "swin_v2_moe_tiny", "--criterion", "moe_image_classification", "--label-smoothing", 0.1,
@@ -32,7 +34,7 @@ def swin_args(data, save_dir, *extra):
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """Arrays of 88 digits to train on and 40 to look at."""
+    """Arrays of 88 digits for training and 40 for validation."""
     folder, found = tmp_path_factory.mktemp("digits"), load_digits()
     pixels = (found.images * 255 / 16).astype(np.uint8)
     for split, part in (("train", slice(88)), ("valid", slice(88, 128))):
@@ -42,7 +44,7 @@ def digits(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(digits, tmp_path_factory):
-    """The folder of a training on one rank, and what it printed."""
+    """The folder and the output of a training run on one rank."""
     folder = tmp_path_factory.mktemp("plain")
     run = fairseq("train", *swin_args(digits, folder))
     return folder, run
@@ -50,7 +52,7 @@ def plain(digits, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharded(digits, tmp_path_factory):
-    """The folder of the same training on two ranks that share experts, in ZeRO's stage 1."""
+    """The folder of the same training run on two ranks that share experts, with ZeRO stage 1."""
     folder = tmp_path_factory.mktemp("sharded")
     flags = (
         "--update-freq", 1, "--moe-zero-stage", 1, "--moe-checkpoint", "sharded",
@@ -83,8 +85,8 @@ def test_the_best_checkpoint_is_the_most_accurate(plain):
     assert accuracies[best["optimizer_history"][-1]["num_updates"]] == max(accuracies.values())
 
 
-def test_validate_and_predict_find_the_same(sharded, digits, tmp_path):
-    """Both open a sharded checkpoint in one process."""
+def test_validate_and_predict_give_the_same_accuracy(sharded, digits, tmp_path):
+    """Both commands open a sharded checkpoint in one process."""
     (tmp_path / "valid.npz").write_bytes((digits / "valid.npz").read_bytes())
     checkpoint, table = sharded / "checkpoint_last.pt", tmp_path / "found.csv"
     words = ("--user-dir", USER_DIR, "--task", "image_classification", "--path", checkpoint)
@@ -115,7 +117,7 @@ checkpoint: {save_dir: "???", best_checkpoint_metric: accuracy, maximize_best_ch
 
 
 def test_hydra_finetunes_on_other_classes_and_validates_the_training_set(plain, digits, tmp_path):
-    """Flipped in training alone: as another split the same images give the same loss."""
+    """Images are flipped only in training, so the same images as another split have the same loss."""
     with np.load(digits / "train.npz") as file:
         kept = file["labels"] < 9
         for split in ("train", "valid"):

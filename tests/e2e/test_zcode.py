@@ -1,4 +1,4 @@
-"""Several languages and tasks in one model, as Z-code trains: the recipe through the stock commands."""
+"""Several languages and tasks in one model as in Z-code: the recipe in fairseq's commands."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ PAIRS = ("de-en", "xde-de")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """German and English, and each with noise as a language of its own."""
+    """A corpus of German and English, and of each language with noise as a separate language."""
     folder = tmp_path_factory.mktemp("zcode")
     data = translation(folder)
     known = ("--srcdict", data / "dict.de.txt", "--tgtdict", data / "dict.de.txt", "--workers", 1)
@@ -32,7 +32,7 @@ def data(tmp_path_factory):
     return data
 
 
-def test_languages_and_tasks_have_loads_of_their_own(data, tmp_path):
+def test_languages_and_tasks_have_separate_loads(data, tmp_path):
     save = tmp_path / "several"
     save.mkdir()
     words = shlex.split(RECIPE.read_text())

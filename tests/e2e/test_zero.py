@@ -1,4 +1,4 @@
-"""ZeRO, offload and the five forms of parallelism through fairseq-train, each against one plain process."""
+"""ZeRO, offload and the five forms of parallelism in fairseq-train, compared with one plain process."""
 
 import shlex
 
@@ -19,7 +19,7 @@ def _load(folder):
 
 
 def _train(data, folder, *flags, ranks=1, updates=4):
-    """Train on four micro-batches an update, whatever the number of ranks."""
+    """Train with four micro-batches per update on any number of ranks."""
     args = lm_args(data, folder, "--update-freq", MICRO_BATCHES // ranks, *flags, updates=updates)
     return fairseq("train", *args, ranks=ranks)
 
@@ -31,18 +31,18 @@ def _same_training(expected, found, adam):
 
 @pytest.mark.long
 def test_zero_in_bf16_has_the_masters_of_plain_bf16(lm_data, tmp_path):
-    # Bits of what is summed in the same order: one micro-batch, no norm, and no Adam, whose fused kernel
-    # takes a vector's last elements by another instruction.
+    # Bits are equal only if sums have the same order: with one micro-batch, no norm, and no Adam. Adam's
+    # fused kernel uses another instruction for the last elements of a vector.
     steps = (*SGD, "--bf16", "--clip-norm", 0, "--update-freq", 1)
     flags = (*steps, "--moe-expert-parallel-size", 2)
     for folder, more in (("plain", ()), ("zero", ZERO_2)):
         _train(lm_data, tmp_path / folder, *flags, *more, ranks=2, updates=3)
     expected, found = _load(tmp_path / "plain"), _load(tmp_path / "zero")
     assert all(torch.equal(w, w.bfloat16().float()) for w in found["model"].values())
-    # The same sums of two ranks' gradients, and the same arithmetic after them.
+    # Both runs add the gradients of two ranks equally, and then compute the same update.
     same_bits(expected["model"], found["model"])
     same_bits(expected["last_optimizer_state"]["state"], found["last_optimizer_state"]["state"])
-    # Each goes on from the other's file: two ranks with shards from plain ones, one plain rank from shards.
+    # Each run resumes from the other's file: two ZeRO ranks from a plain file, one plain rank from ZeRO's.
     straight = tmp_path / "straight"
     _train(lm_data, straight, *flags, ranks=2, updates=5)
     _train(lm_data, tmp_path / "plain", *flags, *ZERO_2, *OFFLOAD, ranks=2, updates=5)
@@ -55,7 +55,7 @@ def test_zero_in_bf16_has_the_masters_of_plain_bf16(lm_data, tmp_path):
 
 
 def _recipe(form):
-    """Return a recipe's words, small enough for the test's corpus."""
+    """Return a recipe's arguments with sizes for the test's small corpus."""
     words = shlex.split((ROOT / "configs" / "args" / f"parallel_{form}.args").read_text())
     words[words.index("--user-dir") + 1] = USER_DIR
     return [
@@ -66,7 +66,7 @@ def _recipe(form):
 
 @pytest.fixture(scope="module")
 def one_process(lm_data, tmp_path_factory):
-    """Return the file of a recipe's model trained by one plain process; each model is trained once."""
+    """Return the checkpoint of a recipe's model, trained by one plain process; results are cached."""
     files = {}
 
     def of(form):

@@ -1,4 +1,4 @@
-"""Training runs on two ranks with one fault each: messages, checkpoints, and how they continue."""
+"""Training runs on two ranks with one fault each: error messages, checkpoints, and the continued run."""
 
 import os
 
@@ -7,7 +7,7 @@ from corpora import language
 
 from .trial import Trial, carry_out, train
 
-# Checkpoints in shards that threads write.
+# Options for sharded checkpoints that are written in the background.
 BACKGROUND = ("--moe-checkpoint", "sharded", "--moe-save-async")
 RANK_1 = r"rank 1\b"
 TRIALS = {
@@ -29,12 +29,12 @@ TRIALS = {
     "a flipped bit": Trial(what="flip", begun=True, says="which is corrupt"),
     "a removed file": Trial(what="remove", begun=True, outcome="continued", says="training resumes from"),
 }
-QUICK = ("a flipped bit",)  # tests/e2e has other faults
+QUICK = ("a flipped bit",)  # tests/e2e tests other faults
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """Return the corpus, and a function that runs a training without a fault once."""
+    """Return the corpus, and a cached function that trains without a fault."""
     folder = tmp_path_factory.mktemp("faults")
     os.environ.setdefault("FAIRSEQ_TUTEL_TEST_LOGS", str(folder / "logs"))
     data, made = language(tmp_path_factory.mktemp("corpus")), {}

@@ -1,4 +1,4 @@
-"""One training run with one fault: how it ends, the checkpoints that it leaves, and how it continues."""
+"""Runs a training run with one fault, and checks its end, its checkpoints, and the continued run."""
 
 import json
 import random
@@ -16,10 +16,11 @@ from models import lm_args
 from fairseq_tutel.checkpoint import folders, shards
 
 PLACES = str(Path(__file__).parent / "faulty_places")
-UPDATES, SAVE_EVERY, BEGUN, EXPERTS = 8, 2, 4, 4  # BEGUN: updates of the checkpoint that a trial resumes
-TIMEOUT, SECONDS = 4, 180  # of --moe-comm-timeout; of a run, start included
+# BEGUN is the number of updates of the checkpoint from which a trial resumes.
+UPDATES, SAVE_EVERY, BEGUN, EXPERTS = 8, 2, 4, 4
+TIMEOUT, SECONDS = 4, 180  # seconds for --moe-comm-timeout, and for a complete run
 SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
-CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # other ranks sum in another order
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # tolerance, because another number of ranks adds in another order
 SAVED = re.compile(r"Saved checkpoint \S+ \(epoch \d+ @ (\d+) updates|; update (\d+) is saved in")
 LAST_LINE = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|error)\b.*$", re.M)
 # Errors that a user can act on.
@@ -32,20 +33,20 @@ CLEAR = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A fault, and what must be seen of it.
+    """A fault and its expected effects.
 
     Attributes:
         what: kill, stop, error, oom, signal, nan, empty (a batch), full (a disk), flip (a bit), remove,
-            none, or at the place "update" a tensor that becomes NaN: expert, master, exp_avg_sq.
-        place, when, rank: the n-th visit of a place of `faulty_places` by a rank.
-        everywhere: all ranks are killed at that moment.
-        number: of the signal.
-        outcome: ended (with an error) or continued.
-        says: a pattern in some rank's log.
-        begun: the run resumes a checkpoint.
-        ranks_after: ranks of the run that continues.
-        flags: of all runs.
-        exact: final weights equal those of a run without a fault.
+            none; or at the place "update" the tensor that becomes NaN: expert, master, exp_avg_sq.
+        place, when, rank: the fault happens at the n-th visit of a rank to a place of `faulty_places`.
+        everywhere: whether all ranks are killed at that moment.
+        number: name of the signal.
+        outcome: expected end of the run: "ended" (with an error) or "continued".
+        says: a pattern that the log of at least one rank must contain.
+        begun: whether the run resumes a checkpoint.
+        ranks_after: number of ranks of the continued run.
+        flags: flags of all runs.
+        exact: whether the final weights must equal those of a run without a fault.
     """
 
     what: str = "none"
@@ -64,7 +65,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Job:
-    """Exit codes and logs by rank, and whether the fault happened and a rank hung."""
+    """The exit code and log of each rank, whether the fault happened, and whether a rank hung."""
 
     codes: list[int]
     logs: list[str]
@@ -77,13 +78,13 @@ class Job:
 
 
 def environment(folder: Path, trial: Trial, name: str = "fired") -> dict[str, str]:
-    """Return what injects a fault into a run that saves to folder/save, once; see `faulty_places`."""
+    """Return the environment variables that inject the fault once into a run with save dir folder/save."""
     paths = {"marker": str(folder / name), "save_dir": str(folder / "save")}
     return {"FAULT": json.dumps({**asdict(trial), **paths})}
 
 
 def train(data: Path, save_dir: Path, ranks: int, flags: tuple, updates: int, trial=None, extra=()) -> Job:
-    """Run a training to its end, or to its deadline."""
+    """Run a training run until it ends, or until its deadline."""
     marker = save_dir.parent / f"fired-{time.monotonic_ns()}"
     words = lm_args(
         data, save_dir, "--user-dir", PLACES, "--moe-comm-timeout", TIMEOUT, "--batch-size", 8,
@@ -113,13 +114,13 @@ def train(data: Path, save_dir: Path, ranks: int, flags: tuple, updates: int, tr
 
 
 def carry_out(trial: Trial, data: Path, folder: Path, undisturbed: Any) -> None:
-    """Run a trial and assert how it ends and continues.
+    """Run a trial, and assert that its end and the continued run are as expected.
 
     Args:
         trial: the fault.
         data: a binarized corpus.
         folder: an empty folder.
-        undisturbed: (flags, updates) -> the save dir of a run on 2 ranks without a fault.
+        undisturbed: function (flags, updates) -> the save dir of a run on 2 ranks without a fault.
     """
     save_dir = folder / "save"
     if trial.begun:
@@ -133,7 +134,7 @@ def carry_out(trial: Trial, data: Path, folder: Path, undisturbed: Any) -> None:
     ranks = 2
     if trial.outcome != "continued":
         ranks, extra = trial.ranks_after, ()
-        if torn:  # as the message says
+        if torn:  # the error message gives this advice
             torn.unlink(missing_ok=True)
             extra = ("--restore-file", str(newest(p for p in whole(save_dir) if "last" not in p.name)))
         again = train(data, save_dir, ranks, trial.flags, UPDATES, extra=extra)
@@ -151,7 +152,7 @@ def carry_out(trial: Trial, data: Path, folder: Path, undisturbed: Any) -> None:
 
 
 def check_end(trial: Trial, job: Job) -> None:
-    """Assert exit codes, and that each rank that was not struck logged a clear error."""
+    """Assert the exit codes, and that each rank without the fault logged a clear error."""
     if trial.outcome == "continued":
         assert not any(job.codes), job.text[-2000:]
         return
@@ -172,7 +173,7 @@ def check_checkpoints(save_dir: Path, job: Job, torn: Path | None) -> None:
 
 
 def checkpoints(save_dir: Path) -> list[Path]:
-    """Return the checkpoint files; half written files have another suffix, and crash.pt is one rank's."""
+    """Return the checkpoint files, without temporary files and without crash.pt of a single rank."""
     return sorted(path for path in save_dir.glob("*.pt") if path.name != "crash.pt")
 
 
@@ -189,7 +190,7 @@ def updates_of(path: Path) -> int:
 
 
 def problem_of(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None: it opens, is finite and holds every expert."""
+    """Return the problem of a checkpoint, or None if it opens, is finite and holds every expert."""
     try:
         tensors = weights(path)
     except Exception as error:
@@ -201,7 +202,7 @@ def problem_of(path: Path) -> str | None:
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's model and optimizer tensors by name, those in its shards included."""
+    """Return a checkpoint's model and optimizer tensors by name, including those in its shards."""
     content = torch.load(path, weights_only=False)
     for part in (content["model"], content.get("last_optimizer_state", {})):
         shards.bind(part, path)
@@ -213,7 +214,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def belongs(path: Path, checkpoint: Path) -> bool:
-    """Return whether a file is a checkpoint's own, or one of the shards that it names."""
+    """Return whether a file is a checkpoint, or a shard that the checkpoint names."""
     return path == checkpoint or path.parent.name in folders.mentions(checkpoint)
 
 
@@ -221,7 +222,7 @@ def tear(how: str, save_dir: Path) -> Path:
     """Flip a bit in the middle of checkpoint_last.pt, or remove it; return its path."""
     path = save_dir / "checkpoint_last.pt"
     content = bytearray(path.read_bytes())
-    path.unlink()  # copies on one disk may share their bytes
+    path.unlink()  # copies on one disk may share their blocks
     if how == "flip":
         content[random.Random(1).randrange(len(content) // 4, len(content) // 2)] ^= 1
         path.write_bytes(content)

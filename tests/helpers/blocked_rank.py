@@ -1,4 +1,4 @@
-"""A rank for torchrun: rank 2 fails, and after a restart is killed, while the others wait in C."""
+"""A script for torchrun in which rank 2 fails, and is killed after a restart; other ranks block in C."""
 
 import ctypes
 import os

@@ -1,16 +1,16 @@
-"""Compare two ways to compute one thing: outputs, and every gradient by its name."""
+"""Compares the outputs and gradients of two implementations of the same function."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-# Relative to values of order 1; half dtypes carry 11 and 8 bits.
+# Tolerances for values of about 1; fp16 has 11 significant bits, and bf16 has 8.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
 
 def close(got: Tensor, expected: Tensor, what: str, tolerance: float | None = None) -> None:
-    """Fail, naming `what`, unless both agree to `tolerance` (default: by `got`'s dtype)."""
+    """Fail with the name `what` unless both tensors agree to `tolerance`; the default is by dtype."""
     tolerance = TOLERANCE[got.dtype] if tolerance is None else tolerance
     torch.testing.assert_close(
         got.double(), expected.double(), rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}"
@@ -30,7 +30,7 @@ def same_function(
     named: dict[str, Tensor],
     tolerance: float | None = None,
 ) -> None:
-    """Compare the outputs of both and, for a random projection of them, the gradient of every tensor."""
+    """Compare the outputs of both functions, and every gradient of a random projection of the outputs."""
     y, expected = ours(), oracle()
     close(y, expected, "output", tolerance)
     generator = torch.Generator().manual_seed(7)

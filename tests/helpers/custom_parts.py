@@ -1,11 +1,11 @@
-"""Gates and experts of a user's own, named by the tests as custom_parts.Class."""
+"""A user's gates and experts, which tests choose by the name custom_parts.Class."""
 
 import torch
 from torch import Tensor, nn
 
 
 class CalmGate(nn.Linear):
-    """A linear gate with a bias and bounded logits; nn.Linear's reset_parameters takes no generator."""
+    """A gate with a bias and bounded logits; its reset_parameters does not accept a generator."""
 
     def __init__(self, config) -> None:
         super().__init__(config.model_dim, config.num_experts)
@@ -15,14 +15,14 @@ class CalmGate(nn.Linear):
 
 
 class ShortGate(CalmGate):
-    """Forgets the last expert."""
+    """A wrong gate, which returns no logit for the last expert."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return super().forward(x_TD)[:, :-1]
 
 
 class DeepExpert(nn.Module):
-    """Nested names, a scalar parameter, one that is frozen, dropout, and a sum over the hidden layer."""
+    """An expert with nested modules, scalar and frozen parameters, dropout, and a sum of hidden units."""
 
     def __init__(self, config) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class DeepExpert(nn.Module):
 
 
 class PlainExpert(nn.Sequential):
-    """Linear maps alone, so that under autocast its output is in autocast's dtype."""
+    """An expert with only linear layers, so under autocast its output has autocast's dtype."""
 
     def __init__(self, config) -> None:
         up, down = (config.model_dim, config.hidden_dim), (config.hidden_dim, config.model_dim)
@@ -47,7 +47,7 @@ class PlainExpert(nn.Sequential):
 
 
 class BufferExpert(DeepExpert):
-    """Has a buffer, which experts would share."""
+    """A wrong expert: it has a buffer, which all experts would share."""
 
     def __init__(self, config) -> None:
         super().__init__(config)
@@ -55,14 +55,14 @@ class BufferExpert(DeepExpert):
 
 
 class NoExpert(nn.Module):
-    """Has no parameters."""
+    """A wrong expert: it has no parameters."""
 
     def __init__(self, config) -> None:
         super().__init__()
 
 
 class CountingExpert(nn.Module):
-    """Its first parameter is a whole number, and frozen."""
+    """An expert whose first parameter is a frozen integer."""
 
     def __init__(self, config) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the public names."""
+"""Runs the examples in the docstrings of the public names."""
 
 import doctest
 import io
@@ -9,7 +9,7 @@ import fairseq_tutel as ft
 
 
 def run_example(name: str) -> None:
-    """Run the example in the docstring of `ft.NAME`, and compare what it prints."""
+    """Run the example in the docstring of `ft.NAME`, and compare its output with the docstring."""
     examples = doctest.DocTestFinder(recurse=False).find(
         getattr(ft, name), name, globs={"ft": ft, "torch": torch}
     )

@@ -1,6 +1,6 @@
-"""The one fork server of a test session: it has imported what is slow to import, the plugin too.
+"""The fork server of a test session, which has imported the plugin and other slow modules.
 
-Python has one such server per process, with one list of preloaded modules, so all tests share it.
+Python has one fork server per process, with one list of preloaded modules, so all tests share it.
 """
 
 import multiprocessing
@@ -14,8 +14,8 @@ PRELOADED = [
     "fairseq_cli.interactive",
     "fairseq_cli.eval_lm",
     "fairseq_cli.validate",
-    "torch._dynamo",  # every optimizer of torch imports it, which takes longer than a small training
-    "fairseq_tutel.models",  # which registers the whole plugin
+    "torch._dynamo",  # slow, and every torch optimizer imports it
+    "fairseq_tutel.models",  # registers the whole plugin
     "fairseq_tutel.train",
     "fairseq_tutel.run",
     "tests.helpers.warm",
@@ -25,8 +25,8 @@ PRELOADED = [
 def context():
     """Return the multiprocessing context whose children are forked from the server.
 
-    The server has started no thread: its forks are quick and safe.
+    Forks of the server are fast, and safe because it has no threads.
     """
     chosen = multiprocessing.get_context("forkserver")
-    chosen.set_forkserver_preload(PRELOADED)  # the server passes over what is not installed
+    chosen.set_forkserver_preload(PRELOADED)  # the server skips modules that are not installed
     return chosen

@@ -1,9 +1,9 @@
-"""Checkpoints in the layout of Meta's moe branch of fairseq, and its MoE layer token by token; and those of
-Tutel's fairseq example, with the same weights.
+"""Writes checkpoints like Meta's moe branch of fairseq and like Tutel's fairseq example.
 
-Written from the branch's documentation: X-shared.pt holds all weights outside experts; X-rank-N.pt the
-experts of rank N under local numbers. If there are more ranks than experts, rank N has expert N mod E.
-Weights are known: those of a name are drawn from a generator of that name.
+`layer_by_loops` computes Meta's MoE layer token by token.
+The format follows the branch's documentation. X-shared.pt holds all weights outside of experts, and
+X-rank-N.pt holds the experts of rank N under local numbers. If there are more ranks than experts, rank N
+has expert N mod E. Each weight is random, with a seed that depends on its name.
 """
 
 import argparse
@@ -22,7 +22,7 @@ CMR_GATE = {"weight": (1, D), "bias": (1,)}
 
 @dataclass
 class Meta:
-    """A model of Meta's: E experts of its MoE layers, W ranks that saved it, and its options."""
+    """Describes a model of Meta's branch: its experts per layer, the ranks that saved it, its options."""
 
     words: int
     num_experts: int = 4
@@ -30,8 +30,8 @@ class Meta:
     translates: bool = False
     moe_freq: int = 1
     options: dict = field(default_factory=dict)
-    args_alone: bool = False  # as before fairseq had `cfg`
-    task: dict = field(default_factory=dict)  # options of a task other than the usual ones, with its name
+    args_alone: bool = False  # the file has `args` but no `cfg`, like older files
+    task: dict = field(default_factory=dict)  # the task's name and options, if not the default
 
     @property
     def sides(self):
@@ -46,7 +46,7 @@ class Meta:
         ]
 
     def model_options(self):
-        """Return the options as they stand in the file, all of them flat."""
+        """Return the model options that the file contains, as a flat dictionary."""
         given = {
             "activation_fn": "gelu", "dropout": 0.1, "attention_dropout": 0.0, "moe_freq": self.moe_freq,
             "activation_dropout": 0.0, "moe_expert_count": self.num_experts,
@@ -72,7 +72,7 @@ class Meta:
         return given | self.options
 
     def names(self):
-        """Return (name, shape) of a rank's weights and buffers in the order of the model."""
+        """Yield (name, shape) of a rank's weights and buffers in the order of the model."""
         for side in self.sides:
             yield f"{side}.version", (1,)
             yield f"{side}.embed_tokens.weight", (self.words, D)
@@ -94,7 +94,7 @@ class Meta:
             yield f"{layer}.{attention}_layer_norm.bias", (D,)
         has_cmr = bool(self.options.get("moe_cmr"))
         if layer in self.moe_layers():
-            # Meta's CMR layer is built around the MoE layer, which then has two names.
+            # Meta's CMR layer contains the MoE layer, which then has two names.
             for moe in ("moe_layer", *["cmr_layer.moe_layer"] * has_cmr):
                 yield f"{layer}.{moe}.gate.wg.weight", (self.num_experts, D)
                 for expert in range(self.local):
@@ -111,7 +111,7 @@ class Meta:
         return max(1, self.num_experts // self.ranks)
 
     def expert_of(self, rank, local):
-        """Return the number of a rank's local expert among all."""
+        """Return the global ID of a rank's local expert."""
         return rank * self.local + local if self.ranks <= self.num_experts else rank % self.num_experts
 
 
@@ -124,13 +124,13 @@ def ffn(prefix):
 
 @functools.cache
 def drawn(name, shape, scale=0.4):
-    """Return the tensor of a name: the same for every file and test."""
+    """Return a random tensor that depends only on its name and shape."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, generator=generator) * scale
 
 
 def global_name(meta, name, rank):
-    """Return a rank's name of a weight with the expert's number among all."""
+    """Return a rank's name of a weight, with the expert's local number replaced by its global ID."""
     if ".experts." not in name:
         return name
     before, _, rest = name.partition(".experts.")
@@ -139,20 +139,20 @@ def global_name(meta, name, rank):
 
 
 def weight(meta, name, shape, rank=0):
-    """Return a weight by a rank's name."""
+    """Return the weight that a rank saves under this name."""
     if name.endswith("version"):
         return torch.tensor([3.0])
     if name.endswith("_float_tensor"):
         return torch.zeros(1)
     if "embed_tokens" in name or "output_projection" in name:
-        name = "embed"  # all tied
+        name = "embed"  # these weights are tied
     name = name.replace(".cmr_layer.moe_layer.", ".moe_layer.")
     values = drawn(global_name(meta, name, rank), shape)
     return 1 + 0.1 * values if "layer_norm.weight" in name else values
 
 
 def write(meta, prefix):
-    """Write the files of a checkpoint; returns {path: what was saved}."""
+    """Write the files of a checkpoint; return {path: saved content}."""
     prefix, written = Path(prefix), {}
     for rank in range(meta.ranks):
         tensors = {name: weight(meta, name, shape, rank) for name, shape in meta.names()}
@@ -167,7 +167,7 @@ def write(meta, prefix):
 
 
 def rest(meta):
-    """Return all but weights and optimizer state."""
+    """Return the content of a checkpoint without weights and optimizer state."""
     options = meta.model_options()
     names = {
         "task": meta.task.get("task", "translation" if meta.translates else "language_modeling"),
@@ -215,7 +215,7 @@ def rest(meta):
 
 
 def tutel_state(meta, rank):
-    """Return what a rank of Tutel's fairseq example saves: one expert of each layer, in a `moe_ffn`."""
+    """Return the state dict of a rank of Tutel's fairseq example; `moe_ffn` has one expert per layer."""
     state = rest(meta)
     options = state["cfg"]["model"]
     options = vars(options) if meta.translates else options
@@ -241,9 +241,9 @@ def tutel_state(meta, rank):
 
 
 def layer_by_loops(meta, layer, x_TD, training=False, sentences=1):
-    """Return what Meta's layer makes of tokens in the order (sentence, time), one after the other.
+    """Compute the output of Meta's MoE layer one token at a time; tokens are ordered by (sentence, time).
 
-    Masking of outputs is that of evaluation.
+    Outputs are masked as in evaluation.
     """
     options = meta.model_options()
     probs_TE = torch.softmax(

@@ -1,4 +1,4 @@
-"""Small checkpoints with experts, written and opened without a training."""
+"""Writes and opens small checkpoints with experts, without training."""
 
 import torch
 
@@ -7,12 +7,12 @@ from fairseq_tutel.checkpoint.saved import SavedModel, layers_of
 from fairseq_tutel.convert.configs import configs_of
 
 D, H, E = 8, 6, 4
-# Of the model's options, what a field of MoEConfig is called.
+# The model option for each field of MoEConfig that has another name.
 KEYS = {"num_experts": "moe_expert_count", "hidden_dim": "moe_expert_ffn_dim"}
 
 
 def save(path, layers=("decoder.layers.0", "decoder.layers.1"), change=None, **options):
-    """Write a language model whose layers have experts of these options; `change` edits its weights.
+    """Write a language model whose experts have these MoEConfig options; `change` edits its weights.
 
     A layer whose name ends with ! is dense.
     """
@@ -56,7 +56,7 @@ def load(path):
 
 
 def outputs(path, x):
-    """Return what every layer's step gives for x [T, D], in evaluation, by the layer's label.
+    """Return each layer's FFN or MoE output for x [T, D] in evaluation, by the layer's label.
 
     The experts' activation is relu, the default.
     """

@@ -1,4 +1,4 @@
-"""Ranks that may die or stop: what those that live on say, and how long that takes."""
+"""Runs ranks that may die or stop; returns the results of the surviving ranks and the elapsed time."""
 
 import os
 import signal
@@ -19,18 +19,18 @@ def die() -> None:
 
 
 def stop() -> None:
-    """Stop this process: its connections stay open and nothing is answered."""
+    """Suspend this process: its connections stay open, but it answers no message."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def run(
     function: Callable, world_size: int, survivors: Sequence[int], *args: Any
 ) -> tuple[list[str], float]:
-    """Call function(rank, *args) on fresh ranks, joined by gloo and by a TCP store in rank 0.
+    """Call function(rank, *args) on new ranks, which are connected by gloo and a TCP store in rank 0.
 
     Returns:
-        said: of each survivor, "NameOfError: message", or what was returned as a string.
-        seconds: from the moment that all ranks had met to the last survivor's word.
+        said: for each survivor, the result as a string, or "NameOfError: message".
+        seconds: time from the end of the rendezvous until the last survivor's result.
     """
     context, port = forkserver.context(), free_port()
     processes, pipes = [], []
@@ -46,7 +46,7 @@ def run(
         for pipe in pipes:
             assert _next(pipe) == "met"
         start = time.monotonic()
-        for pipe in pipes:  # before that nobody may end: the others could not meet it
+        for pipe in pipes:  # no rank may end before the rendezvous is complete
             pipe.send("go")
         said = [_next(pipes[rank]) for rank in survivors]
         return said, time.monotonic() - start
@@ -70,4 +70,4 @@ def _rank(pipe: Any, function: Callable, rank: int, world_size: int, port: int, 
         pipe.send(str(function(rank, *args)))
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
-    os._exit(0)  # torch's own clean-up may wait for the dead
+    os._exit(0)  # torch's clean-up at exit could wait for dead ranks

@@ -1,4 +1,4 @@
-"""Networks that tests make up."""
+"""Makes networks for tests."""
 
 from fractions import Fraction
 from itertools import combinations
@@ -7,7 +7,7 @@ from fairseq_tutel.plans.network import Link, Network, checked
 
 
 def network_of(ranks, links, hosts=1):
-    """A network of directed (source, target, bandwidth); vertices from `ranks` on are switches."""
+    """Return a network of links (source, target, bandwidth); vertices from `ranks` on are switches."""
     size = 1 + max(max(source, target) for source, target, _ in links)
     local = ranks // hosts
     return checked(
@@ -21,11 +21,11 @@ def network_of(ranks, links, hosts=1):
 
 
 def random_network(random, most=10):
-    """A sum of cycles through some vertices each, the first through all, in both directions.
+    """Return a random network: a sum of cycles in both directions, the first through all vertices.
 
     Args:
-        random: where it is from.
-        most: vertices.
+        random: the random number generator.
+        most: the largest number of vertices.
     """
     size = random.randint(3, most)
     ranks = random.randint(2, size)
@@ -40,7 +40,7 @@ def random_network(random, most=10):
 
 
 def widest_cut(network):
-    """1/x by trying every set of vertices that does not hold all ranks."""
+    """Return 1/x of ForestColl's optimum, by trying every set of vertices that lacks some rank."""
     ranks, size = range(network.ranks), len(network.vertices)
     best = Fraction(0)
     for number in range(1, size):

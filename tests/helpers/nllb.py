@@ -1,4 +1,4 @@
-"""Small random models of transformers in the format of released NLLB models, and their outputs."""
+"""Makes small random NLLB models with the library transformers, and computes their outputs."""
 
 import io
 import json
@@ -20,7 +20,7 @@ SIZES = {
 
 @cache
 def sentencepiece_model():
-    """Return the bytes of a sentencepiece model."""
+    """Train a small sentencepiece model; return its bytes."""
     import sentencepiece
 
     content = io.BytesIO()
@@ -39,7 +39,7 @@ def pieces():
 
 
 def vocab_size():
-    """Four special tokens replace the three of sentencepiece; languages and <mask> follow."""
+    """Return the vocabulary size: sentencepiece's, one more special token, languages and <mask>."""
     return pieces().vocab_size() + 1 + len(LANGUAGES) + 1
 
 
@@ -48,7 +48,7 @@ def language_id(language):
 
 
 def encoded(text, language):
-    """Return the token IDs of a source sentence, as NLLB's tokenizer."""
+    """Return the token IDs that NLLB's tokenizer gives for a source sentence."""
     return [language_id(language), *(i + 1 for i in pieces().encode(text)), 2]
 
 
@@ -102,7 +102,7 @@ def batch(padded=True):
 
 @torch.no_grad()
 def their_logits(model, src_BS, tgt_BL):
-    """Return the logits [B, L, V] of a model of transformers."""
+    """Return the logits [B, L, V] of a model of the library transformers."""
     return model(input_ids=src_BS, attention_mask=src_BS.ne(1).long(), decoder_input_ids=tgt_BL).logits
 
 

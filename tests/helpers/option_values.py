@@ -1,8 +1,8 @@
 """Valid values of the options of a MoE layer, for tests that run every value of every option.
 
-They come from the table of options: a new switch, or a new option with choices, enters these tests by
-itself. A way in which tokens choose experts also needs a line in `WAYS_TO_CHOOSE`; other words and numbers
-may need one in `VALUES` or `NEEDED`.
+The values come from the table of options, so a new switch, or a new option with choices, is tested
+automatically. A new way to choose experts also needs a line in `WAYS_TO_CHOOSE`. Other options may need a
+line in `VALUES` or `NEEDED`.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.moe.config import GATE_TYPES, LAYER
 
 E = 4
-# Values to try for an option without choices. `mixed` takes the first valid one of an option with numbers.
+# Values to try for an option without choices. `mixed` uses the first value that is valid.
 NUMBERS = (0.5, 1, 2, 3, 0.01, 0.3, -0.5, -1)
 VALUES: dict[str, tuple] = {
     "activation": ("gelu",), "a2a_algorithm": ("2dh",), "balance_loss": ("none",),
@@ -23,20 +23,20 @@ VALUES: dict[str, tuple] = {
     "top_k": (3, 1, 4), "gate_projection_dim": (3, 1), "gate_index": (1,),
 }  # fmt: skip
 COSINE, LIMITED = {"gate_type": "cosine"}, {"capacity_factor": 0.5}
-# Other options without which an option has no effect or is refused.
+# Options that another option requires: without them, it has no effect or is refused.
 NEEDED: dict[str, dict[str, Any]] = {
     "gate_index": {"gate_type": "linear,cosine"}, "gate_projection_dim": COSINE, "gate_temperature": COSINE,
     "groups_per_token": {"expert_groups": 4}, "cmr_gate_drop": {"cmr": True},
     "drop_policy": LIMITED, "min_capacity": LIMITED, "capacity_multiple": LIMITED,
 }  # fmt: skip
-# How tokens choose experts in training, other than by their scores.
+# Options that change how tokens choose experts in training.
 WAYS_TO_CHOOSE: tuple[dict[str, Any], ...] = (
     {"rsample": True},
     {"second_expert_policy": "sampling"},
     {"second_expert_policy": "random"},
     {"rsample": True, "second_expert_policy": "random"},
 )
-# The options that decide which experts a token gets, with which weights and slots.
+# The options that affect the experts, the weights and the slots of a token.
 ROUTING = [item.name for item in LAYER.values() if item.theme in ("Routing", "Capacity")] + ["balance_bias"]
 
 
@@ -54,7 +54,7 @@ def settings_of(name: str) -> list[dict[str, Any]]:
 
 
 def mixed(names: Iterable[str]) -> list[dict[str, Any]]:
-    """Return few combinations in which every choice of these options occurs, or one of an option's numbers.
+    """Return a few combinations of options that together contain every choice, and one number per option.
 
     Each setting joins the smallest combination that accepts it, or begins a new one.
     """

@@ -1,4 +1,4 @@
-"""A mixture of experts written as loops over tokens, choices and experts: slow, and plain to see."""
+"""A reference MoE layer, written as simple and slow loops over tokens, choices and experts."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ ACTIVATIONS = {
 
 @dataclass
 class Plan:
-    """What loops decide: experts and slots by token and choice, -1 for padding; who is kept."""
+    """The result of `plan`: experts and slots by token and choice, -1 for padding; kept assignments."""
 
     expert_ids: list[list[int]]
     slots: list[list[int]]
@@ -40,7 +40,7 @@ def plan(
     real: list[bool] | None = None,
     order: list[int] | None = None,
 ) -> Plan:
-    """Route by loops: `order` lists the tokens in the order in which they take slots."""
+    """Route tokens with loops; tokens get slots in the order of `order`."""
     num_tokens, num_experts = len(scores), len(scores[0]) if scores else 1
     real = [True] * num_tokens if real is None else real
     order = list(range(num_tokens)) if order is None else order
@@ -83,7 +83,7 @@ def one_expert(experts: Experts, e: int, x_D: Tensor) -> Tensor:
 
 
 def one_copy(layer: nn.Module, e: int, weight: Tensor, x_D: Tensor) -> Tensor:
-    """Apply expert e to one token, with the copy's weight on its output or, as asked, on its input."""
+    """Apply expert e to one token, with the weight on the output, or on the input with `prescore`."""
     if layer.config.prescore:
         return one_expert(layer.experts, e, weight * x_D)
     return weight * one_expert(layer.experts, e, x_D)
@@ -100,7 +100,7 @@ def mixture(
 ) -> tuple[Tensor, Tensor]:
     """Return (y_TD, gshard loss) of a MoELayer, token by token, from its parameters.
 
-    `seen_TD` is what the gate sees, if that is not x.
+    `seen_TD` is the input of the gate if it is not x.
     """
     probs_TE = torch.softmax((x_TD if seen_TD is None else seen_TD) @ layer.gate.weight.t(), dim=1)
     p = plan(probs_TE.tolist(), top_k, factor, real, order)

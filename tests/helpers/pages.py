@@ -1,4 +1,4 @@
-"""The code blocks of README.md and docs/, and the commands in them."""
+"""Reads the code blocks of README.md and docs/, and the commands in the blocks."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A small plan of several lanes, and edits of plans."""
+"""Makes a small collective plan with several lanes, and edits collective plans."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,7 +8,7 @@ from fairseq_tutel.plans.format import Place, Plan, Step, Writer
 
 
 def two_lanes() -> Plan:
-    """Return an all_gather on 2 ranks. Rank 0's second lane copies after its first has an answer."""
+    """Return an all_gather on 2 ranks; rank 0's second lane copies after its first lane got a signal."""
     w = Writer(2)
     w.send(0, 1, ("in", 0), ("tmp", 0))
     w.wait(0, 1)
@@ -25,7 +25,7 @@ def two_lanes() -> Plan:
 
 
 def with_steps(plan: Plan, rank: int, lane: int, start: int, stop: int, *steps: Step) -> Plan:
-    """Return the plan with other steps in place of a lane's start to stop - 1."""
+    """Return the plan with a lane's steps from start to stop - 1 replaced by `steps`."""
     programs = [list(lanes) for lanes in plan.programs]
     old = programs[rank][lane]
     programs[rank][lane] = (*old[:start], *steps, *old[stop:])
@@ -33,7 +33,7 @@ def with_steps(plan: Plan, rank: int, lane: int, start: int, stop: int, *steps: 
 
 
 def mutants(plan: Plan) -> Iterator[tuple[str, str, Plan]]:
-    """Yield (kind, where, plan) of every deletion, duplication, swap of neighbours and moved place."""
+    """Yield (kind, where, plan) for every deletion, duplication, swap of neighbours and changed address."""
     for rank, lane, index, step in plan.steps():
         where = f"rank {rank}, lane {lane}, step {index} ({step.op})"
         steps = plan.programs[rank][lane]
@@ -80,7 +80,7 @@ def drawn(dice: Random, plan: Plan, edits: int) -> Plan:
         elif what == "put":
             plan = _inserted(plan, dice, ends.source, Step("put", channel, (src,), dst, 1))
         elif what == "lane":
-            # Later steps move to their own lane, which may wait for the first.
+            # Move the later steps to a new lane, which may wait for the first lane.
             tells, waits = ((Step("post", None, semaphore=9),), (Step("pend", None, semaphore=9),))
             if dice.random() < 0.3:
                 tells = waits = ()
@@ -97,7 +97,7 @@ def drawn(dice: Random, plan: Plan, edits: int) -> Plan:
 
 
 def _inserted(plan: Plan, dice: Random, rank: int, step: Step) -> Plan:
-    """Return the plan with a step next to others of its channel."""
+    """Return the plan with a step inserted into a lane that already has steps of its channel."""
     lanes = plan.programs[rank]
     homes = [i for i, lane in enumerate(lanes) if any(s.channel == step.channel for s in lane)]
     lane = dice.choice(homes or range(len(lanes)))

@@ -1,7 +1,7 @@
 """Runs a small plan in all interleavings of lanes and transfers: slow and simple, to test the checker.
 
 A channel is a queue of issued puts and signals. A put is issued, reads, and leaves the queue when it has
-written. Two accesses race if both may be next. Several calls follow each other.
+written. Two accesses race if both are possible next actions. The plan is called several times in a row.
 """
 
 from collections.abc import Iterator
@@ -14,23 +14,23 @@ Action = tuple[tuple[Any, ...], frozenset, frozenset]
 
 
 class WrongError(Exception):
-    """An interleaving goes wrong."""
+    """Raised if an interleaving has a race, a deadlock or a wrong result."""
 
 
 class Interleavings:
-    """All runs of a well-formed plan.
+    """Explores all interleavings of a well-formed plan.
 
     A state is (calls begun by each rank, steps taken by each lane in its call, the channels' queues).
     """
 
     def __init__(self, plan: Plan, calls: int = 3) -> None:
         self.plan, self.calls = plan, calls
-        # By call and chunk of an all_reduce, the first rank's result, which all must have.
+        # The first result of an all_reduce by call and chunk; all ranks must get the same.
         self.sums = {}
         self.lanes = [(r, lane) for r, lanes in enumerate(plan.programs) for lane in range(len(lanes))]
 
     def wrong(self) -> str | None:
-        """Return the problem of some run; None: all runs are correct."""
+        """Return the problem of an incorrect interleaving, or None if all are correct."""
         plan = self.plan
         start = ((0,) * plan.ranks, (0,) * len(self.lanes), ((),) * len(plan.channels))
         begun, seen = [(start, {}, {})], {start}
@@ -173,7 +173,7 @@ class Interleavings:
         return memory[cell]
 
     def judge(self, rank: int, call: int, memory) -> None:
-        """Refuse a rank's result that is not the collective's."""
+        """Raise WrongError if a rank's result is not the correct result of the collective."""
         plan = self.plan
         for chunk in range(plan.out_chunks):
             other, c = divmod(chunk, plan.chunks)
@@ -194,7 +194,7 @@ def leaves(value) -> list[tuple]:
 
 
 def total(terms: list):
-    """Return the sum, in which the first two terms may be exchanged."""
+    """Return a sum as a tuple of terms; the first two are sorted because their order has no effect."""
     if len(terms) == 1:
         return terms[0]
     every = [leaf for term in terms for leaf in leaves(term)]

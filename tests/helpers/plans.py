@@ -1,4 +1,4 @@
-"""Plans for tests of executors, and their results."""
+"""Makes collective plans for tests of executors, and computes the expected results."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from fairseq_tutel.plans.generators import GENERATORS, make
 
 
 def of(ranks: int) -> list[Plan]:
-    """Return plans of all generators for a number of ranks, on two nodes where nodes matter."""
+    """Return plans of all generators for a number of ranks; plans that depend on nodes have two nodes."""
     return [
         make(name, collective, ranks, nodes=2 if generator.has_nodes else 1)
         for name, generator in GENERATORS.items()
@@ -24,12 +24,12 @@ def of(ranks: int) -> list[Plan]:
 
 
 def placed(*plans: Plan) -> list[PlacedPlan]:
-    """Return plans as if read from files such as `two_phase_all_reduce.json`."""
+    """Return plans in the form that is read from files such as `two_phase_all_reduce.json`."""
     return [PlacedPlan(plan.name.replace(" ", "_"), plan, check(plan)) for plan in plans]
 
 
 def result(plan: Plan, sizes: Sizes, ins: Sequence[Tensor]) -> list[Tensor]:
-    """Return each rank's `out` after the plan's moves, one after another in one process."""
+    """Return each rank's `out` after all moves of the plan, which run in sequence in one process."""
     walked = walk(plan)
     layout, like = Layout(walked, sizes), ins[0]
     memory = [
@@ -45,7 +45,7 @@ def result(plan: Plan, sizes: Sizes, ins: Sequence[Tensor]) -> list[Tensor]:
 
 
 def wanted(plan: Plan, ins: Sequence[Tensor]) -> list[Tensor]:
-    """Return the collective's result on each rank by its definition, with sums in rank order."""
+    """Return the result of the plan's collective on each rank, with sums in rank order."""
     n = plan.ranks
     if plan.collective == "all_gather":
         return [torch.cat(list(ins))] * n
@@ -63,7 +63,7 @@ def wanted(plan: Plan, ins: Sequence[Tensor]) -> list[Tensor]:
 
 
 def inputs(plan: Plan, m: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return each rank's `in` with random shards of m elements."""
+    """Return each rank's random input, with shards of m elements."""
     generator = torch.Generator().manual_seed(m)
     shards = plan.in_chunks // plan.chunks
     return [

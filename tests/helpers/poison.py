@@ -1,6 +1,6 @@
-"""Fill what the package allocates without a value: NaN, or an index far out of range.
+"""Fills uninitialized tensors of the package with NaN, or with an integer far out of range.
 
-A kernel that leaves a hole then fails its test instead of reading whatever lay in memory.
+A kernel that leaves elements unwritten then fails its test, instead of reading arbitrary memory.
 """
 
 import functools
@@ -12,7 +12,7 @@ import torch
 def poison_empty() -> None:
     """Wrap torch.empty, torch.empty_like and Tensor.new_empty for callers inside the package."""
     with torch.device("meta"):
-        torch.empty(0)  # torch.device() lists the functions to redirect at first use: the true ones
+        torch.empty(0)  # at first use, torch.device() stores the original functions
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         setattr(owner, name, _poisoned(getattr(owner, name)))
 

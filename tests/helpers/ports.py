@@ -1,7 +1,7 @@
-"""TCP ports for ranks: a test run must not lose one to another before its first rank listens on it.
+"""Finds TCP ports for ranks, such that no other program uses a port before the first rank listens on it.
 
-Whatever connects may get any port from 32768 on, the one included that a probe has just found free. Ports
-below that go to those alone who name them; fairseq draws some from 10000 to 20000.
+The system may give any port from 32768 on to an outgoing connection, even a port that was just found free.
+A port below 32768 is used only if a program names it. fairseq draws random ports from 10000 to 20000.
 """
 
 import itertools
@@ -10,12 +10,12 @@ import socket
 
 FIRST, PER_WORKER, WORKERS = 20_000, 3_000, 4
 _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % WORKERS
-# From the process's number on: another test run on this machine is most likely elsewhere.
+# Start at the process ID, so another test run on this machine most likely uses other ports.
 _ports = (FIRST + PER_WORKER * _worker + i % PER_WORKER for i in itertools.count(os.getpid()))
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody uses, another one in every call."""
+    """Return an unused TCP port; each call returns a different port."""
     return next(port for port in _ports if _is_free(port))
 
 

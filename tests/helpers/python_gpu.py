@@ -1,13 +1,13 @@
-"""A GPU in Python, for machines without one: `with gpu() as device: layer.to(device.name) …`.
+"""Simulates a GPU on machines without a GPU: `with gpu() as device: layer.to(device.name) …`.
 
 Tensors report the device cuda:0, cuda:1, … and keep their values in host memory. The rules are those of
 CUDA and NCCL:
 
 - An operation that mixes tensors of the host and of the GPU raises.
-- Operations run on streams. One that uses another stream's tensor without a wait raises.
-- Memory that another stream may still use needs a wait, or `record_stream`, before it is freed.
+- Operations run on streams. An operation that uses another stream's tensor without a wait raises.
+- Before memory is freed that another stream may still use, a wait or `record_stream` is required.
 - Collectives take contiguous tensors of the GPU, and run on a stream of their group. The host runs ahead of
-  them: none is complete before the test sets `completes`.
+  the collectives: no collective is complete before the test sets `completes`.
 - A new thread has device 0.
 """
 
@@ -31,13 +31,13 @@ from fairseq_tutel.parallel import collectives
 aten = torch.ops.aten
 COPY, READ = aten.copy_.default, aten._local_scalar_dense.default
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default)
-# The shapes of their results depend on values, so the host waits for these.
+# Operations whose result has a shape that depends on values, so the host waits for the values.
 SHAPED = ("nonzero", "unique", "masked_select", "bincount", "repeat_interleave.Tensor")
 NCCL_DTYPES = {
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16,
     torch.float32, torch.float64,
 }  # fmt: skip
-# The arguments that a collective writes, and those that it reads.
+# The arguments that each collective writes, and the arguments that it reads.
 COLLECTIVES = {
     (dist, "all_reduce"): (("tensor",), ()), (dist, "gather"): (("gather_list",), ("tensor",)),
     (dist, "all_to_all_single"): (("output",), ("input",)),
@@ -57,15 +57,15 @@ class Collective:
 
 
 class Device:
-    """What a test sees of the GPU of this process; it stays empty for a CPU.
+    """The simulated GPU of this process, with records for tests; without a GPU, the records stay empty.
 
     Attributes:
-        name, index: such as cuda:1 and 1.
-        waits: why the host waited for the GPU, and for how many elements.
+        name, index: the name of the device, such as cuda:1, and its index.
+        waits: each time that the host waited for the GPU: the reason and the number of elements.
         log: the collectives in the order in which this rank started them.
         faults: memory that was freed too early.
         contexts: the indices of the GPUs that a thread has set, which creates a context.
-        allocated, peak: bytes.
+        allocated, peak: allocated bytes now, and their maximum.
         completes: whether a collective that was started is complete.
     """
 
@@ -79,7 +79,7 @@ class Device:
 
     @property
     def current(self):
-        """The device of this thread; autograd gives its threads the main thread's."""
+        """The device of this thread; autograd threads use the main thread's device."""
         by_autograd = isinstance(threading.current_thread(), threading._DummyThread)
         return getattr(self.thread, "index", self.index if by_autograd else 0)
 
@@ -95,7 +95,7 @@ class Device:
 
     @contextlib.contextmanager
     def on(self, stream):
-        """As torch.cuda.stream: at its end it sets the device that the thread had."""
+        """Context manager like torch.cuda.stream; its end restores the thread's device."""
         index, streams = self.current, getattr(self.thread, "streams", {})
         self.set_current(stream.device)
         self.thread.streams = {**streams, stream.device.index: stream}
@@ -112,12 +112,12 @@ DEVICE = Device("cpu")
 def index_of(device):
     if not isinstance(device, int | None):
         device = torch.device(device)
-        device = DEVICE.index if device.type == "gpu" else device.index  # C++ takes the device of an input
+        device = DEVICE.index if device.type == "gpu" else device.index  # C++ passes the device of an input
     return DEVICE.current if device is None else device
 
 
 class Stream:
-    """A CUDA stream; `seen` has, by stream, how many of its operations end before the next one here."""
+    """A CUDA stream; `seen` counts each stream's operations that end before the next one of this stream."""
 
     def __init__(self, device=None, priority=0):
         self.device, self.priority, self.seen = torch.device("cuda", index_of(device)), priority, {self: 0}
@@ -126,7 +126,7 @@ class Stream:
         for stream, number in event.seen.items():
             self.seen[stream] = max(number, self.seen.get(stream, 0))
 
-    wait_stream = wait_event  # what the other stream has done until now
+    wait_stream = wait_event  # wait for the operations of the other stream until now
 
     def record_event(self):
         event = Event()
@@ -148,7 +148,7 @@ class Event:
 
 
 class Memory:
-    """An allocation: its last write and its reads since then, by stream, as the operation's number."""
+    """An allocation: the operation numbers of its last write and of later reads, by stream."""
 
     def __init__(self, num_bytes, stream):
         self.num_bytes, self.home, self.device = num_bytes, stream, DEVICE
@@ -158,7 +158,7 @@ class Memory:
         DEVICE.peak = max(DEVICE.peak, DEVICE.allocated)
 
     def use(self, stream, writes, what):
-        """Note the last operation of a stream; raise if it does not wait for what it depends on."""
+        """Record a stream's last operation; raise if it does not wait for the operations it depends on."""
         before = self.write | self.reads if writes else self.write
         if any(stream.seen.get(other, 0) < number for other, number in before.items()):
             raise RuntimeError(f"{what} uses a tensor of another stream without a wait")
@@ -209,7 +209,7 @@ class OnGpu(Tensor):
 
 
 def run(op, *args, **kwargs):
-    """Run an operation that has arguments on the GPU, or that makes a tensor there."""
+    """Run an operation that has arguments on the GPU, or that creates a tensor on the GPU."""
     name, device = str(op), kwargs.pop("device", None)
     inputs = tensors_of((args, kwargs))
     ours = [tensor for tensor in inputs if isinstance(tensor, OnGpu)]
@@ -275,13 +275,13 @@ def tensors_of(tree):
 
 
 def settle(tensor):
-    """Let the collectives that use a tensor end, so that it has its values."""
+    """Complete the collectives that use a tensor, so that the tensor has its values."""
     while tensor.memory.works:
         tensor.memory.works.pop().real.wait()
 
 
 class Work:
-    """A collective on its group's stream; like NCCL's, it keeps its tensors until a stream waits for it."""
+    """A collective on its group's stream; as in NCCL, it keeps its tensors until a stream waits for it."""
 
     def __init__(self, real, stream, tensors):
         self.real, self.end, self.kept = real, stream.record_event(), tensors
@@ -298,7 +298,7 @@ class Work:
 
 
 def on_nccl(original, outs, ins):
-    """Return a collective with NCCL's rules; its arguments `outs` are written, and `ins` are read."""
+    """Return a collective with NCCL's rules, which writes the arguments `outs` and reads `ins`."""
     parameters, name = inspect.signature(original), original.__name__
 
     @functools.wraps(original)
@@ -355,7 +355,7 @@ def register():
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # for autocast
     backend_registration._setup_privateuseone_for_python_backend("gpu", module)
     library = torch.library.Library("_", "IMPL")
-    for key in ("CUDA", "PrivateUse1"):  # for functions that make a tensor
+    for key in ("CUDA", "PrivateUse1"):  # for functions that create a tensor
         library.fallback(run, key)
     return library
 

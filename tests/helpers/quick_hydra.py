@@ -1,8 +1,8 @@
-"""What hydra does again for each command line is done once in a process: a second of each becomes a fifth.
+"""Caches hydra's work for command lines: after the first, each takes 0.2 s instead of 1 s.
 
-It parses every option's word anew, by a parser that is slow before it has seen its like, and copies the
-store of all configurations, whose entries it copies again when it reads them. To learn who called it, it
-asks for the source of every caller.
+For each command line, hydra parses every option again, with a parser that is slow for new input. It also
+copies the store of all configurations, and copies each entry again when it reads the entry. To find its
+caller, hydra reads the source code of all callers.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""W ranks joined by gloo on this machine."""
+"""Starts W ranks on this machine, connected by gloo."""
 
 import shutil
 import tempfile
@@ -10,7 +10,7 @@ from workers import Workers
 
 
 class Ranks(Workers):
-    """`run` calls a function on every rank; inside, torch.distributed is initialised.
+    """W processes in which torch.distributed is initialised; `run` calls a function on every rank.
 
     With `on_gpus` the processes can use `python_gpu`.
     """
@@ -21,7 +21,7 @@ class Ranks(Workers):
         super().__init__(world_size, setup, self._meeting_point, forkserver.context())
 
     def close(self) -> None:
-        """End the ranks and remove their meeting point."""
+        """End the ranks and remove the file of their rendezvous."""
         super().close()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Small random models in the format of Hugging Face, with real tokenizers."""
+"""Makes small random models in the format of Hugging Face, with real tokenizers."""
 
 import json
 
@@ -27,7 +27,7 @@ def random_model(kind, config, seed=1):
 
 
 def pieces(folder, size=60):
-    """Train a SentencePiece model; return its file."""
+    """Train a SentencePiece model; return the path of its file."""
     folder.mkdir(parents=True, exist_ok=True)
     sentencepiece.SentencePieceTrainer.Train(
         sentence_iterator=iter(TEXT), model_prefix=str(folder / "sentencepiece.bpe"), vocab_size=size,
@@ -43,7 +43,7 @@ def gpt2_files(folder, merges=40):
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(TEXT, 256 + merges + 5, special_tokens=[*SPECIAL, "<mask>"])
     vocab = tokenizer.get_vocab()
-    # As released: <mask> is the last token.
+    # <mask> is the last token, as in the released files.
     order = sorted((i, token) for token, i in vocab.items() if token != "<mask>")
     tokens = [*(token for _, token in order), "<mask>"]
     folder.mkdir(parents=True, exist_ok=True)

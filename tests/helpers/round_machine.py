@@ -1,4 +1,4 @@
-"""A machine for cost models, of numbers that a reader can follow."""
+"""A hardware profile with round numbers, for tests of the cost model."""
 
 from fairseq_tutel.parallel.machine import Link, Machine
 

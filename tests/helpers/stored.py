@@ -1,4 +1,4 @@
-"""A small model of MoE layers, its experts in shard files, and in a store."""
+"""Makes a small model of MoE layers, with its experts in memory, in shard files or in an expert store."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ KINDS = {
     "glu, norm": dataclasses.replace(FFN, expert_type="glu", hidden_layer_norm=True),
     "own": dataclasses.replace(FFN, expert_type="custom_parts.DeepExpert"),
 }
-WIDE = dataclasses.replace(FFN, model_dim=64, hidden_dim=128)  # int4 in groups
+WIDE = dataclasses.replace(FFN, model_dim=64, hidden_dim=128)  # large enough for int4 in groups
 KINDS |= {
     "wide": WIDE,
     "wide glu": dataclasses.replace(WIDE, expert_type="glu", expert_bias=False),
@@ -33,7 +33,7 @@ def model_of(config, topology=None):
 
 
 def write(model, folder, expert_dtype=""):
-    """Write a model's experts into shard files, and a checkpoint that names them."""
+    """Write a model's experts to shard files, and a checkpoint that names the shard files."""
     if expert_dtype:
         saved = SavedModel({"model": dict(model.state_dict())})
         to_sharded(saved, folder / "checkpoint.pt", expert_dtype)
@@ -46,7 +46,7 @@ def write(model, folder, expert_dtype=""):
 
 
 def source_of(folder):
-    """Return each block's tensors as a checkpoint gives them."""
+    """Return the experts' tensors of each block, as loaded from a checkpoint."""
     state = torch.load(folder / "checkpoint.pt")
     bind(state, folder / "checkpoint.pt")
     experts = [key.split(".experts.") for key in state["model"] if ".experts." in key]
@@ -57,7 +57,7 @@ def source_of(folder):
 
 
 def opened(config, store, source, topology=None):
-    """Return a model whose experts are in a store."""
+    """Return a model whose experts are in an expert store."""
     model = model_of(config, topology)
     for layer, tensors in zip(model, source, strict=True):
         store.add(layer.experts, tensors)
@@ -65,7 +65,7 @@ def opened(config, store, source, topology=None):
 
 
 def as_read(model, source):
-    """Return a model with the experts that a checkpoint gives."""
+    """Load the experts of a checkpoint into a model, and return the model."""
     for layer, tensors in zip(model, source, strict=True):
         layer.experts.load_state_dict(tensors, strict=False)
     return model

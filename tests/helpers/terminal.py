@@ -1,4 +1,4 @@
-"""A pseudo-terminal in place of stderr, for what is drawn on a terminal alone."""
+"""Replaces stderr by a pseudo-terminal, to test output that is printed only on a terminal."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from fairseq_tutel.parallel import progress
 
 @contextlib.contextmanager
 def terminal(delay=0.0):
-    """Make stderr a terminal; yield a function that returns what was drawn. Bars appear after `delay`."""
+    """Make stderr a terminal; yield a function that returns the output. Bars appear after `delay`."""
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, 100))
     with (

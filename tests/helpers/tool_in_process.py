@@ -1,4 +1,4 @@
-"""`python -m fairseq_tutel` run in this process: what it printed, or the sentence it ended with."""
+"""Runs `python -m fairseq_tutel` in this process; returns its output or its error sentence."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from fairseq_tutel.__main__ import main
 
 
 def tool(*words):
-    """Run the command line; return what it printed."""
+    """Run the command line; return its output."""
     printed = io.StringIO()
     argv = ["fairseq_tutel", *map(str, words)]
     with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(printed):
@@ -20,17 +20,17 @@ def tool(*words):
 
 
 def convert(*words):
-    """Run `convert`; return what it printed."""
+    """Run `convert`; return its output."""
     return tool("convert", *words)
 
 
 def refusal(*words):
-    """Run `convert`, which must end with one sentence; return it."""
+    """Run `convert`, which must end with an error sentence; return the sentence."""
     return refusal_of("convert", *words)
 
 
 def refusal_of(*words):
-    """Run the command line, which must end with one sentence; return it."""
+    """Run the command line, which must end with an error sentence; return the sentence."""
     with pytest.raises(SystemExit) as end:
         tool(*words)
     message = end.value.code

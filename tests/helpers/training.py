@@ -36,12 +36,12 @@ CLIP_NORM = 2.0
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the experts are.
+    """The distribution of experts over ranks.
 
     Attributes:
-        experts: E of a layer.
-        ranks: that share one set of experts; 0: all.
-        degree: adaptive_r.
+        experts: the number of experts of a layer.
+        ranks: the size of an EP group; 0 means all ranks.
+        degree: the option adaptive_r.
     """
 
     experts: int = 4
@@ -59,11 +59,11 @@ LAYOUTS = {
     "slices, r 1": Layout(experts=2),
     "slices, r 2": Layout(experts=2, degree=2),
 }
-# Ranks of a node, 0 for no nodes; chunks.
+# The number of ranks per node (0 if nodes are ignored), and the number of chunks.
 WAYS = {"plain": (0, 1), "chunks": (0, 3), "nodes": (2, 1), "nodes, chunks": (2, 2)}
-# The same, the all-to-all, and all other collectives by plans.
+# The same numbers, and the generator of the all-to-all plan; other collectives also run plans.
 PLANNED = {"plans": (0, 1, "linear"), "plans, chunks": (0, 3, "two_hops")}
-# Which experts a token gets, without random numbers, which would differ with the number of ranks.
+# Ways to choose experts without random numbers, which would depend on the number of ranks.
 CHOOSING: dict[str, dict[str, Any]] = {
     "tokens": {},
     "experts": {"choice": "experts"},
@@ -78,7 +78,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Training:
-    """What is computed, and how (from the exchange on)."""
+    """The options of a training run; the options from `exchange` on do not change the results."""
 
     optimizer: str
     top_k: int
@@ -98,7 +98,7 @@ class Training:
     pregate: int = 0
 
     def options(self) -> dict[str, Any]:
-        """Return the options of a layer."""
+        """Return the MoEConfig options of the MoE layers."""
         layout, (ranks_per_node, chunks, plan) = LAYOUTS[self.layout], self._way
         return {
             **CHOOSING[self.choice],
@@ -121,7 +121,7 @@ class Training:
         }
 
     def topology(self) -> Topology:
-        """Return this rank's place; collective."""
+        """Return this rank's process groups. Collective."""
         layout = LAYOUTS[self.layout]
         world = dist.get_world_size() if dist.is_initialized() else 1
         placed = plans.placed(*plans.of(2), *plans.of(4)) if self._way[2] else ()
@@ -137,7 +137,7 @@ class Training:
 
 
 class Model(nn.Module):
-    """MoE, dense with a residual, MoE."""
+    """A model of three layers: MoE, dense with a residual connection, MoE."""
 
     def __init__(self, training: Training, topology: Topology) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Model(nn.Module):
 
 
 def micro_batch(update: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, target and padding mask: uneven, sometimes padding only, sometimes empty."""
+    """Return input, target and padding mask; sizes vary, and some batches are empty or only padding."""
     generator = torch.Generator().manual_seed(1000 * update + index)
     num_tokens = 0 if (update, index) == (3, 1) else 3 + (5 * update + 7 * index) % 11
     x = torch.randn(num_tokens, MODEL_DIM, generator=generator, dtype=torch.float64)
@@ -190,7 +190,7 @@ def micro_batch(update: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
 def backward_update(
     model: Model, update: int, after_each: Callable[[], object] = lambda: None
 ) -> tuple[Tensor, Tensor]:
-    """Add up this rank's gradients of an update; return all ranks' sum of losses and of real tokens."""
+    """Add up this rank's gradients of an update; return all ranks' sums of losses and of real tokens."""
     world, rank = place_in_world()
     device = model.dense.weight.device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -209,14 +209,14 @@ def backward_update(
 
 
 def place_in_world() -> tuple[int, int]:
-    """Return the number of ranks and this one's."""
+    """Return the number of ranks and this rank's number."""
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
 def outcome(
     model: Model, topology: Topology, losses: list[Tensor], norms: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Return the losses, the norms and, on rank 0, the weights of everything."""
+    """Return the losses, the gradient norms and, on rank 0, all weights."""
     gather_experts(model, topology)
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     release(model)
@@ -224,7 +224,7 @@ def outcome(
 
 
 def train(training: Training, updates: int = UPDATES, device: str = "cpu") -> dict[str, Tensor]:
-    """Train, and return the losses, the norms and, on rank 0, the weights of everything."""
+    """Train the model; return the losses, the gradient norms and, on rank 0, all weights."""
     world, _ = place_in_world()
     topology = training.topology()
     model = Model(training, topology).to(device)
@@ -251,12 +251,12 @@ def train(training: Training, updates: int = UPDATES, device: str = "cpu") -> di
 def train_in_partitions(
     training: Training, stage: int, offload: bool, updates: int = 4, device: str = "cpu"
 ) -> dict[str, Tensor]:
-    """Train as `train` does, with an optimizer of partitions; return its losses, norms and weights."""
+    """Train as `train` does, but with ZeRO or offload; return losses, norms and weights."""
     world, _ = place_in_world()
     place = training.topology()
     model = Model(training, place).to(device)
     parameters = list(model.parameters())
-    # Buckets of several parameters, some larger than a bucket.
+    # A bucket of this size holds several parameters, but some parameters are larger.
     zero = ZeroState(parameters, place, stage, offload, bucket_bytes=600)
     optimizer = OPTIMIZERS[training.optimizer](zero.parameters)
     losses, norms = [], []

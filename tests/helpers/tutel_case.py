@@ -1,4 +1,4 @@
-"""A small layer in Tutel's form, the same by loops, and a gate and experts of a user's."""
+"""Makes a small `ft.moe_layer`, the same layer as loops, and a user's gate and experts."""
 
 import copy
 import functools
@@ -42,7 +42,7 @@ def linear_expert(layer, e: int, x_D: Tensor, activation=F.relu) -> Tensor:
 
 
 def loop(layer, x_TD, top_k, factor=0.0, *, expert=linear_expert, gate=None, **how) -> Tensor:
-    """Return y token by token, as Tutel's README describes it."""
+    """Compute the layer's output one token at a time, as Tutel's README describes the layer."""
     gate = gate or (lambda x: x @ layer.gates[0].weight.t())
     probs_TE = torch.softmax(gate(x_TD), dim=1)
     best = probs_TE.amax(dim=1).tolist()
@@ -85,7 +85,7 @@ class OwnGate(nn.Module):
 
 
 class OwnExperts(nn.Module):
-    """As Tutel's example: [El, rows, M] times a stack of matrices; `calls` is a buffer."""
+    """Experts like in Tutel's example: [El, rows, M] times a stack of matrices; `calls` is a buffer."""
 
     def __init__(self, model_dim, num_experts_per_device, sharded_count, out=None, power=1):
         super().__init__()
@@ -100,9 +100,9 @@ class OwnExperts(nn.Module):
         return (x.flatten(2) @ self.W).unflatten(2, (*x.shape[2:-1], -1)) ** self.power
 
 
-@functools.cache  # groups outlive a test, as the ranks do
+@functools.cache  # ranks and their groups are used by several tests
 def alone() -> dist.ProcessGroup:
-    """Return the group of this rank by itself."""
+    """Return a process group that contains only this rank."""
     return [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
 
 

@@ -1,4 +1,4 @@
-"""Parameters of uneven sizes, experts among them, and gradients for them by number and rank."""
+"""Makes parameters of different sizes, some of them experts, and gradients that depend on the rank."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from fairseq_tutel.parallel.gradients import mark_expert
 
 
 def some_parameters(dtype=torch.float64):
-    """Parameters of sizes that no number of ranks divides, and of some that two or four do."""
+    """Return parameters; only some of their sizes are divisible by two or four ranks."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(5, 7), (), (3,), (8,), (1, 1), (4, 2, 3), (0,), (13,)]
     made = [
@@ -25,9 +25,9 @@ def gradient_of(parameter, number, rank):
 
 
 def backward(parameters, rank, skipped=(), turn=0):
-    """Run a backward that gives every parameter but the skipped ones the gradient of its number."""
+    """Run a backward pass that sets the gradient of every parameter except the skipped ones."""
     numbers = [i for i in range(len(parameters)) if i not in skipped]
-    # Another order on another rank.
+    # Ranks may have different orders of gradients.
     numbers = numbers[turn:] + numbers[:turn]
     loss = sum((parameters[i] * gradient_of(parameters[i], i, rank)).sum() for i in numbers)
     loss.backward()

@@ -1,7 +1,8 @@
-"""What the fork server does once for its children: each of them has hydra read some 370 options.
+"""Prepares hydra configurations in the fork server, so its children need not read 370 options each.
 
-hydra makes a configuration of the parts that the words name; here such a one is ready, and a child sets in
-it what its words change. What was imported tidies up as a process ends, one by one.
+hydra composes a configuration from the parts that the command line names. The server composes the usual
+configurations in advance, and a child only sets the options that differ. Exit handlers of imported modules
+are disabled, because they slow down the end of each child.
 """
 
 import copy
@@ -23,7 +24,7 @@ _compose = utils.compose
 
 
 def compose(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
-    """Return hydra's configuration; one of these parts and options is taken and changed, if there."""
+    """Return hydra's configuration, made from a prepared one if it has the same parts and options."""
     words, config = _composed.pop(_parts(overrides), (set(), None))
     if config is None:
         return _compose(config_name, overrides=overrides, strict=strict)
@@ -35,7 +36,7 @@ def compose(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
 
 
 def prepare(parser: ArgumentParser, *words: str) -> None:
-    """Compose what a command of `words` will; the first to ask for it gets it."""
+    """Compose the configuration of a command line; the first `compose` with the same parts uses it."""
 
     def keep(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
         config = _compose(config_name, overrides=overrides, strict=strict)
@@ -49,7 +50,7 @@ def prepare(parser: ArgumentParser, *words: str) -> None:
 
 
 def _parts(overrides: list[str]) -> tuple[str, ...]:
-    """Return options without their values, and whole words where they choose a part."""
+    """Return the overrides without values, except those that choose a part of the configuration."""
     names = (word.partition("=")[0] for word in overrides)
     return tuple(name if "." in name else word for name, word in zip(names, overrides, strict=True))
 
@@ -70,4 +71,4 @@ for parser, task in (
 
 for imported in weakref.finalize._registry:
     imported.atexit = False
-gc.freeze()  # what the server imported is no garbage: looking through it copies its pages
+gc.freeze()  # a garbage collection would copy the memory pages of imported modules

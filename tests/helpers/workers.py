@@ -1,4 +1,4 @@
-"""Processes that wait for functions to run, so that their start is paid once and not by every test."""
+"""Starts processes that run functions for several tests, because starting processes is slow."""
 
 import multiprocessing
 import pickle
@@ -15,12 +15,12 @@ class Workers:
     """`count` processes; `run` calls a function in all of them.
 
     Args:
-        count: how many.
-        setup: called as setup(index, *setup_args()) in each process before anything else. It and every
+        count: the number of processes.
+        setup: called first in each process, as setup(index, *setup_args()). This function and every
             function that is run must be importable.
-        setup_args: called once per start of the processes.
-        context: of multiprocessing. By default a process imports all anew, so that `setup` may decide what
-            an import depends on; `forkserver.context()` has imported what takes long.
+        setup_args: called once, when the processes start.
+        context: the multiprocessing context. By default a process imports all modules again, so `setup`
+            can change what imports depend on. In `forkserver.context()`, slow modules are imported already.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Workers:
 
         Raises:
             AssertionError: the first error in any of them, with its traceback.
-            TimeoutError: somebody did not answer; nobody is left behind hanging.
+            TimeoutError: a process did not answer; all processes have been ended.
         """
         if not self.processes:
             self._start()
@@ -45,7 +45,7 @@ class Workers:
                 pipe.send_bytes(pickle.dumps((function, args)))
             return self._answers(function.__name__)
         except BaseException:
-            self.close()  # the others may wait for the one that failed
+            self.close()  # other processes may wait for the failed process
             raise
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Statistics of experts: their file, means over language pairs, importance, and files that are refused."""
+"""Expert statistics: their file, means over language pairs, importance, and invalid files."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from fairseq_tutel.inference.expert_statistics import (
     text_of,
 )
 
-# Of 4 tokens, 3 have expert 0 as their first choice; of 12 tokens, 3.
+# Expert 0 is the first choice of 3 of 4 tokens, and of 3 of 12 tokens.
 GERMAN = LayerStatistics(4, [0.75, 0.25, 0.0], [0.5, 0.9, 0.0], [1.5, 1.2, 0.3])
 FRENCH = LayerStatistics(12, [0.25, 0.25, 0.5], [0.7, 0.4, 0.6], [0.75, 0.75, 1.5])
 BOTH = {"de-en": {"encoder_0": GERMAN, "decoder_1": GERMAN}, "fr-en": {"encoder_0": FRENCH}}
@@ -63,7 +63,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_another_file_is_refused_in_one_sentence(case, tmp_path):
+def test_an_invalid_file_raises_a_one_sentence_error(case, tmp_path):
     content = REFUSED[case]
     if isinstance(content, dict) and "tokens" in content:
         content = {"expert_statistics": 1, "pairs": {"all": {"decoder_0": content}}}
@@ -73,7 +73,7 @@ def test_another_file_is_refused_in_one_sentence(case, tmp_path):
         read_statistics(path, "--statistics")
 
 
-def test_a_missing_file_pair_or_layer_is_named(path, tmp_path):
+def test_errors_name_a_missing_file_pair_or_layer(path, tmp_path):
     with pytest.raises(ValueError, match=r"No such file or directory"):
         read_statistics(tmp_path / "none.json", "--statistics")
     with pytest.raises(ValueError, match=r"^--keep-for has 'en-fr', .* choose from 'de-en', 'fr-en'\.$"):

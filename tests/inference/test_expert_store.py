@@ -1,4 +1,4 @@
-"""Experts in a store give the bits of experts in memory, and fetches and memory are those of formulas."""
+"""Expert stores: outputs equal those of experts in memory; fetches and memory equal the formulas."""
 
 import itertools
 
@@ -22,7 +22,7 @@ CACHE = 2
 
 @torch.no_grad()
 def run(model, x_TD):
-    """Return the output of a pre-gated model, and which experts each block's rows are of."""
+    """Return the output of a pre-gated model, and the experts that have rows in each block."""
     used, routing = [], None
     for block, layer in enumerate(model):
         call = Call.of(x_TD, x_TD.shape[1])
@@ -54,11 +54,11 @@ def steps(count, rank=0, width=8):
         ("wide", "disk", "int4"),
     ],
 )
-def test_every_policy_gives_the_bits_of_resident(tmp_path, kind, tier, packing):
+def test_every_policy_is_bit_identical_to_experts_in_memory(tmp_path, kind, tier, packing):
     config = KINDS[kind]
     source = source_of(write(model_of(config), tmp_path, packing))
     resident = as_read(model_of(config), source)
-    caches = (0, CACHE, "1GiB")  # what is packed meets each once
+    caches = (0, CACHE, "1GiB")  # quantized experts are tested once with each size
     ways = zip(STORE_POLICIES, caches, strict=True)
     for policy, cache in ways if packing else itertools.product(STORE_POLICIES, caches):
         with ExpertStore(policy, tier, cache, compute="unpacked") as store:
@@ -78,20 +78,20 @@ def test_quantized_experts_are_multiplied_as_they_are_stored(tmp_path, kind, pac
     for policy, tier, cache in zip(STORE_POLICIES, ("disk", "host", "disk"), (0, CACHE, 1), strict=True):
         with ExpertStore(policy, tier, cache) as store:
             model = opened(config, store, source).to(dtype)
-            monkeypatch.setattr(Quantized, "dequantize", None)  # nothing is unpacked
+            monkeypatch.setattr(Quantized, "dequantize", None)  # the matrices must not be dequantized
             found.append([run(model, x_TD.to(dtype))[0] for x_TD in batches])
             with torch.no_grad():
                 firsts = [model[0](x_TD.to(dtype))[0] for x_TD in batches]
             monkeypatch.undo()
     assert all(torch.equal(*pair) for others in found[1:] for pair in zip(found[0], others, strict=True))
-    # Later layers could choose other experts for a token. In bf16, the first layer could, too.
+    # Rounding could change a token's experts in later layers and, in bf16, in the first layer.
     for x_TD, y_TD in zip(batches, firsts, strict=True) if dtype == torch.float32 else ():
         expected = resident[0](x_TD)[0]
         assert (y_TD - expected).norm() <= 2**-6 * expected.norm()
 
 
 @pytest.mark.parametrize("policy", STORE_POLICIES)
-def test_what_is_read_and_resident_is_what_formulas_say(tmp_path, policy):
+def test_fetches_and_experts_in_memory_equal_formulas(tmp_path, policy):
     resident = model_of(FFN)
     source, size = source_of(write(resident, tmp_path)), FFN.num_experts
     with ExpertStore(policy) as store:
@@ -114,12 +114,12 @@ def test_what_is_read_and_resident_is_what_formulas_say(tmp_path, policy):
     assert counters.peak_bytes * counters.fetches == counters.bytes * counters.peak_experts
 
 
-def test_a_cached_expert_in_use_again_does_not_leave_for_another():
+def test_a_cached_expert_in_use_is_not_evicted():
     with ExpertStore(tier="host", cache=1) as store:
         store.add(model_of(FFN)[0].experts)
         for experts in ([0], [1], [0, 1], [0, 2]):
             store.take(0, experts)
-        # Expert 0 came back from the cache and is in use when expert 1 is cached.
+        # Expert 0 was taken from the cache and is in use when expert 1 is cached.
         assert (store.counters.fetches, store.counters.hits) == (3, 3)
 
 
@@ -128,7 +128,7 @@ def test_an_automatic_cache_is_half_of_the_free_memory_at_the_first_fetch(monkey
         store.add(model_of(FFN)[0].experts)
         size = store._stacks[0][1].layout.num_bytes
         monkeypatch.setattr(expert_store, "free_bytes", lambda device: 4 * size + 1)
-        for experts in ([0], [1], [2], [3], [0, 1, 2, 3]):  # two of the first three are in the cache
+        for experts in ([0], [1], [2], [3], [0, 1, 2, 3]):  # two of experts 0 to 2 are in the cache
             store.take(0, experts)
         assert (store.counters.fetches, store.counters.hits) == (5, 3)
 
@@ -155,18 +155,18 @@ def compare_on_gpu_in_python(folder):
 
 
 @WITHOUT_GPU
-def test_on_a_gpu_in_python_no_slot_is_used_on_two_streams_at_once(ranks, tmp_path):
+def test_on_an_emulated_gpu_no_buffer_is_used_on_two_streams_at_once(ranks, tmp_path):
     ranks(1, on_gpus=True).run(compare_on_gpu_in_python, write(model_of(FFN), tmp_path))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tier", STORE_TIERS)
-def test_on_a_gpu_no_slot_is_written_while_it_is_read(tmp_path, tier):
+def test_on_a_gpu_no_buffer_is_written_while_it_is_read(tmp_path, tier):
     compare_on_gpu(write(model_of(FFN), tmp_path), tier, 20, "cuda")
 
 
 @pytest.mark.parametrize("count", (8, 64))
-def test_slots_on_the_host_leave_little_of_powers_of_two(count):
+def test_host_buffers_waste_little_memory_of_power_of_two_allocations(count):
     layout = BufferLayout.of({"weight": (torch.uint8, (2**10 + 8,), None)})
     buffers = buffers_on_host(layout, count)
     blocks = [buffer.memory.untyped_storage() for buffer in buffers]

@@ -1,4 +1,4 @@
-"""Ranks that call shared layers at their own pace compute the outputs of one rank."""
+"""Ranks that call expert-parallel layers at different times get the outputs of one rank."""
 
 import dataclasses
 import random
@@ -28,12 +28,12 @@ FEW = dataclasses.replace(SMALL, num_experts=2)
         ([RESTS, IS_DONE], None),
     ],
 )
-def test_most_ranks_choose_and_the_lowest_of_several(wishes, expected):
+def test_the_layer_with_most_requests_runs_and_ties_go_to_the_lowest_index(wishes, expected):
     assert next_layer(wishes) == expected
 
 
 def _layers(configs, parallel, local):
-    """Return split layers in lockstep, and the same layers with all experts on this rank."""
+    """Return expert-parallel layers in lockstep, and the same layers with all experts on this rank."""
     topology = make_topology([c.num_experts for c in configs], parallel, local)
     lockstep = Lockstep(topology.expert_group)
     pairs = []
@@ -47,7 +47,7 @@ def _layers(configs, parallel, local):
 
 
 def _calls(rank, number):
-    """Return what a rank calls, as (layer, tokens): nothing on rank 1, anything elsewhere."""
+    """Return the random calls of a rank as (layer, tokens); rank 1 makes no calls."""
     rng = random.Random(rank)
     count = 0 if rank == 1 else rng.randint(4, 9)
     return [(rng.randrange(number), rng.choice([0, 1, 5])) for _ in range(count)]
@@ -95,28 +95,28 @@ ON_FOUR = {
     [*((2, case) for case in CASES.values()), *((4, case) for case in ON_FOUR.values())],
     ids=[*CASES, *ON_FOUR],
 )
-def test_unequal_calls_give_what_one_rank_gives(ranks, world_size, case):
+def test_ranks_with_different_calls_get_the_outputs_of_one_rank(ranks, world_size, case):
     found = ranks(world_size).run(at_their_own_pace, *case)
     assert all(wanted == own for wanted, own, _ in found)
     _, own, served = found[1]
-    assert own == 0 and served > 0  # it only helped
+    assert own == 0 and served > 0  # this rank only joined calls of other ranks
     size = case[1] or world_size
     for first in range(0, world_size, size):
         rounds = {own + served for _, own, served in found[first : first + size]}
-        assert len(rounds) == 1  # all of a group were in every call, and none was made twice
+        assert len(rounds) == 1  # all ranks of a group took part in every call, and no call was repeated
         group = [own for _, own, _ in found[first : first + size]]
         assert max(group) <= rounds.pop() <= sum(group)
 
 
 def steps_that_end_together():
-    """In each step rank r makes r calls; a collective of all ranks follows each."""
+    """Run steps in which rank r makes r calls; a collective of all ranks follows each step."""
     lockstep, pairs = _layers([SMALL, LARGE], 0, 0)
     for step in range(3):
         for salt in range(dist.get_rank()):
             _call(lockstep, pairs, (step + salt) % 2, 3, salt)
         lockstep.rest()
         dist.barrier()
-    if dist.get_rank() == 0:  # at its end while the others still take steps
+    if dist.get_rank() == 0:  # rank 0 has reached `end` while the other ranks still run steps
         lockstep.end()
         return lockstep.served
     for salt in range(2):
@@ -151,7 +151,7 @@ def joining_changes_no_state():
     assert all(torch.equal(state[name], tensor) for name, tensor in layer.state_dict().items())
     assert layer.timer.read_and_reset()["all_to_all_cpu_time_ms"] == 0
     layer.train()(x)
-    assert turns == [layer]  # training does not wait: all ranks make the same calls
+    assert turns == [layer]  # training does not wait for turns, because all ranks make the same calls
 
 
 def test_joining_changes_no_state_and_training_needs_no_turns(ranks):
@@ -173,7 +173,7 @@ def fail():
 
 
 @pytest.mark.parametrize("fate", [pytest.param(fail, marks=pytest.mark.long), mortal.die])
-def test_a_failing_rank_ends_the_others(fate):
+def test_a_failing_rank_ends_the_other_ranks(fate):
     message, seconds = mortal.run(_half_way, 2, [0] if fate is mortal.die else [0, 1], fate)
     assert "CommunicationError: rank 0 could not finish the agreement on the next layer" in message[0]
     assert "rank 1 did not answer a health check" in message[0]

@@ -1,4 +1,4 @@
-"""Pre-gating: a layer's gate gets the input of the layer N before it, and all else is unchanged.
+"""Pre-gating: each gate gets the input of the N-th layer before its layer; nothing else changes.
 
 Training on several ranks: tests/moe/test_rank_equality.py.
 """
@@ -46,7 +46,7 @@ def forward(layers, x, mask=None, between=torch.tanh):
 
 
 def forward_by_loops(layers, ahead, x, factor, real):
-    """Return the same: block b goes by the gate of block b on the input of block b - ahead."""
+    """Return the result of `forward` by loops: the gate of block b gets the input of block b - ahead."""
     inputs, total = [], 0
     for b, layer in enumerate(layers):
         inputs.append(x.masked_fill(~torch.tensor(real).unsqueeze(1), 0.0))
@@ -58,7 +58,7 @@ def forward_by_loops(layers, ahead, x, factor, real):
 
 @pytest.mark.parametrize("ahead", (0, 1, 2))
 @pytest.mark.parametrize(("top_k", "factor"), [(2, 0.0), (1, 0.5)])
-def test_a_chain_equals_loops(ahead, top_k, factor):
+def test_pre_gated_layers_equal_loops(ahead, top_k, factor):
     config = dataclasses.replace(CONFIG, top_k=top_k, capacity_factor=factor)
     configs = [dataclasses.replace(config, num_experts=count) for count in (4, 3, 5, 4)]
     layers, x = stack(ahead, *configs), tokens().requires_grad_()
@@ -85,7 +85,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("training", (True, False))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_way_to_route_is_the_later_layer_s_own(options, training):
+def test_the_later_layer_s_options_determine_the_routing(options, training):
     config = dataclasses.replace(CONFIG, **options)
     pair, apart = stack(1, config, config), stack(0, config, config)
     x = tokens(12).view(3, 4, D)
@@ -116,9 +116,9 @@ class Blocks(torch.nn.Module):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_has_a_chain_of_its_own_and_names_stay(copied):
+def test_a_copied_model_has_a_separate_chain_and_the_same_parameter_names(copied):
     model, plain = Blocks(1), Blocks(0)
-    model.layers[0](tokens())  # and no further: the pending autograd graph cannot be copied
+    model.layers[0](tokens())  # leaves a pending autograd graph, which cannot be copied
     reference = copied(model)
     assert [name for name, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -130,7 +130,7 @@ def test_a_copy_has_a_chain_of_its_own_and_names_stay(copied):
     assert not torch.equal(plain(tokens()), expected)
 
 
-def test_a_forward_that_was_left_in_the_middle_leaves_nothing():
+def test_an_interrupted_forward_does_not_affect_the_next_forward():
     layers = stack(2, CONFIG, CONFIG, CONFIG, CONFIG)
     expected = forward(layers, tokens(7))[0]
     forward(layers[:3], tokens(9))
@@ -145,7 +145,7 @@ def test_a_forward_that_was_left_in_the_middle_leaves_nothing():
 
 
 class Recorded(Weights):
-    """A layer's own weights, with a record of the calls."""
+    """The default weights of a layer, with a record of all calls."""
 
     def __init__(self, block, events):
         self.block, self.events = block, events
@@ -165,7 +165,7 @@ class Recorded(Weights):
         (2, ["expects 0", "expects 2", "uses 0", "expects 1", "uses 1", "uses 2"]),
     ],
 )
-def test_experts_are_said_to_be_asked_for_before_they_are(ahead, order):
+def test_experts_are_prefetched_before_they_are_used(ahead, order):
     layers, events = stack(ahead, CONFIG, CONFIG, CONFIG), []
     for block, layer in enumerate(layers):
         layer.experts.compute_with(Recorded(block, events))
@@ -196,13 +196,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_a_chain_cannot_follow_is_refused(case):
+def test_calls_that_do_not_fit_the_chain_raise_an_error(case):
     call, words = WRONG[case]
     with pytest.raises(ValueError, match=words):
         call(*stack(1, CONFIG, CONFIG))
 
 
-def test_what_is_no_chain_is_refused():
+def test_invalid_arguments_raise_an_error():
     for ahead in (2, -1, 1.0):
         sentence = rf"pregate \(--moe-pregate\) is {ahead!r} but the stack has 2 MoE layers; give 1 to 1\."
         with pytest.raises(ValueError, match=sentence):

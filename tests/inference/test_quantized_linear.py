@@ -1,4 +1,4 @@
-"""Linear layers in int8: products, the unpacked matrix, and which layers of a module they replace."""
+"""Linear layers in int8: products, the unpacked matrix, and the layers of a module that are replaced."""
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ def test_a_quantized_layer_multiplies_by_its_unpacked_matrix(shape, bias, dtype)
     found = layer(x)
     assert (found.shape, found.dtype) == (expected.shape, dtype)
     assert (found.float() - expected).norm() <= 0.01 * expected.norm()
-    # Half a unit of int8 per weight, and the rounding of bf16.
+    # The error is at most half a unit of int8 per weight, plus the rounding of bf16.
     largest = linear.weight.float().abs().amax(1, keepdim=True)
     assert ((layer.weight - linear.weight).float().abs() <= largest * (0.5 / 127 + 2**-8)).all()
 
 
 @torch.no_grad()
-def test_attention_computes_with_and_without_its_modules_calls():
+def test_attention_works_if_fairseq_calls_its_linear_layers_or_reads_their_weights():
     torch.manual_seed(1)
     attention = MultiheadAttention(64, 4, self_attention=True).eval()
     x = torch.randn(5, 2, 64)
@@ -40,14 +40,14 @@ def test_attention_computes_with_and_without_its_modules_calls():
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_the_unpacked_matrix_gets_the_dtype_of_the_model(dtype):
-    """Of a model in fp16 (--fp16), fairseq's attention passes the weights to a function of torch."""
+    """For a model in fp16 (--fp16), fairseq's attention passes the weights to a torch function."""
     attention = MultiheadAttention(64, 4, self_attention=True).eval()
     quantize_linear_layers(attention, without=nn.Identity)
     assert attention.to(dtype).q_proj.weight.dtype == dtype
     assert attention(*[torch.randn(5, 2, 64, dtype=dtype)] * 3)[0].dtype == dtype
 
 
-def test_some_layers_stay():
+def test_some_layers_are_not_replaced():
     model = nn.ModuleDict(
         {"inner": nn.Sequential(nn.Linear(16, 4)), "left": nn.Sequential(nn.Linear(16, 4), nn.ReLU())}
     )

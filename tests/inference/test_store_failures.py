@@ -1,4 +1,4 @@
-"""What goes wrong with an expert store is one sentence, at once, and no thread is left."""
+"""Errors of an expert store: one sentence, raised immediately, and no thread is left."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ X_TD = torch.randn(9, FFN.model_dim, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(autouse=True)
 def others():
-    """Collect the stores that other files' tests left, and leave those alone that are still in use."""
+    """Collect the stores that earlier tests left; ignore the threads of stores that are still in use."""
     gc.collect()
     OTHERS[:] = []
     OTHERS[:] = threads()
@@ -47,7 +47,7 @@ def run(model):
 
 
 def refusal(model):
-    """Run a model, twice, which must end in one sentence; return it."""
+    """Run a model twice; check that both runs raise the same one-sentence error, and return its text."""
     with pytest.raises(ValueError) as first:
         run(model)
     with pytest.raises(ValueError) as again:
@@ -73,7 +73,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_named(tmp_path, damage):
+def test_errors_name_a_damaged_file(tmp_path, damage):
     store = ExpertStore()
     model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
     change, reason = DAMAGES[damage]
@@ -88,7 +88,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     assert reason in message
 
 
-def test_a_file_that_changes_in_use_is_named(tmp_path):
+def test_errors_name_a_file_that_changes_during_use(tmp_path):
     with ExpertStore() as store:
         model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
         run(model)
@@ -113,8 +113,8 @@ def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch)
 
 
 def wait_for_ever(folder, pipe):
-    """Wait in a block for an expert that does not come; tell how that ended."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    """Wait in a block for an expert whose fetch never completes; send how the wait ended."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
     store = ExpertStore()
     model = opened(FFN, store, source_of(folder))
 
@@ -180,7 +180,7 @@ def test_one_expert_is_dequantized_at_a_time(tmp_path, monkeypatch):
     assert len(counts) >= 2 * 4 and max(counts) == 2  # matrices of an expert
 
 
-def test_a_copy_shares_the_store_and_a_fork_is_refused(tmp_path):
+def test_a_copy_shares_the_store_and_a_fork_raises_an_error(tmp_path):
     with ExpertStore(tier="host") as store:
         model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
         assert torch.equal(run(copy.deepcopy(model)), run(model))
@@ -198,7 +198,7 @@ def test_a_copy_shares_the_store_and_a_fork_is_refused(tmp_path):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_what_is_no_evaluation_is_refused():
+def test_training_with_a_store_raises_an_error():
     with ExpertStore(tier="host") as store:
         model = model_of(FFN)
         store.add(model[0].experts)
@@ -216,12 +216,12 @@ def test_what_is_no_evaluation_is_refused():
         ({}, "not in shard files of a checkpoint; write the files with `fairseq-tutel convert"),
     ],
 )
-def test_invalid_arguments_are_refused(arguments, message):
+def test_invalid_arguments_raise_an_error(arguments, message):
     with pytest.raises(ValueError, match=message):
         ExpertStore(**arguments).add(model_of(FFN)[0].experts)
 
 
-def test_tensors_that_do_not_fit_the_layer_are_refused():
+def test_tensors_that_do_not_fit_the_layer_raise_an_error():
     experts = model_of(FFN)[0].experts
     tensors = {name: getattr(experts, name) for name in experts.names}
     store = ExpertStore(tier="host")
@@ -232,7 +232,7 @@ def test_tensors_that_do_not_fit_the_layer_are_refused():
 
 
 @pytest.mark.parametrize("policy", EVICTIONS)
-def test_who_leaves_the_cache_is_who_an_oracle_says(policy):
+def test_the_cache_evicts_the_same_experts_as_an_oracle(policy):
     draw = random.Random(1)
     cache, kept, uses, used = ExpertCache(policy, None, 3), [], {}, {}
     for now in range(300):

@@ -1,4 +1,4 @@
-"""Inputs of the three ops, shared by the tests of every backend."""
+"""Inputs of the gather ops, shared by the tests of all backends."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,8 @@ from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-# Against a sum taken in fp64; half dtypes round every product or only the result, as the backend likes.
+# Tolerances relative to an fp64 sum. In half precision, a backend may round every product, or only the
+# result.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -29,7 +30,7 @@ class Inputs:
 
 
 def inputs(num_tokens: int, num_rows: int, top_k: int, model_dim: int, dtype: torch.dtype) -> Inputs:
-    """Draw inputs with holes (-1) in both maps; scales of holes are NaN, since nobody may read them."""
+    """Draw inputs with empty entries (-1) in both maps; scales of empty entries are NaN."""
     generator = torch.Generator().manual_seed(1000 * num_tokens + 100 * num_rows + 10 * top_k)
     wide = torch.promote_types(dtype, torch.float32)
 
@@ -52,7 +53,7 @@ def inputs(num_tokens: int, num_rows: int, top_k: int, model_dim: int, dtype: to
     )
 
 
-# (T, R, K, D): every K to 4 and one above, odd D, one column, no tokens, no rows, a single one.
+# (T, R, K, D): K from 1 to 4 and one larger K, odd D, one column, no tokens, no rows, one token.
 SHAPES = (
     (7, 9, 1, 5),
     (7, 12, 2, 8),
@@ -67,7 +68,7 @@ SHAPES = (
 
 
 def name_of(value: object) -> str | None:
-    """Readable test ids for shapes and dtypes."""
+    """Return a readable test ID for a shape or dtype."""
     if isinstance(value, tuple):
         return "T{}-R{}-K{}-D{}".format(*value)
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None

@@ -1,7 +1,7 @@
-"""A layer of experts built from the grouped ops, with every result by name, and the same in fp64.
+"""The experts' FFN, computed by the grouped ops under test (`run`) and in fp64 (`oracle`).
 
-`run` is the chain that a layer makes: up, down, and both backward, tokens gathered by the kernels. `oracle`
-knows neither groups nor gathers: a loop over rows' experts in fp64, differentiated by autograd.
+`run` calls the ops in the order of a layer: fc1, fc2 and both backward passes. The ops gather the tokens.
+`oracle` loops over the experts in fp64, without groups or gathers, and uses autograd.
 """
 
 from dataclasses import dataclass, replace
@@ -13,27 +13,27 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 
-# Of the largest entry, against fp64: half dtypes round h, a, dh and every result.
+# Tolerances relative to the largest entry in fp64. In half precision, h, a, dh and all results are rounded.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a run has.
+    """The sizes and options of one test of the FFN.
 
     Attributes:
-        counts: rows per expert; `tail` rows of nobody follow.
-        tail: see above.
+        counts: the number of rows of each expert.
+        tail: the number of rows after the last group, which have no expert.
         model_dim: D.
         hidden_dim: H.
-        dtype: of rows and weights; gates are at least fp32.
+        dtype: the dtype of rows and weights; gates are at least fp32.
         activation: a name in ACTIVATIONS.
         glu: whether there is fc3.
-        bias: whether the maps have biases.
-        gathered: rows are picked from 2/3 as many tokens.
-        gated: gathered rows have gates.
-        keep: backward gets h, g and a; else what ffn_up(keep=True) returned, and computes a again.
-        strided: weights lie transposed in memory.
+        bias: whether the linear maps have biases.
+        gathered: whether rows are gathered from tokens; there are 2/3 as many tokens as rows.
+        gated: whether gathered rows have gate weights.
+        keep: whether backward gets h, g and a; else only what ffn_up(keep=True) saved; a is recomputed.
+        strided: whether weights are stored transposed.
     """
 
     counts: tuple[int, ...]
@@ -56,7 +56,7 @@ class Case:
 
 
 def inputs(case: Case, device: str) -> dict[str, Any]:
-    """Draw x, dy, the weights and the maps; what nobody may read is NaN, or the index -1."""
+    """Draw x, dy, the weights and the maps; values that no op may read are NaN, or -1 for an index."""
     generator = torch.Generator().manual_seed(len(case.counts) + 10 * sum(case.counts))
     experts, used = len(case.counts), sum(case.counts)
     rows = used + case.tail
@@ -105,7 +105,7 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
 
 
 def run(ops: Any, case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
-    """Return every result of the chain by name; the rows of the tail are cut off where they may be junk."""
+    """Run the ops and return every result by name, without tail rows that are undefined."""
     groups, used = Groups.of_tensor(given["counts"]), sum(case.counts)
     index, fc1, fc2, fc3 = (given[k] for k in ("index", "fc1", "fc2", "fc3"))
     gate, source = given["values"], given["source"]
@@ -133,7 +133,7 @@ def run(ops: Any, case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
                 d, given["x"], groups, rows_index_R=index, bias=case.bias
             )
     results["dx"] = ops.ffn_up_backward(dh, fc1, dg, fc3, groups)
-    for name in ("h", "g"):  # their tails are nobody's
+    for name in ("h", "g"):  # their tails are undefined
         if results[name] is not None:
             results[name] = results[name].narrow(0, 0, used)
     return {name: tensor for name, tensor in results.items() if tensor is not None}
@@ -152,7 +152,7 @@ ACTS = {
 
 
 def oracle(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the same results in fp64 on the CPU, by one autograd graph over a loop of experts."""
+    """Return the results of `run`, computed in fp64 on the CPU by a loop over experts with autograd."""
     used, rows = sum(case.counts), sum(case.counts) + case.tail
     leaf = {
         name: None if t is None else t.detach().cpu().double().nan_to_num().requires_grad_()
@@ -162,7 +162,7 @@ def oracle(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     index = torch.arange(rows) if given["index"] is None else given["index"].cpu()
     dy = given["dy"].cpu().double().nan_to_num()
     expert_of = torch.repeat_interleave(torch.tensor(case.counts))
-    # As leaves of their own, rows have gradients of their own.
+    # Rows are separate leaf tensors, so each row has a separate gradient.
     x = leaf["x"].detach()[index[:used]].requires_grad_()
     parts: dict[str, list[Tensor]] = {"h": [], "g": [], "a": [], "out": []}
     for e in range(len(case.counts)):
@@ -193,14 +193,14 @@ def oracle(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     if "dgate" in results:
         results["dgate"] = results["dgate"][:used]
         results["gated"] = made["a"] * gate.unsqueeze(1)
-    for name in ("a", "out", "dx", "dh", "dg"):  # with a tail of zeros
+    for name in ("a", "out", "dx", "dh", "dg"):  # these results have zeros in the tail
         if name in results:
             results[name] = F.pad(results[name], (0, 0, 0, case.tail))
     return {name: tensor.detach() for name, tensor in results.items()}
 
 
 def check(got: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype, what: str) -> None:
-    """Compare by name, errors relative to the largest entry of each tensor."""
+    """Compare results by name, with errors relative to the largest entry of each tensor."""
     for name, tensor in got.items():
         want = expected[name].double().cpu()
         assert tensor.shape == want.shape, f"{name} of {what}: {tensor.shape} for {want.shape}"
@@ -212,7 +212,7 @@ def check(got: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtyp
 
 
 def compare(ops: Any, plain: Any, case: Case, device: str) -> None:
-    """Hold both sets of ops against fp64 and against each other."""
+    """Compare both sets of ops with fp64 and with each other."""
     given = inputs(case, device)
     got, reference, exact = run(ops, case, given), run(plain, case, given), oracle(case, given)
     assert set(got) == set(reference)
@@ -223,7 +223,7 @@ def compare(ops: Any, plain: Any, case: Case, device: str) -> None:
 
 
 def skewed(num_rows: int, experts: int) -> tuple[int, ...]:
-    """Return counts of which half go to one expert and none to the last, if there are enough."""
+    """Return row counts: one expert has half of the rows, and the last expert has none if possible."""
     rest = num_rows - num_rows // 2
     others = [rest // (experts - 2)] * (experts - 2)
     others[0] += rest - sum(others)
@@ -231,5 +231,5 @@ def skewed(num_rows: int, experts: int) -> tuple[int, ...]:
 
 
 def with_tiles(case: Case) -> Case:
-    """Return the case with dimensions whose rows are aligned as tensor descriptors ask for."""
+    """Return the case with dimensions that give rows the alignment that tensor descriptors need."""
     return replace(case, model_dim=24, hidden_dim=40)

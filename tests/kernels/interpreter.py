@@ -1,6 +1,6 @@
 """A process in which Triton interprets its kernels on the CPU.
 
-Triton decides at import whether it interprets, so the process of the other tests cannot do both.
+Triton selects the interpreter when it is imported, so these tests need a separate process.
 """
 
 import os
@@ -8,14 +8,14 @@ import warnings
 
 
 def interpret(_: int = 0) -> None:
-    """Set up the process: before Triton is imported."""
+    """Enable the interpreter in this process; this must run before Triton is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
     warnings.simplefilter("ignore")
     redirect_once()
 
 
 def interpret_with_gpu(_: int = 0) -> None:
-    """Set up the process, in which `python_gpu.gpu` can be used."""
+    """Enable the interpreter in this process, and register the device of `python_gpu.gpu`."""
     interpret()
     import python_gpu
 
@@ -23,14 +23,14 @@ def interpret_with_gpu(_: int = 0) -> None:
 
 
 def redirect_once() -> None:
-    """Let a function that a kernel calls leave triton.language as the kernel's launch redirected it.
+    """Redirect triton.language once per kernel launch, not again for each function that a kernel calls.
 
-    Triton looks through the whole module at every such call, two fifths of its time.
+    Triton searches the complete module at every such call, which takes two fifths of its time.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
-    if not hasattr(interpreter, "_LangPatchScope"):  # another Triton is slower
+    if not hasattr(interpreter, "_LangPatchScope"):  # with other versions of Triton, tests are only slower
         return
     redirect = interpreter._patch_lang
 

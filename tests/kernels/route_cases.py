@@ -1,32 +1,32 @@
-"""Inputs of the routing ops, and what they must give by brute force; shared by every backend's tests."""
+"""Inputs of the routing ops and brute-force results, shared by the tests of all backends."""
 
 import torch
 from torch import Tensor
 
-# (T, E): one token, odd numbers, one expert, powers of two and none, more blocks than one.
+# (T, E): one token, odd numbers, one expert, powers of two and other numbers, several blocks.
 LOGITS = ((0, 3), (1, 1), (1, 8), (63, 1), (63, 3), (63, 5), (63, 8), (63, 100), (1000, 8))
 
 
 def choices(num_experts: int) -> list[int]:
-    """Return the K to test: all for few experts, otherwise few, since a kernel loops over K."""
+    """Return the values of K to test: all for few experts, else only some, because kernels loop over K."""
     few = range(1, num_experts + 1)
     return list(few) if num_experts <= 5 else [1, 2, 8]
 
 
 def logits(num_tokens: int, num_experts: int, dtype: torch.dtype) -> Tensor:
-    """Draw logits with many ties: multiples of a half, so that equal ones have equal probabilities."""
+    """Draw logits that are multiples of 0.5, so that there are many ties with equal probabilities."""
     generator = torch.Generator().manual_seed(100 * num_tokens + num_experts)
     return torch.randint(-3, 4, (num_tokens, num_experts), generator=generator).to(dtype) / 2
 
 
 def best_first(probs_TE: Tensor, top_k: int) -> list[list[int]]:
-    """Return the K largest of every row; NaN before all else; ties: the lower id."""
+    """Return the K best experts of every row; NaN is the largest value, and the lower id wins ties."""
     rows = probs_TE.double().nan_to_num(nan=float("inf")).tolist()
     return [sorted(range(len(row)), key=lambda e, row=row: -row[e])[:top_k] for row in rows]
 
 
 def asking(top_k: int, num_tokens: int, num_experts: int) -> Tensor:
-    """Draw ids [K, T]; some ask for none, one expert is crowded, the last is empty where that can be."""
+    """Draw expert ids [K, T]: some mean no expert, one expert is crowded, the last is empty if possible."""
     generator = torch.Generator().manual_seed(10 * num_tokens + num_experts)
     most = max(num_experts - 1, 1)
     ids_KT = torch.randint(most, (top_k, num_tokens), generator=generator)
@@ -36,12 +36,12 @@ def asking(top_k: int, num_tokens: int, num_experts: int) -> Tensor:
 
 
 def order(top_k: int, num_tokens: int) -> Tensor:
-    """Draw an order of all copies that mixes choices."""
+    """Draw an order of all assignments that mixes first and later choices."""
     return torch.randperm(top_k * num_tokens, generator=torch.Generator().manual_seed(num_tokens))
 
 
 def sentence_first(top_k: int, time: int, batch: int) -> list[int]:
-    """Return the copies, choice by choice, of tokens that lie time first, in (sentence, time) order."""
+    """Return the assignments of time-first tokens, ordered by choice, then by (sentence, time)."""
     tokens = [t * batch + b for b in range(batch) for t in range(time)]
     return [j * time * batch + t for j in range(top_k) for t in tokens]
 
@@ -49,7 +49,7 @@ def sentence_first(top_k: int, time: int, batch: int) -> list[int]:
 def by_counting(
     ids_KT: Tensor, copies: list[int], num_experts: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Give copies their slots one after the other; return (slots by token, counts by choice)."""
+    """Assign slots one assignment after another; return (slots by token, counts by choice)."""
     top_k, num_tokens = ids_KT.shape
     slots = [[-1] * top_k for _ in range(num_tokens)]
     assigned = [[0] * num_experts for _ in range(top_k)]

@@ -1,4 +1,4 @@
-"""Second derivatives raise an error wherever a backward is written by hand."""
+"""Double backward raises an error in every custom backward function."""
 
 import ast
 import re
@@ -36,11 +36,11 @@ def tokens(requires_grad: bool = True) -> Tensor:
     ),
     ids=str,
 )
-def test_a_second_derivative_is_refused_and_the_first_is_right(options, wanted):
+def test_a_second_derivative_raises_an_error_and_the_first_is_correct(options, wanted):
     layer = MoELayer(MoEConfig(6, 8, 4, activation="gelu", **options), seed=1).double()
     x = tokens()
     inputs = [x] if wanted == "x" else [p for p in layer.parameters() if p.requires_grad]
-    # A sum: what comes in requires no gradient, but the second derivative is not 0.
+    # The gradient of a sum requires no gradient, but the second derivative is not 0.
     expected = torch.autograd.grad(layer(x)[0].sum(), inputs)
     for forward in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
         grads = torch.autograd.grad(forward(x)[0].sum(), inputs, create_graph=True)
@@ -61,7 +61,7 @@ def test_a_second_derivative_is_refused_and_the_first_is_right(options, wanted):
     ),
     ids=("token_loss", "fused_gate"),
 )
-def test_a_function_of_logits_refuses_it_too(function):
+def test_a_second_derivative_of_routing_raises_an_error(function):
     logits = tokens()
     (grad,) = torch.autograd.grad(function(logits), logits, create_graph=True)
     with pytest.raises(RuntimeError, match=MESSAGE):
@@ -79,8 +79,8 @@ def hand_written(tree: ast.AST) -> list[ast.FunctionDef]:
     ]
 
 
-def test_every_backward_written_by_hand_is_marked():
-    """Or is another function's forward, which autograd differentiates."""
+def test_every_custom_backward_is_decorated():
+    """The exception is a backward that is the forward of another autograd function."""
     marked = []
     for path in (*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")):
         if path.name == "first_order.py":

@@ -1,6 +1,6 @@
 """The gate's product of bf16 operands with fp32 results: exact products, and gradients with 16 bits.
 
-On a GPU (`-m gpu`): against fp32 copies, with a profile of the kernels' operands.
+On a GPU (`-m gpu`), the product is compared with fp32 copies, and a profile shows the kernels' operands.
 """
 
 import pytest
@@ -30,7 +30,7 @@ def compare(device: str) -> None:
     for shape in SHAPES:
         x_TD, weight_ED = operands(*shape, device)
         with torch.no_grad():
-            weight_ED += 20  # a part that all experts share, which cancels in the gradient of x
+            weight_ED += 20  # an equal summand for all experts cancels in the gradient of x
         logits_TE = gate_product.product(x_TD, weight_ED)
         assert logits_TE.dtype == torch.float32
         wide = [t.detach().double().requires_grad_() for t in (x_TD, weight_ED)]
@@ -41,16 +41,16 @@ def compare(device: str) -> None:
         exact = torch.autograd.grad(expected_TE, wide, dlogits_TE.double())
         for grad, other in zip(got, exact, strict=True):
             assert grad.dtype == torch.bfloat16
-            # Half a unit of bf16, and what 16 bits leave of a sum of terms of size 20.
+            # Half a unit of bf16, plus the error of 16-bit gradients in a sum of terms of size 20.
             torch.testing.assert_close(grad.double(), other, rtol=2**-8, atol=2e-2)
 
 
-def test_logits_and_gradients_are_those_of_fp64():
+def test_logits_and_gradients_equal_fp64():
     compare("cpu")
 
 
-def test_a_gradient_that_is_not_finite_stays_so_in_its_row_and_column():
-    """A loss scaler must find it in the gradients of the token and of the expert, and in no other."""
+def test_a_nonfinite_gradient_stays_nonfinite_for_its_token_and_expert():
+    """The gradients of this token and this expert are not finite, and all others are finite."""
     x_TD, weight_ED = operands(6, 8, 4, "cpu")
     for value in (float("inf"), float("-inf"), float("nan")):
         dlogits_TE = torch.ones(6, 4)
@@ -66,7 +66,7 @@ def test_a_gradient_that_is_not_finite_stays_so_in_its_row_and_column():
     [({"top_k": 2}, True), ({"top_k": 1, "balance_loss": "z:1"}, True), ({"gate_noise": 1.0}, True),
      ({"shared_experts": 1, "residual": True}, True), ({"input_jitter": 0.1}, True), ({}, False)],
 )  # fmt: skip
-def test_a_layer_trains_with_it(options, needs_dx, monkeypatch):
+def test_a_layer_uses_the_bf16_product_in_training(options, needs_dx, monkeypatch):
     """Also where other losses or experts read the logits or x, and where experts read another x."""
     monkeypatch.setattr(gate_product, "is_supported", lambda x, w: x.dtype == w.dtype == torch.bfloat16)
     results = []
@@ -85,6 +85,6 @@ def test_a_layer_trains_with_it(options, needs_dx, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_compiled_logits_and_gradients_are_those_of_fp64():
+def test_compiled_logits_and_gradients_equal_fp64():
     compare("cuda")
     assert gate_product.is_supported(*operands(2, 8, 4, "cuda"))

@@ -1,4 +1,4 @@
-"""The Triton matrix products of experts, interpreted, against the reference and a loop in fp64."""
+"""Triton's grouped matrix products in the interpreter, compared with the reference and an fp64 loop."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def test_gradients_in_every_dtype(interpreter, dtype, glu):
         Case((5, 3), model_dim=100, hidden_dim=17),
         Case((0, 0, 0), tail=20),
         Case((16, 32, 1), tail=15, model_dim=16, hidden_dim=16),
-        pytest.param(  # the tile table alone knows experts' number, and has a test of its own
+        pytest.param(  # only the tile table depends on the number of experts; another test checks the table
             Case((1,) * 70, tail=1, model_dim=16, hidden_dim=16), marks=pytest.mark.long
         ),
     ),
@@ -82,7 +82,7 @@ def test_gradients_of_three_tf32_products(interpreter):
     interpreter.run(compare_tf32x3, replace(SMALL, glu=True))
 
 
-def test_the_precision_of_fp32_alone_changes(monkeypatch):
+def test_tf32x3_changes_only_the_precision_of_fp32(monkeypatch):
     from fairseq_tutel.kernels.triton_launch import precision_of
 
     dtypes = torch.float32, torch.float64, torch.bfloat16
@@ -104,7 +104,7 @@ def compare_in_tiles_of_a_gpu(case: Case) -> None:
 
 @pytest.mark.parametrize("glu", (pytest.param(False, marks=pytest.mark.long), True), ids=("gelu", "glu"))
 def test_gradients_in_tiles_of_a_gpu_s_size(interpreter, glu):
-    # Whole tiles, parts of one, and an expert without rows.
+    # Complete tiles, partial tiles, and an expert without rows.
     case = Case((130, 0, 70), model_dim=136, hidden_dim=150, activation="gelu", glu=glu)
     interpreter.run(compare_in_tiles_of_a_gpu, case)
 
@@ -161,7 +161,7 @@ def make_tables() -> None:
         assert len(tiles) == start + 3 * size
 
 
-def test_the_tile_table_is_the_groups_cut_in_tiles(interpreter):
+def test_the_tile_table_lists_the_row_tiles_of_all_groups(interpreter):
     interpreter.run(make_tables)
 
 
@@ -176,7 +176,7 @@ def not_a_number() -> None:
             assert results[name].isnan().any(), f"{name} of {activation}"
 
 
-def test_an_overflow_is_seen_through_every_activation(interpreter):
+def test_an_overflow_stays_visible_through_every_activation(interpreter):
     interpreter.run(not_a_number)
 
 
@@ -193,7 +193,7 @@ def test_fake_cuda_tensors_get_shapes_and_no_host_read(glu):
             for name, t in given.items()
         }
         fake = run(triton_ops, case, fakes)
-        with pytest.raises(DataDependentOutputException):  # as any host read would
+        with pytest.raises(DataDependentOutputException):  # every host read raises this error
             run(reference, case, fakes)
     assert all(tensor.device.type == "cuda" for tensor in fake.values())
     for name, tensor in real.items():
@@ -209,5 +209,5 @@ def compile_chain(case: Case) -> None:
 
 
 @pytest.mark.long
-def test_torch_compile_takes_the_chain_as_one_graph(interpreter):
+def test_torch_compile_compiles_the_ffn_ops_as_one_graph(interpreter):
     interpreter.run(compile_chain, replace(SMALL, glu=True))

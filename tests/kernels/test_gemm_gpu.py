@@ -22,7 +22,7 @@ def compare_compiled(case: Case) -> None:
 
 @pytest.fixture(autouse=True)
 def full_precision(monkeypatch):
-    """The reference's fp32 products are exact, whatever was set before."""
+    """Disable TF32, so that the fp32 products of the reference are precise."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
@@ -42,7 +42,9 @@ def test_compiled_gradients_of_every_activation(activation):
 @pytest.mark.parametrize(
     "case",
     (
-        replace(LAYER, model_dim=250, hidden_dim=130, glu=True),  # no descriptor reads these
+        replace(
+            LAYER, model_dim=250, hidden_dim=130, glu=True
+        ),  # tensor descriptors do not support these dimensions
         replace(LAYER, gathered=False, glu=True),
         replace(LAYER, strided=True, keep=False, glu=True),
         replace(LAYER, counts=(3,) * 130, bias=False),
@@ -70,8 +72,8 @@ def test_compiled_gradients_with_every_tile_of_the_table(kind, monkeypatch):
     assert taken
 
 
-def test_backward_runs_in_a_thread_that_has_no_context_yet():
-    """The launches of the first thread have loaded every kernel, so that no load binds the context."""
+def test_backward_runs_in_a_thread_without_a_cuda_context():
+    """The first thread loads every kernel. Otherwise, loading a kernel would bind the context."""
     case = replace(LAYER, gathered=False, glu=True)
     ops, given = kernels.ops("triton", torch.device("cuda")), inputs(case, "cuda")
     expected = run(ops, case, given)
@@ -87,18 +89,19 @@ def test_compiled_kernels_give_the_same_bits_in_every_run():
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-def test_a_cuda_graph_follows_the_counts():
+def test_a_cuda_graph_uses_the_current_row_counts():
     case = replace(LAYER, glu=True)
     ops, given = kernels.ops("triton", torch.device("cuda")), inputs(case, "cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run(ops, case, given)  # compiles
+        run(ops, case, given)  # compiles the kernels
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run(ops, case, given)
-    # Other groups of as many rows: a graph that had read counts on the host would keep the old ones.
+    # The new groups have as many rows in total. If the host had read the counts, the graph would keep the
+    # old counts.
     other = replace(case, counts=tuple(reversed(case.counts)))
     given["counts"].copy_(torch.tensor(other.counts))
     graph.replay()

@@ -1,4 +1,4 @@
-"""Launches of kernels: one function, and one CUDA context per thread."""
+"""Kernel launches: one function makes all of them, and it binds a CUDA context in each thread."""
 
 import ast
 import contextlib
@@ -78,7 +78,7 @@ def launched(monkeypatch):
     return found
 
 
-def test_a_launch_runs_the_kernel_that_triton_would_compile_for_its_arguments(launched):
+def test_a_launch_runs_the_kernel_that_triton_compiles_for_the_arguments(launched):
     gpus = [SimpleNamespace(type="cuda", index=index) for index in range(2)]
     x = torch.zeros_like(torch.empty(64))
     half = x.to(torch.float16)
@@ -103,11 +103,11 @@ def test_a_launch_runs_the_kernel_that_triton_would_compile_for_its_arguments(la
             assert ours[:5] == tritons[:5] and len(ours[5]) == len(tritons[5]) == 5
             assert all(a is b or a == b for a, b in zip(ours[5], tritons[5], strict=True))
     with mock.patch.object(triton.runtime.JITFunction, "run", side_effect=AssertionError):
-        for gpu, grid, arguments, n in cases:  # all of them are known
+        for gpu, grid, arguments, n in cases:  # all these kernels have been launched before
             triton_launch.launch(_copy_kernel, grid, gpu, *arguments, N=n, num_warps=1)
 
 
-def test_every_thread_binds_the_context_of_a_device(launched):
+def test_every_thread_binds_the_cuda_context_of_a_device(launched):
     def launch():
         x = torch.empty(16)
         for _ in range(2):
@@ -122,7 +122,7 @@ def test_every_thread_binds_the_context_of_a_device(launched):
     assert [entry == ("bind", 0) for entry in launched] == 2 * [True, False, False]
 
 
-def test_the_interpreter_needs_no_context():
+def test_the_interpreter_needs_no_cuda_context():
     calls = []
 
     class Kernel:
@@ -134,12 +134,12 @@ def test_the_interpreter_needs_no_context():
     assert calls == [((1, 2), (5,), {})]
 
 
-def test_a_descriptor_is_of_its_own_tensor_which_must_be_aligned(monkeypatch):
+def test_a_descriptor_describes_one_tensor_and_needs_alignment(monkeypatch):
     descriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor
     monkeypatch.setattr(triton_launch, "has_descriptors", lambda _: True)
     for x in torch.zeros(2, 16, 8, 32):
         (found,) = triton_launch.described([x], (1, 16, 8), is_transposed=True) or (None,)
-        assert found is None  # the last stride is not 1
+        assert found is None  # no descriptor, because the last stride is not 1
         (found,) = triton_launch.described([x.mT], (1, 16, 8), is_transposed=True)
         expected = descriptor(x, list(x.shape), list(x.stride()), [1, 16, 8])
         assert found.base.data_ptr() == x.data_ptr()

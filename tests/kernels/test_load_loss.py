@@ -1,4 +1,4 @@
-"""The GShard balance loss in one launch, against the reference and finite differences."""
+"""The one-launch GShard balance loss, compared with the reference and finite differences."""
 
 import pytest
 import torch
@@ -31,14 +31,14 @@ def check_reference() -> None:
     torch.testing.assert_close(torch.autograd.grad(loss, mass_E)[0], gradient_E.detach())
 
 
-def test_the_reference_is_its_formula():
+def test_the_reference_loss_equals_its_formula():
     check_reference()
 
 
-def test_the_interpreted_loss_is_the_reference_s(interpreter):
+def test_the_interpreted_loss_equals_the_reference(interpreter):
     interpreter.run(compare, "cpu")
 
 
 @pytest.mark.gpu
-def test_the_compiled_loss_is_the_reference_s():
+def test_the_compiled_loss_equals_the_reference():
     compare("cuda")

@@ -1,6 +1,6 @@
-"""A layer on one rank reads nothing from the GPU on the host, so that a CUDA graph can hold its evaluation.
+"""A layer on one rank never reads GPU values on the host, so a CUDA graph can capture its evaluation.
 
-The GPU is one in Python, and Triton interprets the kernels.
+The GPU is emulated in Python, and Triton interprets the kernels.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def evaluate() -> None:
             assert device.waits == []
             close(y.cpu(), expected, "y")
             device.waits.clear()
-            # The decode path reads which experts it needs; this GPU has no indexing by a list.
+            # The decode path reads expert IDs on the host, and this emulated GPU cannot index by a list.
             with mock.patch.object(walk, "are_few", lambda *_: True), contextlib.suppress(RuntimeError):
                 step(layer, x, mask)
             assert device.waits
@@ -66,9 +66,9 @@ def grads_of(layer: MoELayer, x: Tensor) -> list[Tensor]:
     return torch.autograd.grad(y.square().sum() + output.balance_loss, list(layer.parameters()))
 
 
-def test_an_evaluation_step_reads_nothing_on_the_host(interpreter):
+def test_an_evaluation_step_needs_no_host_read(interpreter):
     interpreter.run(evaluate)
 
 
-def test_forward_and_backward_read_nothing_on_the_host(interpreter):
+def test_forward_and_backward_need_no_host_read(interpreter):
     interpreter.run(train)

@@ -1,4 +1,4 @@
-"""Matrix products of few rows on a CPU, against one plain product."""
+"""Matrix products of few rows on a CPU, compared with one plain product."""
 
 import pytest
 import torch
@@ -22,24 +22,24 @@ def test_few_rows_of_large_weights(monkeypatch, rows, bias):
     torch.testing.assert_close(place, torch.nn.functional.linear(x, weight, b), rtol=1e-5, atol=1e-4)
     assert torch.equal(place, products.linear(x, weight, b))
     assert len(seen) == (2 if rows <= 16 else 0)
-    products.linear(x, weight[:1023], None)  # fits in a cache
+    products.linear(x, weight[:1023], None)  # this weight fits into a core's cache
     assert len(seen) == (2 if rows <= 16 else 0)
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("rows", (1, 2, 7, products.MOST_IN_PARTS, products.MOST_IN_PARTS + 1))
-def test_a_gradient_has_the_bits_of_one_product(rows, dtype):
-    dout, x = (normal(rows, 1100).to(dtype), normal(rows, 256).to(dtype))  # two parts, the second short
+def test_weight_gradients_are_bit_identical_to_one_product(rows, dtype):
+    dout, x = (normal(rows, 1100).to(dtype), normal(rows, 256).to(dtype))  # two parts, the second smaller
     dweight, dbias = torch.full((1100, 256), torch.nan, dtype=dtype), torch.zeros(1100, dtype=dtype)
     products.weight_grad(dout, x, dweight, dbias)
-    if rows == 2 and dtype == torch.float32:  # two outer products, which may round differently
+    if rows == 2 and dtype == torch.float32:  # two outer products may be rounded differently
         torch.testing.assert_close(dweight, torch.mm(dout.t(), x))
     else:
         assert torch.equal(dweight, torch.mm(dout.t(), x))
     torch.testing.assert_close(dbias, dout.sum(dim=0))
 
 
-def test_experts_share_blocks_of_so_many_rows():
+def test_blocks_of_several_experts_have_a_maximum_number_of_rows():
     found = ffn_by_expert.blocks_of((0, 2, 1, 0, 2, 9, 0, 1, 0), 4)
     assert [(b.rows, b.experts, b.counts) for b in found] == [
         (slice(0, 3), (1, 2), (2, 1)),
@@ -51,7 +51,7 @@ def test_experts_share_blocks_of_so_many_rows():
 
 
 @pytest.mark.parametrize("options", ({}, {"expert_type": "glu", "activation": "gelu"}), ids=str)
-def test_blocks_change_no_bit(monkeypatch, options):
+def test_blocks_do_not_change_the_bits_of_results(monkeypatch, options):
     config = MoEConfig(model_dim=16, hidden_dim=32, num_experts=8, top_k=2, **options)
     layer = MoELayer(config, seed=1)
     x = normal(9, 16)[:, :].requires_grad_()

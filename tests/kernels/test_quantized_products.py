@@ -11,7 +11,7 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.reference import grouped_linear
 from fairseq_tutel.kernels.weights import ExpertTensorList, FFNWeights
 
-# Roundings of x and of the result to bf16, of the norm.
+# The error from rounding x and the result to bf16, relative to the norm.
 ROUNDING = 2**-8
 SHAPES = {"int8": [(64, 128), (48, 16), (5, 7), (7, 33), (16, 48)], "int4": [(64, 64), (128, 192)]}
 CASES = [(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes]
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def matrix_of(kind, shape, dtype=torch.float32, seed=1):
-    """Return a random quantized matrix and its numbers in fp32."""
+    """Return a random quantized matrix, and its values as an fp32 matrix."""
     generator = torch.Generator().manual_seed(seed)
     form = Quantized(kind, shape, torch.float32)
     stored = form.quantize(torch.randn(shape, generator=generator))
@@ -33,10 +33,10 @@ def difference(found, expected):
 
 @pytest.mark.parametrize(("kind", "shape"), CASES)
 @pytest.mark.parametrize("by_kernel", [True, False])
-def test_a_product_is_that_of_the_unpacked_matrix(kind, shape, by_kernel, monkeypatch):
+def test_a_product_equals_the_product_with_the_unpacked_matrix(kind, shape, by_kernel, monkeypatch):
     if not by_kernel:
         monkeypatch.setattr(quantized, "has_kernel", lambda kind: False)
-        monkeypatch.setattr(quantized, "CONVERTED", 3 * 64)  # several blocks
+        monkeypatch.setattr(quantized, "CONVERTED", 3 * 64)  # the matrix is converted in several blocks
     exact = not by_kernel or not quantized.has_kernel(kind)
     for dtype in DTYPES:
         matrix, numbers_OI = matrix_of(kind, shape, dtype)
@@ -70,7 +70,7 @@ def test_an_int8_matrix_at_an_odd_address_is_multiplied():
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("is_glu", [False, True])
-def test_an_ffn_takes_quantized_matrices(kind, is_glu):
+def test_an_ffn_can_use_quantized_matrices(kind, is_glu):
     model_dim, hidden_dim, counts = 64, 128, [3, 0, 1, 20]
     shapes = {"fc1": (hidden_dim, model_dim), "fc2": (model_dim, hidden_dim)}
     shapes |= {"fc3": (hidden_dim, model_dim)} if is_glu else {}

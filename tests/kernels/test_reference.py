@@ -1,4 +1,4 @@
-"""The plain torch ops against direct indexing in fp64."""
+"""The plain torch ops, compared with direct indexing in fp64."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def check(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
-def test_gather_rows_is_direct_indexing(shape, dtype):
+def test_gather_rows_equals_direct_indexing(shape, dtype):
     i = inputs(*shape, dtype)
     for scale_R in (None, i.scale_R):
         rows_RD = reference.gather_rows(i.x_TD, i.index_R, scale_R)
@@ -53,7 +53,7 @@ def test_gather_rows_is_direct_indexing(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
-def test_gather_sum_is_direct_indexing(shape, dtype):
+def test_gather_sum_equals_direct_indexing(shape, dtype):
     i = inputs(*shape, dtype)
     for weights_TK in (None, i.weights_TK):
         y_TD = reference.gather_sum(i.rows_RD, i.row_of_TK, weights_TK)
@@ -62,7 +62,7 @@ def test_gather_sum_is_direct_indexing(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
-def test_gather_dot_is_direct_indexing(shape, dtype):
+def test_gather_dot_equals_direct_indexing(shape, dtype):
     i = inputs(*shape, dtype)
     dots_TK = reference.gather_dot(i.rows_RD, i.row_of_TK, i.y_TD)
     check(dots_TK, direct_dot(i.rows_RD, i.row_of_TK, i.y_TD), dtype)
@@ -70,15 +70,15 @@ def test_gather_dot_is_direct_indexing(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
-def test_gather_values_is_direct_indexing(shape, dtype):
+def test_gather_values_equals_direct_indexing(shape, dtype):
     i = inputs(*shape, dtype)
-    values = [*i.rows_RD[:, 0].tolist(), 0.0]  # index -1 is the last
+    values = [*i.rows_RD[:, 0].tolist(), 0.0]  # index -1 selects the last value, 0
     expected = [[values[r] for r in rows] for rows in i.row_of_TK.tolist()]
     got = reference.gather_values(i.rows_RD[:, 0], i.row_of_TK)
     assert got.dtype == dtype and got.shape == i.row_of_TK.shape and got.tolist() == expected
 
 
-def test_a_hole_is_zero_whatever_lies_in_row_0():
+def test_an_empty_row_is_zero_for_any_value_in_row_0():
     x_TD = torch.full((3, 2), float("nan"))
     hole_R = torch.tensor([-1, -1])
     assert torch.equal(reference.gather_rows(x_TD, hole_R), torch.zeros(2, 2))
@@ -89,19 +89,19 @@ def test_a_hole_is_zero_whatever_lies_in_row_0():
     assert torch.equal(reference.gather_values(x_TD[:, 0], hole_R), torch.zeros(2))
 
 
-def test_auto_takes_the_reference_on_cpu_and_says_why():
+def test_auto_selects_the_reference_on_a_cpu_and_returns_the_reason():
     assert kernels.backend_for("auto", torch.device("cpu")) == ("reference", "tensors on cpu")
     assert kernels.ops("auto", torch.device("cpu")) is reference
 
 
-def test_triton_is_refused_on_cpu_by_a_sentence(monkeypatch):
+def test_triton_on_a_cpu_raises_a_one_sentence_error(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=r"'triton' but the tensors are on cpu; run on a GPU"):
         kernels.backend_for("triton", torch.device("cpu"))
 
 
-def test_triton_is_refused_by_a_sentence_where_it_is_not_installed(monkeypatch):
+def test_triton_raises_a_one_sentence_error_if_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(kernels, "_lacks_triton", lambda: "Triton is not installed")
     with pytest.raises(ValueError, match=r"Triton is not installed; install fairseq-tutel\[gpu\]"):
         kernels.backend_for("triton", torch.device("cuda"))

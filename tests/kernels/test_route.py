@@ -1,4 +1,4 @@
-"""Softmax with top-k, and layers: plain torch against brute force, Triton against both."""
+"""Softmax with top-k: plain torch is compared with brute force, and Triton with both; also in layers."""
 
 import pytest
 import torch
@@ -9,10 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairseq_tutel import MoEConfig, MoELayer, kernels
 from fairseq_tutel.kernels import reference
-from fairseq_tutel.moe.capacity import Capacity, MicroBatch
 from fairseq_tutel.moe.choice import softmax_top_k
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.routing import decide, padded
+from fairseq_tutel.moe.slots import Capacity, MicroBatch
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -33,7 +33,7 @@ def compare_softmax_top_k(backend: str, shape: tuple[int, int], dtype: torch.dty
             *same, normalized_TK = ops.softmax_top_k(logits_TE, top_k, True)
             assert torch.equal(same[0], probs_TE) and torch.equal(same[1], ids_TK)
             close(normalized_TK, (weights_TK / weights_TK.sum(dim=1, keepdim=True)).to(dtype))
-        # By logits, too: one that lies above another may tie with it, rounded, but never lose to it.
+        # An expert with a larger logit may tie with another expert after rounding, but is never below it.
         assert not logits_TE.gather(1, ids_TK).diff(dim=1).gt(0).any()
 
 
@@ -62,7 +62,7 @@ def compare_backward_gradients(backend: str, dtype: torch.dtype, device: str):
                 torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
                 for like in (probs_TE, weights_TK)
             )
-            # A balance loss gives all tokens one row, of stride 0.
+            # The gradient of a balance loss is one row for all tokens, with stride 0.
             for given in (
                 (dprobs, dweights, False),
                 (None, dweights, False),
@@ -80,7 +80,7 @@ def compare_backward_gradients(backend: str, dtype: torch.dtype, device: str):
 
 
 def expected_gradient(probs_TE: Tensor, ids_TK: Tensor, dprobs, dweights, normalize: bool) -> Tensor:
-    """Return the gradient of the logits by autograd in fp64."""
+    """Return the gradient of the logits, computed by autograd in fp64."""
     p = probs_TE.double().requires_grad_()
     weights_TK = p.gather(1, ids_TK)
     if normalize:
@@ -92,7 +92,7 @@ def expected_gradient(probs_TE: Tensor, ids_TK: Tensor, dprobs, dweights, normal
 
 
 def compare_node_gradients(backend: str):
-    """The node of autograd against finite differences in fp64, and unused outputs."""
+    """Compare the autograd node's gradients with finite differences in fp64, also for unused outputs."""
     ops = kernels.ops(backend, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for num_tokens, num_experts, top_k in ((3, 5, 2), (2, 3, 3), (2, 1, 1)):
@@ -139,7 +139,7 @@ def compare_layer_gradients(options: dict, device: str):
     for name, expected in plain.items():
         if expected.is_floating_point():
             torch.testing.assert_close(ours[name], expected, rtol=1e-10, atol=1e-12, msg=name)
-        elif name != "rows":  # a GPU's compact layout keeps its unused tail, the CPU's does not
+        elif name != "rows":  # only on a GPU does the compact layout have unused rows at the end
             assert torch.equal(ours[name], expected), name
 
 
@@ -147,7 +147,7 @@ FUSED = MoEConfig(1, 1, 4, backend="triton", drop_policy="bpr")
 
 
 def walk(logits_TE: Tensor, x_TD: Tensor) -> Tensor:
-    """Route, dispatch and combine, in a layout whose size is known."""
+    """Route, dispatch and combine in the padded layout, whose size does not depend on the row counts."""
     batch = MicroBatch(top_k=2, capacity=Capacity(factor=0.5), time_first=(3, 3))
     decided = padded(decide(logits_TE, FUSED, batch), 9)
     rows_RD = dispatch(x_TD, decided, "triton") * 2
@@ -155,8 +155,8 @@ def walk(logits_TE: Tensor, x_TD: Tensor) -> Tensor:
 
 
 def compare_compiled_gradients(device: str):
-    """One graph, the kernels in it as operators: what they give, and their gradients."""
-    if device == "cpu":  # Dynamo cannot look into Triton's answer; on a GPU nobody asks
+    """Compile one graph with the kernels as operators; compare its outputs and gradients with eager."""
+    if device == "cpu":  # Dynamo cannot trace Triton's check for the interpreter, which a GPU does not need
         kernels.interpreted = lambda: True
     generator = torch.Generator().manual_seed(0)
     results = []
@@ -170,7 +170,7 @@ def compare_compiled_gradients(device: str):
 
 
 def fake_results(time_first: tuple[int, int] | None) -> list[tuple]:
-    """Call every op on tensors that have no data; a host read of them is an error."""
+    """Call every op on fake tensors, which have no data; a host read of such a tensor raises an error."""
     from fairseq_tutel.kernels import triton_tiles
 
     ops = kernels.ops("triton", torch.device("cuda"))
@@ -226,7 +226,7 @@ def test_the_choice_of_experts_is_one_graph_without_a_function_that_torch_2_11_c
         close(got, expected)
 
 
-def test_strange_logits_give_ids_all_the_same():
+def test_nan_and_infinite_logits_give_valid_ids():
     compare_strange_logits("reference", "cpu")
 
 
@@ -240,7 +240,8 @@ def test_node_gradients_of_the_reference():
 
 
 triton = pytest.mark.usefixtures("_triton")
-# Interpreted in every type; the other shapes in fp32, and by `make test-long` in all.
+# These shapes are interpreted in every dtype. The other shapes are interpreted in fp32; `make test-long`
+# uses every dtype for all shapes.
 EVERY_TYPE = ((1, 8), (63, 5))
 
 
@@ -266,12 +267,12 @@ def test_interpreted_softmax_top_k(interpreter, shape, dtype):
 
 
 @triton
-def test_experts_that_fill_a_tile_by_themselves(interpreter):
+def test_more_experts_than_the_elements_of_a_tile(interpreter):
     interpreter.run(compare_softmax_top_k, "triton", (2, 1100), torch.float32, "cpu")
 
 
 @triton
-def test_interpreted_strange_logits(interpreter):
+def test_interpreted_nan_and_infinite_logits_give_valid_ids(interpreter):
     interpreter.run(compare_strange_logits, "triton", "cpu")
 
 
@@ -290,7 +291,7 @@ def test_interpreted_node_gradients(interpreter):
 
 @triton
 @pytest.mark.parametrize("options", LAYERS, ids=str)
-def test_an_interpreted_layer_s_routing_and_gradients(interpreter, options):
+def test_routing_and_gradients_of_an_interpreted_layer(interpreter, options):
     interpreter.run(compare_layer_gradients, options, "cpu")
 
 
@@ -307,7 +308,7 @@ def test_fake_tensors_pass_through_without_a_launch(time_first):
     gate = [((6, 5), "bfloat16"), ((6, 2), "int64"), ((6, 2), "bfloat16")]
     rows = [((6, 2), "int64"), ((2, 5), "int64"), ((5,), "int64"), ((2,), "int64"), ((6, 2), "int64"),
             ((12,), "int64"), ((12,), "int64"), ((96,), "int64")]  # fmt: skip
-    # Tiles of 16 to 256 rows: 13 for each number of rows // 16 and so on, and three numbers for each.
+    # The tables for tiles of 16 to 256 rows, with three numbers for each tile.
     tiles = 13 + 3 * sum(100 // size + 13 for size in (16, 32, 64, 128, 256))
     assert fake_results(time_first) == [
         *gate,
@@ -335,13 +336,13 @@ def test_compiled_softmax_top_k_and_its_gradients(dtype):
 
 
 @pytest.mark.gpu
-def test_compiled_strange_logits():
+def test_compiled_nan_and_infinite_logits_give_valid_ids():
     compare_strange_logits("triton", "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", LAYERS, ids=str)
-def test_a_compiled_layer_s_routing_and_gradients(options):
+def test_routing_and_gradients_of_a_compiled_layer(options):
     compare_layer_gradients(options, "cuda")
 
 

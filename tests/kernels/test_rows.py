@@ -1,6 +1,6 @@
-"""Slots and rows of assignments: plain torch against brute force, Triton against both.
+"""Slots and rows of assignments: plain torch is compared with brute force, and Triton with both.
 
-On a GPU (`-m gpu`): the compiled kernels with 100,000 tokens, without host synchronization.
+On a GPU (`-m gpu`), compiled kernels run with 100,000 tokens and without host synchronization.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels import reference
 from fairseq_tutel.kernels.reference_route import Rows
 
-# K, (time, batch), E: no token, one, several blocks, several tiles of experts.
+# K, (time, batch), E: no token, one token, several blocks, several tiles of experts.
 SLOTS = (
     (2, (0, 3), 4),
     (1, (1, 1), 1),
@@ -27,7 +27,7 @@ SLOTS = (
 
 
 def masks(ids_KT: Tensor, num_experts: int) -> Iterator[Tensor | None]:
-    """Yield masks of assignments with an expert: none, by assignment, and by token with stride 0."""
+    """Yield masks of assignments with an expert: None, one by assignment, one by token with stride 0."""
     yield None
     yield (ids_KT < num_experts).t().contiguous()
     yield (ids_KT[:1] < num_experts).t().expand(ids_KT.shape[1], len(ids_KT))
@@ -77,7 +77,7 @@ def check_rows(got: Rows, ids_TK: Tensor, slots: list[list[int]], limit: int | N
 
 
 def compare_long_scan(device: str) -> None:
-    """More blocks than one tile of the scan, at several experts' worth of tiles."""
+    """Compare results for so many blocks and experts that the scan needs several tiles of both."""
     from fairseq_tutel.kernels import triton_place
 
     block = 16 if device == "cpu" else triton_place.SCAN_BLOCK_B  # an interpreter is slow
@@ -89,7 +89,7 @@ def compare_long_scan(device: str) -> None:
 
 
 def compare_all(got: Rows, expected: Rows) -> None:
-    """Compare every field; on a CPU the reference has no unused rows."""
+    """Compare all fields; on a CPU, the reference has no unused rows."""
     used = int(expected.counts_E.sum())
     for name in set(Rows._fields) - {"tiles"}:
         ours, theirs = getattr(got, name), getattr(expected, name)
@@ -97,7 +97,7 @@ def compare_all(got: Rows, expected: Rows) -> None:
 
 
 @pytest.mark.parametrize("shape", SLOTS, ids=str)
-def test_rows_are_those_of_counting(shape):
+def test_rows_equal_brute_force(shape):
     compare_rows("reference", shape, "cpu")
 
 
@@ -128,7 +128,7 @@ def test_compiled_rows():
 
 
 @pytest.mark.gpu
-def test_100_000_tokens_among_256_experts_need_no_table_of_both_and_no_wait():
+def test_100_000_tokens_and_256_experts_need_no_token_expert_table_and_no_host_wait():
     drawn_KT = asking(8, 100_000, 256).cuda()
     ids_TK, asked_TK = drawn_KT.clamp_max(255).t().contiguous(), (drawn_KT < 256).t().contiguous()
     order_N, limit = order(8, 100_000).cuda(), torch.tensor(4000).cuda()
@@ -144,8 +144,8 @@ def test_100_000_tokens_among_256_experts_need_no_table_of_both_and_no_wait():
     try:
         for arguments in given:
             found.append(ops.assign_rows(*arguments))
-            # Four maps of the assignments, and one table of blocks. A table of tokens and experts in bytes
-            # would be as large again.
+            # This bound on memory leaves room for four maps of the assignments and one table of blocks. A
+            # byte for each pair of token and expert would double this size.
             assert torch.cuda.max_memory_allocated() - before < 2 * len(found) * 100_000 * 256
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,4 +1,4 @@
-"""Experts spread over the threads of torch's thread pool."""
+"""Experts that run in parallel on the threads of torch's thread pool."""
 
 import dataclasses
 from threading import Barrier
@@ -9,7 +9,7 @@ import torch
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.kernels import thread_pool
 
-MUCH = thread_pool.LEAST_WORK  # of a row
+MUCH = thread_pool.LEAST_WORK  # enough multiplications in one row to use threads
 
 
 @pytest.fixture
@@ -26,22 +26,36 @@ def two_threads():
     [
         (1, (4, 4), MUCH, [0, 1], []),
         (2, (3, 0, 4, 5), MUCH, [], [3, 2, 0, 1]),
-        (2, (3, 4, 5, 0), MUCH // 100, [0, 1, 2, 3], []),  # too little to do
-        (2, (0, 1, 0, 1), MUCH // thread_pool.ROWS_OF_READING, [], [1, 3, 0, 2]),  # weights are read
-        (2, (9, 1, 1), MUCH, [0], [1, 2]),  # the other thread would wait
-        (2, (4, 4, 4), MUCH, [0, 1, 2], []),  # a thread would have two, the other one
+        (2, (3, 4, 5, 0), MUCH // 100, [0, 1, 2, 3], []),  # too little work for threads
+        (
+            2,
+            (0, 1, 0, 1),
+            MUCH // thread_pool.ROWS_OF_READING,
+            [],
+            [1, 3, 0, 2],
+        ),  # reading the weights is enough work
+        (2, (9, 1, 1), MUCH, [0], [1, 2]),  # the other thread would wait for the largest expert
+        (
+            2,
+            (4, 4, 4),
+            MUCH,
+            [0, 1, 2],
+            [],
+        ),  # one thread would compute two experts, and the other thread one
         (2, (7, 3), MUCH, [0, 1], []),
         (2, (7, 0), MUCH, [0, 1], []),
         (2, (0, 0), MUCH, [0, 1], []),
     ],
 )
-def test_who_does_what(two_threads, threads, counts, row_work, together, apart):
+def test_experts_are_divided_into_shared_and_single_thread_experts(
+    two_threads, threads, counts, row_work, together, apart
+):
     torch.set_num_threads(threads)
     assert [list(part) for part in thread_pool._shares(counts, row_work)] == [together, apart]
 
 
-def test_two_threads_do_each_expert_once(two_threads):
-    # No thread gets through unless the other is within an expert, too.
+def test_two_threads_compute_each_expert_once(two_threads):
+    # A thread continues only when the other thread is also computing an expert.
     both, done = Barrier(2, timeout=60), []
 
     def make_worker():
@@ -53,7 +67,7 @@ def test_two_threads_do_each_expert_once(two_threads):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_what_a_thread_raises_is_raised(two_threads, error):
+def test_errors_in_a_thread_are_raised(two_threads, error):
     def worker(expert):
         if expert == 2:
             raise error("of one expert")
@@ -67,7 +81,7 @@ def test_what_a_thread_raises_is_raised(two_threads, error):
     [{}, {"expert_type": "glu", "top_k": 2}, {"expert_bias": False, "activation": "gelu"}],
     ids=str,
 )
-def test_the_bits_are_those_of_experts_one_by_one(two_threads, monkeypatch, options):
+def test_results_are_bit_identical_to_experts_one_by_one(two_threads, monkeypatch, options):
     config = MoEConfig(model_dim=24, hidden_dim=40, num_experts=6, top_k=1)
     layer = MoELayer(dataclasses.replace(config, **options), seed=1)
     x = torch.randn(300, 24, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Which tile a product gets. The tiles themselves are checked by test_build, which compiles them."""
+"""The choice of a tile for each product. test_build compiles and checks the tiles."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The Triton kernels: interpreted against the reference."""
+"""The Triton kernels, interpreted or compiled, compared with the reference."""
 
 import pytest
 import torch
@@ -87,12 +87,12 @@ def run_layer(backend: str, dtype: torch.dtype, device: str, options: dict) -> d
 def compare_layers(dtype: torch.dtype, device: str) -> None:
     for options in LAYERS:
         ours = run_layer("triton", dtype, device, options)
-        # An interpreter has one order.
+        # The interpreter always sums in the same order, so one run is enough.
         again = run_layer("triton", dtype, device, options) if device == "cuda" else ours
         plain = run_layer("reference", dtype, device, options)
         for name, expected in plain.items():
             compare(ours[name], expected, name)
-            if "experts" not in name:  # matrix products on a GPU are not ours
+            if "experts" not in name:  # on a GPU, torch computes these matrix products
                 assert torch.equal(ours[name], again[name]), name
 
 
@@ -131,5 +131,5 @@ def test_a_compiled_layer_equals_the_reference_in_y_and_every_gradient(dtype):
 
 
 @pytest.mark.gpu
-def test_compiled_kernels_take_strided_inputs():
+def test_compiled_kernels_support_strided_inputs():
     compare_strided("cuda")

@@ -1,4 +1,4 @@
-"""Every r computes what one rank with all experts computes; switching between steps moves nothing."""
+"""With every r, outputs equal those of one rank with all experts; a change of r moves no weights."""
 
 import dataclasses
 import itertools
@@ -37,7 +37,7 @@ def run(layer, x):
 
 
 def layers(config, parallel, local=0):
-    """Return a layer in slices, and the same with all experts here."""
+    """Return a layer with expert shards, and the same layer with all experts on this rank."""
     place = make_topology([config.num_experts], parallel, local)
     return [MoELayer(config, where, seed=3).double() for where in (place, None)]
 
@@ -49,7 +49,7 @@ def same(got, expected, what):
 
 
 def compare(config, parallel, local, strategies):
-    """Run the layer every way, one after the other, and compare with the whole one."""
+    """Run the layer with each strategy, and compare it with the layer that has all experts."""
     sliced, whole = layers(config, parallel, local)
     rank = dist.get_rank()
     for step, strategy in enumerate(strategies):
@@ -70,7 +70,7 @@ def compare(config, parallel, local, strategies):
 
 
 def strategies_of(slices, grid):
-    """Return every r with d = 1 and 3, and with both algorithms where there is a grid: all pairs."""
+    """Return strategies for every r with overlap 1 and 3, and with both algorithms if there is a grid."""
     other = "2dh" if grid else "linear"
     ways = (((1, "linear"), (3, other)), ((1, other), (3, "linear")))
     return [
@@ -101,7 +101,7 @@ def test_every_r_equals_one_rank(ranks, world, experts, parallel, kind):
 
 
 def rows_computed(config, parallel, degrees):
-    """Return how many rows this rank's experts saw by every r in turn, and their hidden dimension."""
+    """Return, for each r, the number of rows of this rank's experts, and the experts' hidden dimension."""
     layer, _ = layers(config, parallel)
     seen = []
 
@@ -119,9 +119,9 @@ def rows_computed(config, parallel, degrees):
     return [calls[0] for calls in seen]
 
 
-def test_r_ranks_get_a_row_each_with_a_part_of_the_hidden_dimension(ranks):
+def test_each_row_is_sent_to_r_ranks_that_compute_parts_of_the_hidden_dimension(ranks):
     config = dataclasses.replace(FFN, num_experts=1, top_k=1, capacity_factor=0.0)
-    degrees = (1, 0, 4, 2)  # one layer follows them in turn
+    degrees = (1, 0, 4, 2)  # one layer uses these values of r in this order
     of_ranks = ranks(4).run(rows_computed, config, 4, degrees)
     for degree, *got in zip(degrees, *of_ranks, strict=True):
         rows = [n for n, _ in got]
@@ -129,7 +129,7 @@ def test_r_ranks_get_a_row_each_with_a_part_of_the_hidden_dimension(ranks):
             assert rows == list(TOKENS[:4])
         else:
             assert sum(rows) == degree * sum(TOKENS[:4])
-            assert max(rows) - min(rows) <= 4  # an even share of every rank's rows
+            assert max(rows) - min(rows) <= 4  # each rank's rows are divided evenly
         assert {tuple(shape) for _, shape in got} == {(1, 16 // max(1, degree))}
 
 
@@ -141,7 +141,7 @@ def gathered(parallel):
         assert state.keys() == whole.state_dict().keys()
         for name, tensor in whole.state_dict().items():
             assert torch.equal(state[name], tensor), name
-    # A whole state loads into slices, and experts that are everywhere are whole ones.
+    # A state with complete experts can be loaded into shards.
     twice = {name: 2 * tensor for name, tensor in whole.state_dict().items()}
     sliced.load_state_dict(twice)
     whole.load_state_dict(twice)
@@ -153,7 +153,7 @@ def gathered(parallel):
 
 
 @pytest.mark.parametrize("parallel", (2, 4))
-def test_slices_are_saved_and_loaded_as_whole_experts(ranks, parallel):
+def test_expert_shards_are_saved_and_loaded_as_complete_experts(ranks, parallel):
     ranks(4).run(gathered, parallel)
 
 
@@ -174,6 +174,6 @@ def refused(config, parallel):
         ({"expert_type": "torch.nn.Identity"}, "cannot be split; give a size of at most 2"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_cut_is_refused_in_a_sentence(ranks, change, sentence):
+def test_experts_that_cannot_be_sharded_raise_a_one_sentence_error(ranks, change, sentence):
     for message in ranks(4).run(refused, dataclasses.replace(FFN, **change), 4):
         assert sentence in message and message.endswith("."), message

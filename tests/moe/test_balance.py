@@ -1,4 +1,4 @@
-"""Balance losses."""
+"""Balance losses: compared with direct computations, and their gradients with finite differences."""
 
 import math
 import statistics
@@ -24,7 +24,7 @@ def gate(logits_TE: Tensor) -> GateOutput:
     return GateOutput(logits_TE=logits_TE, clean_TE=logits_TE)
 
 
-def test_gshard_by_hand():
+def test_gshard_loss_equals_a_hand_computed_value():
     probs_TE = torch.tensor([[0.7, 0.2, 0.1], [0.6, 0.1, 0.3], [0.1, 0.8, 0.1], [0.5, 0.3, 0.2]])
     # First choices 0, 0, 1, 0: f = (3/4, 1/4, 0); P = (1.9, 1.4, 0.7) / 4.
     expected = 3 * (0.75 * 1.9 / 4 + 0.25 * 1.4 / 4)
@@ -32,7 +32,7 @@ def test_gshard_by_hand():
 
 
 @pytest.mark.parametrize("top_k", (1, 2, 5))
-def test_gshard_over_all_choices_counts_every_choice(top_k):
+def test_the_gshard_all_loss_counts_all_choices(top_k):
     logits_TE, real = logits(9, 5), [t % 4 != 2 for t in range(9)]
     routing = route(logits_TE, top_k, real_T=torch.tensor(real))
     probs, ids = torch.softmax(logits_TE, 1).tolist(), routing.expert_ids_TK.tolist()
@@ -42,11 +42,11 @@ def test_gshard_over_all_choices_counts_every_choice(top_k):
         share = sum(ids[t].count(e) for t in tokens) / (top_k * len(tokens))
         expected += 5 * share * sum(probs[t][e] for t in tokens) / len(tokens)
     assert float(gshard_all_loss(routing)) == pytest.approx(expected)
-    if top_k == 5:  # every expert is chosen by all
+    if top_k == 5:  # all tokens choose all experts
         assert float(gshard_all_loss(routing)) == pytest.approx(1.0)
 
 
-def test_z_is_the_mean_squared_log_of_the_partition_function():
+def test_the_z_loss_is_the_mean_squared_logsumexp_of_the_logits():
     logits_TE, real = logits(7, 3) * 4, [t != 2 for t in range(7)]
     routing = route(logits_TE, 1, real_T=torch.tensor(real))
     tokens = [row.tolist() for row, r in zip(logits_TE, real, strict=True) if r]
@@ -57,7 +57,7 @@ def test_z_is_the_mean_squared_log_of_the_partition_function():
 
 
 def gshard_all_by_loops(probs, assignments) -> float:
-    """E * sum of share * mean probability; `assignments` lists the experts of each token."""
+    """Return E * sum of (load share * mean probability); `assignments` lists each token's experts."""
     num_experts, requested = len(probs[0]), [e for ids in assignments for e in ids]
     return sum(
         num_experts
@@ -85,11 +85,11 @@ SEQUENCE_RULES = (
 @pytest.mark.parametrize("time_first", (False, True))
 @pytest.mark.parametrize("padded", (False, True))
 @pytest.mark.parametrize("rules", SEQUENCE_RULES, ids=str)
-def test_gshard_by_sentence_is_the_mean_over_sentences(time_first, padded, rules):
+def test_gshard_sequence_loss_is_the_mean_of_the_sentences_losses(time_first, padded, rules):
     count, time = 4, 5
     logits_TE = logits(count * time, 3)
-    lengths = [5, 3, 0, 4] if padded else [5] * 4  # one sentence is padding alone
-    # Token t's sentence and time.
+    lengths = [5, 3, 0, 4] if padded else [5] * 4  # one sentence has only padding
+    # The sentence and the time step of token t.
     places = [(t % count, t // count) if time_first else divmod(t, time) for t in range(20)]
     real_T = torch.tensor([at < lengths[s] for s, at in places])
     torch.manual_seed(1)
@@ -108,7 +108,7 @@ def test_gshard_by_sentence_is_the_mean_over_sentences(time_first, padded, rules
 
 
 @pytest.mark.parametrize("name", ("gshard", "gshard_all", "gshard_sequence", "gshard_global"))
-def test_sigmoid_scores_count_as_shares_of_their_sum(name):
+def test_losses_divide_sigmoid_scores_by_their_sum(name):
     logits_TE = logits(8, 4)
     routing = route(logits_TE, 2, score_function="sigmoid")
     scores = [[1 / (1 + math.exp(-z)) for z in row] for row in logits_TE.tolist()]
@@ -136,7 +136,7 @@ def noisy_gate(clean_TE: Tensor, noise: float = 0.4, **options) -> GateOutput:
 @pytest.mark.parametrize("num_experts, top_k", [(5, 1), (5, 2), (5, 4), (5, 5), (1, 1)])
 @pytest.mark.parametrize("function", ("softmax", "sigmoid"))
 @pytest.mark.parametrize("padded", (False, True))
-def test_load_and_importance_equal_loops(num_experts, top_k, function, padded):
+def test_the_load_importance_loss_equals_loops(num_experts, top_k, function, padded):
     output = noisy_gate(logits(8, num_experts), score_function=function)
     real_T = torch.arange(8) % 3 != 1 if padded else None
     routing = route(output.logits_TE, top_k, real_T=real_T, score_function=function)
@@ -159,7 +159,7 @@ def test_load_and_importance_equal_loops(num_experts, top_k, function, padded):
 
 
 @pytest.mark.parametrize("num_experts, top_k", [(5, 1), (5, 2), (5, 5), (1, 1)])
-def test_load_and_importance_in_tutel_s_form_equal_its_formula(num_experts, top_k):
+def test_tutels_load_importance_loss_equals_its_formula(num_experts, top_k):
     output, real = noisy_gate(logits(8, num_experts)), [t % 3 != 1 for t in range(8)]
     routing = route(output.logits_TE, top_k, real_T=torch.tensor(real))
     importance, load = [0.0] * num_experts, [0.0] * num_experts
@@ -178,7 +178,7 @@ def test_load_and_importance_in_tutel_s_form_equal_its_formula(num_experts, top_
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("function", ("softmax", "sigmoid"))
 @pytest.mark.parametrize("top_k", (1, 2, 4))
-def test_every_loss_has_the_gradient_of_finite_differences(name, function, top_k):
+def test_gradients_of_all_losses_equal_finite_differences(name, function, top_k):
     real_T = torch.tensor([True, True, False, True, True, True])
 
     def loss(x: Tensor) -> Tensor:
@@ -215,8 +215,8 @@ def test_every_loss_of_a_half_precision_gate_is_fp32(name, dtype):
 
 @pytest.mark.parametrize("training", (True, False))
 @pytest.mark.parametrize("time_first", (True, False))
-def test_the_layer_hands_over_noise_sentences_and_scores(training, time_first):
-    """What a loss gets from a layer is what it gets when its parts are put together by hand."""
+def test_the_layer_passes_noise_sentences_and_scores_to_its_losses(training, time_first):
+    """A loss gets the same arguments from a layer as from direct calls of the gate and the routing."""
     names = ("gshard_sequence", "gshard_global", "load_importance", "load_importance_tutel", "z")
     config = MoEConfig(
         model_dim=6, hidden_dim=3, num_experts=4, gate_noise=2.0, score_function="sigmoid",

@@ -1,4 +1,4 @@
-"""The balance bias: its rule, what it reaches and what it does not, and that it balances."""
+"""The balance bias: its update rule, which micro-batches count, and its dtype in state dicts and casts."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
 
 @settings(max_examples=100, deadline=None)
 @given(loads=st.lists(st.integers(0, 9), min_size=1, max_size=6), rate=st.floats(0, 1))
-def test_the_bias_rises_below_the_mean_and_falls_above_it(loads, rate):
+def test_the_bias_rises_if_the_load_is_below_the_mean_and_falls_above(loads, rate):
     bias = BalanceBias(len(loads), rate)
     bias.bias += torch.arange(len(loads))
     bias.load += 5
@@ -40,7 +40,7 @@ def test_the_bias_rises_below_the_mean_and_falls_above_it(loads, rate):
     assert not bias.load.any()
 
 
-def test_a_layer_counts_real_copies_before_dropping_and_in_training_alone():
+def test_loads_count_assignments_before_dropping_without_padding_only_in_training():
     layer = build(capacity_factor=0.5)
     mask = torch.arange(20) % 3 == 1
     load = torch.zeros(4, dtype=torch.int64)
@@ -57,7 +57,7 @@ def test_a_layer_counts_real_copies_before_dropping_and_in_training_alone():
     assert not layer.balance_bias.load.any()
 
 
-def test_the_state_dict_holds_the_bias_and_not_the_load():
+def test_the_state_dict_contains_the_bias_but_not_the_loads():
     layer, other = build(), build()
     layer.balance_bias.bias.uniform_(-1, 1)
     layer(tokens(20))
@@ -76,7 +76,7 @@ def test_a_cast_model_keeps_the_bias_in_fp32(cast):
     layer.to(getattr(torch, "float64" if cast == "double" else "bfloat16"))
     bias = layer.balance_bias
     assert bias.bias.dtype == torch.float32 and bias.load.dtype == torch.int64
-    for _ in range(3):  # 1.003 is none of bf16's numbers
+    for _ in range(3):  # bf16 cannot represent 1.003
         bias.update(torch.tensor([0, 0, 0, 4]))
     torch.testing.assert_close(bias.bias, torch.tensor([1.003, 1.003, 1.003, 0.997]))
     bias.bias.copy_(torch.tensor([0.0, 0.0, 3.0, 0.0]))
@@ -86,7 +86,7 @@ def test_a_cast_model_keeps_the_bias_in_fp32(cast):
 
 
 @pytest.mark.parametrize("reentrant", (False, True))
-def test_a_micro_batch_that_is_run_again_in_the_backward_counts_once(reentrant):
+def test_a_recomputed_micro_batch_counts_once(reentrant):
     name = "decoder.layers.0.fc1"
     layer, reference = (MoEFeedForward(CONFIG, Topology(), 1, name), MoELayer(CONFIG, seed=1, name=name))
     expected = torch.zeros(4, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The experts that tokens choose, and their weights, against loops and counted frequencies."""
+"""Expert choice and gate weights, compared with loops and with counted frequencies."""
 
 import math
 import types
@@ -14,13 +14,13 @@ from option_values import ROUTING, WAYS_TO_CHOOSE, config_of, draws, settings_of
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, kernels, route
-from fairseq_tutel.moe.capacity import MicroBatch
 from fairseq_tutel.moe.choice import choose, scores_of
 from fairseq_tutel.moe.config import LAYER
 from fairseq_tutel.moe.routing import decide
+from fairseq_tutel.moe.slots import MicroBatch
 
 E = 4
-# Of chi-square by degrees of freedom: one run in a thousand is above.
+# Limits of chi-square by degrees of freedom. A correct sampler exceeds them in one of 1000 runs.
 CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 11: 31.26}
 
 
@@ -29,7 +29,7 @@ def logits(num_tokens: int, seed: int = 0, num_experts: int = E) -> Tensor:
 
 
 def score_lists(logits_TE: Tensor, function: str) -> list[list[float]]:
-    """Return the scores by plain arithmetic."""
+    """Return the experts' scores for each token, computed with Python floats."""
     rows = []
     for row in logits_TE.tolist():
         if function == "sigmoid":
@@ -87,7 +87,7 @@ def test_scores_and_weights_equal_loops(function, normalize, top_k, factor):
 @pytest.mark.parametrize("function", ("softmax", "sigmoid"))
 @pytest.mark.parametrize("normalize", ("before", "after", "none"))
 @pytest.mark.parametrize("top_k", (1, 3))
-def test_weights_have_the_gradient_of_finite_differences(function, normalize, top_k):
+def test_weight_gradients_equal_finite_differences(function, normalize, top_k):
     def weights(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         r = route(
             logits_TE, top_k, 0.7, score_function=function, normalize_gate=normalize,
@@ -118,7 +118,7 @@ def test_expert_groups_equal_brute_force(data, groups, size, function):
     top_k = data.draw(st.integers(1, kept * size))
     num_tokens = data.draw(st.integers(0, 6))
     values = st.lists(st.integers(0, 3), min_size=groups * size, max_size=groups * size)
-    # Few values: many ties, between experts and between groups.
+    # Few different values cause many ties between experts and between groups.
     rows = [data.draw(values) for _ in range(num_tokens)]
     logits_TE = torch.tensor(rows, dtype=torch.float64).view(num_tokens, groups * size)
     name = "sigmoid" if function else "softmax"
@@ -130,7 +130,7 @@ def test_expert_groups_equal_brute_force(data, groups, size, function):
     assert r.slots_TK.tolist() == plan.slots
 
 
-def test_a_bias_moves_the_choice_and_neither_weights_nor_probabilities():
+def test_a_bias_changes_the_chosen_experts_but_not_weights_or_probabilities():
     logits_TE = logits(30).requires_grad_()
     bias_E = torch.tensor([10.0, 0, 0, -10])
     r = route(logits_TE, 2, bias_E=bias_E, normalize_gate="none")
@@ -147,14 +147,14 @@ MANY = 6000
 
 
 def sampled(function: str, top_k: int, **rules) -> Tensor:
-    """Return the choices of many tokens of one row of logits."""
+    """Return the chosen experts of many tokens that have the same logits."""
     torch.manual_seed(1)
     r = route(ROW.expand(MANY, E), top_k, training=True, score_function=function, **rules)
     return r.expert_ids_TK
 
 
 @pytest.mark.parametrize("function", ("softmax", "sigmoid"))
-def test_rsample_draws_without_replacement(function):
+def test_rsample_samples_experts_without_replacement(function):
     ids_TK = sampled(function, 2, rsample=True)
     probs = scores_of(ROW[None], function)[1][0].tolist()
     pairs = [(a, b) for a in range(E) for b in range(E) if a != b]
@@ -165,7 +165,7 @@ def test_rsample_draws_without_replacement(function):
 
 
 @pytest.mark.parametrize("function", ("softmax", "sigmoid"))
-def test_second_expert_policy_sampling_leaves_the_first_as_it_is(function):
+def test_second_expert_policy_sampling_keeps_the_first_choice(function):
     ids_TK = sampled(function, 2, second_expert_policy="sampling")
     assert (ids_TK[:, 0] == 2).all()
     probs_E = scores_of(ROW[None], function)[1][0]
@@ -179,7 +179,7 @@ DRAWING = [way for way in WAYS_TO_CHOOSE if draws(way)]
 
 
 @pytest.mark.parametrize("options", DRAWING, ids=str)
-def test_what_draws_repeats_with_the_generator_and_draws_nothing_in_evaluation(options):
+def test_random_choices_depend_only_on_the_generator_and_evaluation_draws_nothing(options):
     def run(training: bool):
         torch.manual_seed(4)
         return route(logits(30), 3, 0.5, training=training, **options)
@@ -205,12 +205,12 @@ def test_what_draws_repeats_with_the_generator_and_draws_nothing_in_evaluation(o
     seed=st.integers(0, 100),
 )
 def test_no_expert_is_chosen_twice(scale, top_k, dtype, function, options, groups, seed):
-    """Also where probabilities underflow, or a gate shuts experts off by -inf."""
+    """This also holds if probabilities underflow, or if a gate excludes experts by logits of -inf."""
     num_groups, kept = groups
     size = 6 // num_groups
     top_k = min(top_k, kept * size)
     logits_TE = logits(5, seed, 6)
-    if math.isinf(scale):  # all but one expert are shut off
+    if math.isinf(scale):  # the logits exclude all experts but one
         logits_TE = torch.where(logits_TE == logits_TE.amax(1, keepdim=True), 0.0, -math.inf)
     else:
         logits_TE = logits_TE * scale
@@ -224,7 +224,7 @@ def test_no_expert_is_chosen_twice(scale, top_k, dtype, function, options, group
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("normalize", ("before", "none"))
-def test_second_expert_policy_random_takes_choices_with_k_times_their_weight(dtype, normalize):
+def test_second_expert_policy_random_keeps_choices_with_probability_k_times_weight(dtype, normalize):
     row = torch.tensor([0.62, 0.27, 0.1, 0.01]).log()
     torch.manual_seed(3)
     r = route(
@@ -243,7 +243,7 @@ def test_second_expert_policy_random_takes_choices_with_k_times_their_weight(dty
 
 @pytest.mark.parametrize("policy", LAYER["drop_policy"].choices)
 @pytest.mark.parametrize("factor", (0.0, 0.5))
-def test_a_choice_that_was_left_out_takes_no_place_and_counts_nowhere(policy, factor):
+def test_an_assignment_that_was_left_out_uses_no_slot_and_is_not_counted(policy, factor):
     logits_TE, real_T = logits(40, seed=1), torch.arange(40) % 6 != 2
     torch.manual_seed(5)
     r = route(
@@ -277,7 +277,7 @@ EVERYTHING = (
 
 @pytest.mark.parametrize("options", EVERYTHING, ids=str)
 @pytest.mark.parametrize("num_tokens, real", [(0, True), (1, True), (3, False)])
-def test_no_token_one_token_and_padding_alone_are_routed(options, num_tokens, real):
+def test_zero_tokens_one_token_and_only_padding_can_be_routed(options, num_tokens, real):
     real_T = torch.full((num_tokens,), real)
     logits_TE = logits(num_tokens).requires_grad_()
     r = route(logits_TE, 2, 0.5, training=True, real_T=real_T, **options)
@@ -289,7 +289,7 @@ def test_no_token_one_token_and_padding_alone_are_routed(options, num_tokens, re
     assert grad.isfinite().all()
 
 
-def test_every_way_to_choose_in_training_is_in_the_list():
+def test_the_list_has_every_way_to_choose_in_training():
     def choices(settings: dict, training: bool) -> list[Tensor]:
         torch.manual_seed(0)
         r = decide(logits(60), config_of(settings), MicroBatch(top_k=2, training=training))
@@ -306,7 +306,7 @@ def test_every_way_to_choose_in_training_is_in_the_list():
 
 @pytest.mark.parametrize("training", (False, True))
 @pytest.mark.parametrize("name", LAYER)
-def test_no_option_has_another_effect_with_the_fused_kernel(name, training, monkeypatch):
+def test_options_have_the_same_effect_with_the_fused_kernel(name, training, monkeypatch):
     """An option that changes the reference's choice, without a line in `ways_of`, fails here."""
     launched = []
 

@@ -1,6 +1,6 @@
-"""torch.compile: a compiled layer gives what the eager one gives, forward and every gradient.
+"""torch.compile: a compiled layer returns the outputs and gradients of the eager layer.
 
-Graph breaks are allowed: exchange reads counts on the host.
+Graph breaks are allowed, because an exchange reads row counts on the host.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def test_a_compiled_layer_equals_the_eager_one(options):
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("options", LONG, ids=str)
-def test_more_of_it(options):
+def test_a_compiled_layer_with_more_options_equals_the_eager_one(options):
     compare(options, "aot_eager", (CALL, (False, 3, True), (True, 4, True)))
 
 
@@ -90,8 +90,8 @@ def test_more_of_it(options):
     reason="torch.compile's default backend needs a C++ compiler on a CPU (g++, or $CXX)",
 )
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_the_default_backend_gives_the_same():
-    # Nothing random: inductor draws numbers of its own.
+def test_the_default_backend_returns_the_eager_results():
+    # The layer uses no random numbers, because inductor generates different ones.
     compare(
         {"capacity_factor": 0.5, "drop_policy": "bpr", "residual": True},
         "inductor",

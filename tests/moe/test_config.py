@@ -1,4 +1,4 @@
-"""Options: a bad value is refused by one sentence that names option, value and fix."""
+"""Options: an invalid value raises a one-sentence error that names the option, the value and the fix."""
 
 import argparse
 import math
@@ -9,9 +9,9 @@ from option_values import settings_of
 from fairseq_tutel.inference.options import StoreConfig
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.moe.balance import LOSSES
-from fairseq_tutel.moe.capacity import DROP_POLICIES
 from fairseq_tutel.moe.config import EXCLUDED, LAYER, MoEConfig, parse_balance_loss
 from fairseq_tutel.moe.gates import GATES
+from fairseq_tutel.moe.slots import DROP_POLICIES
 from fairseq_tutel.option import flag_of, key_of, read, refuse_bad_values
 from fairseq_tutel.plugin.options import BY_OWNER, CriterionConfig, ModelConfig, SidesConfig, options_of
 from fairseq_tutel.plugin.training.options import PreemptionConfig, TaskConfig
@@ -34,7 +34,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("option, value", BAD)
-def test_a_bad_value_is_refused_by_one_sentence(option, value):
+def test_an_invalid_value_raises_a_one_sentence_error(option, value):
     with pytest.raises(ValueError) as error:
         MoEConfig(**{**GOOD, option: value})
     message = str(error.value)
@@ -54,7 +54,7 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize("options", CONTRADICTIONS, ids=str)
-def test_contradicting_options_are_refused_by_one_sentence(options):
+def test_contradicting_options_raise_a_one_sentence_error(options):
     with pytest.raises(ValueError) as error:
         MoEConfig(**{**GOOD, "top_k": 1, **options})
     message = str(error.value)
@@ -86,7 +86,7 @@ def test_the_balance_loss_syntax(text, weights):
         ("activation", ACTIVATIONS),
     ],
 )
-def test_the_names_that_may_be_chosen_are_those_there_is_something_for(name, ours):
+def test_every_allowed_name_has_an_implementation(name, ours):
     with pytest.raises(ValueError) as error:
         MoEConfig(**GOOD, **{name: "luck"})
     assert ", ".join(ours) in str(error.value)
@@ -95,7 +95,7 @@ def test_the_names_that_may_be_chosen_are_those_there_is_something_for(name, our
 
 
 @pytest.mark.parametrize("owner", BY_OWNER)
-def test_every_option_with_a_flag_has_its_help_and_a_default_that_is_good(owner):
+def test_every_option_with_a_flag_has_help_and_a_valid_default(owner):
     for option in options_of(owner):
         assert option.help and option.theme and option.flag.startswith("--"), option.name
         assert key_of(option.flag) == option.key and flag_of(option.key) == option.flag
@@ -104,7 +104,7 @@ def test_every_option_with_a_flag_has_its_help_and_a_default_that_is_good(owner)
         refuse_bad_values(config())
 
 
-def test_how_it_is_computed_is_kept_apart_from_what_is_computed():
+def test_options_of_the_execution_are_separate_from_options_of_the_result():
     themes = {"model": {"Routing", "Capacity", "Balance", "Experts"}}
     themes["task"] = {"Communication", "Parallelism", "Memory", "Kernels"}
     for option in LAYER.values():
@@ -121,12 +121,12 @@ def test_how_it_is_computed_is_kept_apart_from_what_is_computed():
         (PreemptionConfig, "moe_preemption_signals", "TERM"),
     ],
 )  # fmt: skip
-def test_a_bad_value_around_the_layers_is_refused(config, option, value):
+def test_an_invalid_option_of_a_model_or_task_raises_an_error(config, option, value):
     with pytest.raises(ValueError, match=f"^{flag_of(option)} is "):
         refuse_bad_values(config(**{option: value}))
 
 
-def test_a_configuration_is_read_with_defaults_for_what_it_lacks():
+def test_missing_options_of_a_configuration_get_default_values():
     assert read(TaskConfig, None) == TaskConfig()
     read_back = read(ModelConfig, argparse.Namespace(moe_freq=1, moe_expert_count=4))
     assert read_back == ModelConfig(moe_freq=1, moe_expert_count="4")

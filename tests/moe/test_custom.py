@@ -1,4 +1,4 @@
-"""Gates and experts of a user's own; several gates on the same experts."""
+"""Custom gates and custom experts, and several gates that share the same experts."""
 
 import copy
 import dataclasses
@@ -40,7 +40,7 @@ def of_expert(layer: MoELayer, e: int) -> dict[str, Tensor]:
 
 
 def by_loop(layer: MoELayer, x_TD: Tensor, real: list[bool]) -> Tensor:
-    """Route by the gate's own class and run the expert's own class, token by token."""
+    """Compute the layer token by token, with direct calls of the custom gate and expert classes."""
     expert = DeepExpert(layer.config).double().eval()
     scores_TE = torch.softmax(2 * torch.tanh(x_TD @ layer.gate.weight.t() + layer.gate.bias), 1)
     y = []
@@ -57,7 +57,7 @@ def by_loop(layer: MoELayer, x_TD: Tensor, real: list[bool]) -> Tensor:
 
 @pytest.mark.parametrize("top_k", (1, 2, 4))
 @pytest.mark.parametrize("padded", (False, True))
-def test_a_gate_and_an_expert_of_one_s_own_equal_a_loop(top_k, padded):
+def test_a_custom_gate_and_a_custom_expert_equal_a_loop(top_k, padded):
     layer, x = own_layer(top_k=top_k), tokens(T)
     assert type(layer.gate) is CalmGate and isinstance(layer.experts, CustomExperts)
     mask = torch.arange(T) % 4 == 1 if padded else torch.zeros(T, dtype=torch.bool)
@@ -67,7 +67,7 @@ def test_a_gate_and_an_expert_of_one_s_own_equal_a_loop(top_k, padded):
 
 
 def with_parts(config: MoEConfig, gate: nn.Module, layer: MoELayer) -> MoELayer:
-    """Return a layer of this configuration with the values of that gate and of that layer's experts."""
+    """Return a new layer with this configuration, the parameters of `gate` and the experts of `layer`."""
     parts = {"gates": [copy.deepcopy(gate)], "experts": copy.deepcopy(layer.experts)}
     other = MoELayer(config, seed=1, **parts).double()
     other.gate.load_state_dict(gate.state_dict())
@@ -86,9 +86,9 @@ def test_without_rows_every_parameter_has_a_gradient_of_zero(num_tokens):
 
 
 @pytest.mark.parametrize("rank", (0, 1))
-def test_initial_values_are_those_of_the_seed_whatever_the_number_of_ranks(rank):
+def test_initial_values_depend_on_the_seed_but_not_on_the_number_of_ranks(rank):
     split_over = Topology(world_size=2, rank=rank, expert_parallel_size=2)
-    torch.manual_seed(rank)  # each rank's global generator may stand elsewhere
+    torch.manual_seed(rank)  # the ranks' global generators may have different states
     options = {"shared_experts": 1, "residual": True}
     config = dataclasses.replace(OWN, **options)
     split, whole = MoELayer(config, split_over, seed=1), MoELayer(config, seed=1)
@@ -102,11 +102,11 @@ def test_initial_values_are_those_of_the_seed_whatever_the_number_of_ranks(rank)
             assert not torch.equal(dict(other.named_parameters())[name], tensor), name
         if is_expert and tensor.requires_grad:  # no two experts are alike
             assert len(set(map(str, tensor.tolist()))) == 4
-            assert got.expert  # marked as this rank's own
+            assert got.expert  # the parameter is marked as an expert parameter
 
 
 @pytest.mark.parametrize("rank", (0, 1))
-def test_a_state_dict_of_all_experts_is_sliced_where_it_is_loaded(rank):
+def test_each_rank_loads_its_part_of_a_state_dict_with_all_experts(rank):
     whole = MoELayer(OWN, seed=1)
     topology = Topology(world_size=2, rank=rank, expert_parallel_size=2)
     split = MoELayer(OWN, topology, seed=2)
@@ -123,7 +123,7 @@ def test_a_state_dict_of_all_experts_is_sliced_where_it_is_loaded(rank):
 
 
 @pytest.mark.parametrize("option", ("shared_experts", "residual"))
-def test_own_experts_stand_beside_too(option):
+def test_custom_experts_can_be_shared_or_residual_experts(option):
     layer = own_layer(**{option: 2 if option == "shared_experts" else True})
     part = layer.beside.shared if option == "shared_experts" else layer.beside.dense
     assert [type(expert) for expert in part.parts] == [DeepExpert] * len(part.parts)
@@ -139,7 +139,7 @@ def test_own_experts_stand_beside_too(option):
 
 
 @pytest.mark.parametrize("name, part", [("BufferExpert", "has buffers"), ("NoExpert", "has no parameters")])
-def test_experts_with_buffers_or_without_parameters_are_refused(name, part):
+def test_experts_with_buffers_or_without_parameters_raise_an_error(name, part):
     with pytest.raises(ValueError, match=f"{name} {part}"):
         MoELayer(dataclasses.replace(CONFIG, expert_type=f"custom_parts.{name}"))
 
@@ -150,7 +150,7 @@ SEVERAL = dataclasses.replace(
 
 
 @pytest.mark.parametrize("index", (0, 1, 2))
-def test_a_call_takes_the_gate_it_names(index):
+def test_a_forward_pass_uses_the_gate_with_the_given_index(index):
     layer, x = MoELayer(SEVERAL, seed=1).double(), tokens(T)
     gates = [layer.gate, *layer.other_gates]
     alone = with_parts(CONFIG, gates[index], layer)
@@ -168,7 +168,7 @@ def test_a_call_takes_the_gate_it_names(index):
         assert bool(grad.any()) == (id(named[name]) in used), name
 
 
-def test_gates_may_have_configurations_of_their_own():
+def test_each_gate_can_have_a_different_configuration():
     configs = [
         dataclasses.replace(CONFIG, top_k=1, capacity_factor=0.5, drop_policy="bpr"),
         dataclasses.replace(CONFIG, top_k=3, score_function="sigmoid", normalize_gate="none"),

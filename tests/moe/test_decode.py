@@ -1,4 +1,4 @@
-"""The decode path against the general path, and the work that it avoids."""
+"""The decode path returns the results of the general path, and skips results that are not read."""
 
 import copy
 import dataclasses
@@ -114,7 +114,7 @@ CHANGES = (
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_no_changed_part_is_skipped(change):
+def test_the_decode_path_calls_replaced_parts_of_the_layer(change):
     layer, x = build(), tokens(3)
     with torch.no_grad():
         before, _ = layer(x)
@@ -125,7 +125,7 @@ def test_no_changed_part_is_skipped(change):
 
 
 @torch.no_grad()
-def test_hooks_of_all_modules_see_gate_and_experts():
+def test_global_module_hooks_run_for_the_gate_and_the_experts():
     layer, seen = build(), []
     hook = register_module_forward_hook(lambda module, args, out: seen.append(module))
     try:
@@ -150,16 +150,16 @@ def test_later_changes_of_the_layer_do_not_change_a_result():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_in_every_dtype_and_with_ties(monkeypatch, dtype):
+def test_the_decode_path_handles_every_dtype_and_ties(monkeypatch, dtype):
     layer = build(dtype, top_k=2)
-    layer.gate.weight.data[2:] = layer.gate.weight[:2]  # of two equal experts the first
+    layer.gate.weight.data[2:] = layer.gate.weight[:2]  # of two equal experts, the first is chosen
     (y, output), (expected, _) = both(monkeypatch, layer, tokens(11, dtype))
     assert y.dtype == dtype and (output.routing.expert_ids_TK[:, 0] < 2).all()
     close(y, expected, "y")
 
 
 @pytest.mark.parametrize("mask", (None, torch.ones(11, dtype=torch.bool)), ids=("", "padding"))
-def test_under_autocast(monkeypatch, mask):
+def test_the_decode_path_works_under_autocast(monkeypatch, mask):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         (y, _), (expected, _) = both(monkeypatch, build(top_k=2), tokens(11), mask)
     assert y.dtype == expected.dtype == torch.bfloat16
@@ -167,7 +167,7 @@ def test_under_autocast(monkeypatch, mask):
 
 
 @torch.no_grad()
-def test_many_tokens_none_training_and_dropping_take_the_general_path():
+def test_many_tokens_no_tokens_training_and_dropping_use_the_general_path():
     layer = build()
     for count, kind in ((0, Routing), (1, DecodeRouting), (MOST_ASSIGNMENTS + 1, Routing)):
         y, output = layer(tokens(count))
@@ -194,7 +194,7 @@ def test_results_that_are_not_read_are_not_computed(monkeypatch):
     copies = layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
     late = [one.record for one in copies]
     layer.begin_micro_batch()
-    layer(x)  # with gradients, computed at once
+    layer(x)  # with gradients enabled, losses are computed immediately
     assert len(calls) == 4
     for record in late:
         assert torch.equal(record.balance_loss, layer.record.balance_loss)

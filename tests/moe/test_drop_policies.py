@@ -1,4 +1,4 @@
-"""Drop policies against brute force, and the rule that each of them promises."""
+"""Drop policies: compared with brute force, and checked for the invariants of routing."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from normal import normal
 
 from fairseq_tutel import route
-from fairseq_tutel.moe.capacity import DROP_POLICIES
+from fairseq_tutel.moe.slots import DROP_POLICIES
 
 E = 4
 
@@ -44,7 +44,9 @@ def brute_force(policy, probs, ids, real):
     pads=st.integers(0, 5),
     seed=st.integers(0, 1000),
 )
-def test_every_policy_keeps_what_routing_promises(policy, num_tokens, num_experts, k, factor, pads, seed):
+def test_every_policy_keeps_the_invariants_of_routing(
+    policy, num_tokens, num_experts, k, factor, pads, seed
+):
     top_k = min(k, num_experts)
     real_T = torch.arange(num_tokens) % 5 >= pads
     num_real = int(real_T.sum())
@@ -75,9 +77,9 @@ def test_every_policy_keeps_what_routing_promises(policy, num_tokens, num_expert
 @pytest.mark.parametrize("factor", [0.5, 1.0, -0.7])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("bias", [None, (2.0, 0.0, 0.0, -2.0)], ids=("plain", "biased"))
-def test_a_policy_gives_places_as_brute_force_does(policy, top_k, factor, padded, bias):
+def test_slots_of_a_policy_equal_brute_force(policy, top_k, factor, padded, bias):
     logits_TE = logits(19, seed=top_k)
-    logits_TE[7] = logits_TE[3]  # a tie goes to the earlier token
+    logits_TE[7] = logits_TE[3]  # of two tokens with equal logits, the earlier token gets a slot first
     real = [t % 4 != 1 or not padded for t in range(19)]
     # With a bias the first choice is not the most probable expert.
     bias_E = None if bias is None else torch.tensor(bias)
@@ -90,7 +92,7 @@ def test_a_policy_gives_places_as_brute_force_does(policy, top_k, factor, padded
 
 
 @pytest.mark.parametrize("policy", DROP_POLICIES)
-def test_the_layout_of_tokens_changes_no_place(policy):
+def test_the_layout_of_tokens_does_not_change_slots(policy):
     time, batch = 5, 3
     batch_first = logits(time * batch, seed=4).view(batch, time, E)
     torch.manual_seed(1)
@@ -107,8 +109,8 @@ def test_rts_drops_every_token_equally_often():
     drops = torch.zeros(12)
     torch.manual_seed(0)
     for _ in range(600):
-        r = route(torch.zeros(12, E), 1, 1.0, drop_policy="rts", training=True)  # 3 of 12 kept
+        r = route(torch.zeros(12, E), 1, 1.0, drop_policy="rts", training=True)  # 3 of 12 tokens are kept
         drops += (r.row_of_TK[:, 0] < 0).float()
     expected = 600 * 9 / 12
     chi_square = float(((drops - expected) ** 2 / (expected * (1 - 9 / 12))).sum())
-    assert chi_square < 31.3  # 11 degrees of freedom: one run in a thousand is above
+    assert chi_square < 31.3  # 11 degrees of freedom: a correct policy exceeds this in one of 1000 runs

@@ -1,4 +1,4 @@
-"""Dtypes that differ: of x, of the weights and of what torch makes by default."""
+"""Different dtypes of x, of the weights and of torch's default."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.moe.build import draw_linear
-from fairseq_tutel.moe.capacity import at_random
 from fairseq_tutel.moe.choice import sampled_choices
+from fairseq_tutel.moe.slots import at_random
 from fairseq_tutel.parallel.gradients import square_norm
 
 SIZES = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4, "activation": "gelu"}
@@ -32,7 +32,7 @@ def tokens(dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
 @pytest.mark.parametrize("options", PARTS, ids=str)
-def test_x_may_be_of_another_dtype_than_the_weights(options, dtype):
+def test_x_can_have_another_dtype_than_the_weights(options, dtype):
     layer = MoELayer(MoEConfig(**SIZES, **options), seed=1).bfloat16()
     same, other = tokens(torch.bfloat16), tokens(dtype)
     outputs = []
@@ -54,7 +54,7 @@ def bf16_by_default():
     torch.set_default_dtype(torch.float32)
 
 
-def test_random_numbers_and_norms_are_fp32_whatever_the_default(bf16_by_default):
+def test_random_numbers_and_norms_are_fp32_for_any_default_dtype(bf16_by_default):
     def drawn() -> list[Tensor]:
         torch.manual_seed(1)
         requested_TK = sampled_choices(torch.full((2000, 2), 0.25))

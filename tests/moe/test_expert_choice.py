@@ -1,4 +1,4 @@
-"""Experts that choose their tokens, against brute force and against a loop over experts."""
+"""Expert choice (experts choose tokens), compared with brute force and with a loop over experts."""
 
 import dataclasses
 import math
@@ -13,8 +13,8 @@ from normal import normal
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer, route
-from fairseq_tutel.moe.capacity import Capacity, MicroBatch
 from fairseq_tutel.moe.routing import decide
+from fairseq_tutel.moe.slots import Capacity, MicroBatch
 
 E = 4
 EXPERTS = {"choice": "experts"}
@@ -36,7 +36,7 @@ def taken_by_loops(scores, places: int, real: list[bool]) -> list[list[int]]:
 
 
 def taken(r) -> list[list[int]]:
-    """Return every expert's tokens of a routing, in the order of its slots."""
+    """Return every expert's tokens in a routing, in the order of the expert's slots."""
     by_expert: list[dict[int, int]] = [{} for _ in r.counts_E]
     for t, (ids, slots) in enumerate(zip(r.expert_ids_TK.tolist(), r.slots_TK.tolist(), strict=True)):
         for e, slot in zip(ids, slots, strict=True):
@@ -54,8 +54,8 @@ def taken(r) -> list[list[int]]:
     pads=st.integers(0, 4),
     function=st.sampled_from(["softmax", "sigmoid"]),
 )
-def test_experts_take_what_brute_force_gives_them(rows, top_k, factor, pads, function):
-    # Few values, so there are ties; padding anywhere.
+def test_experts_choose_the_tokens_that_brute_force_chooses(rows, top_k, factor, pads, function):
+    # Few different values cause ties; padding can be at any position.
     logits_TE = torch.tensor(rows, dtype=torch.float64).view(len(rows), 3)
     real = [(t * 7) % 4 >= pads for t in range(len(rows))]
     r = route(
@@ -66,7 +66,7 @@ def test_experts_take_what_brute_force_gives_them(rows, top_k, factor, pads, fun
     places = places_of(factor, top_k, sum(real), 3)
     expected = taken_by_loops(scores, places, real) if rows else [[], [], []]
     assert taken(r) == expected
-    # Conservation: no slot stays empty while there are tokens.
+    # No slot stays empty while an expert can still choose tokens.
     assert r.counts_E.tolist() == [min(places, sum(real))] * 3
     assert r.assigned_KE.tolist() == [r.counts_E.tolist()] + [[0] * 3] * (top_k - 1)
     all_padding = sum(real) - len({t for tokens in expected for t in tokens})
@@ -92,12 +92,12 @@ def decided(logits_TE: Tensor, rule: Capacity, real_T: Tensor):
         (Capacity(), 8),  # for 2 * ceil(10 / 4) = 6 slots
         (Capacity(factor=0.5), 5),  # for 2 * ceil(5 / 4) = 4
         (Capacity(token_fraction=0.25), 5),  # for ceil(2.5) = 3
-        (Capacity(factor=9.0), 10),  # never more than there are tokens
+        (Capacity(factor=9.0), 10),  # at most the number of tokens
     ],
     ids=str,
 )
-def test_off_the_cpu_buffers_have_a_size_that_asks_no_device(rule, rows):
-    """There the largest number of a token's experts is not known, nor how many rows are filled."""
+def test_buffer_sizes_on_other_devices_need_no_host_read(rule, rows):
+    """On a GPU, the host knows neither the largest number of experts of a token nor the number of rows."""
     real_T = torch.ones(10, dtype=torch.bool)
     on_cpu = decided(logits(10), rule, real_T)
     r = decided(logits(10).to("meta"), rule, real_T.to("meta"))
@@ -115,7 +115,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def by_loop(layer: MoELayer, x_TD: Tensor, factor: float, real: list[bool]) -> Tensor:
-    """Compute the layer expert by expert: each takes its tokens and adds to their outputs."""
+    """Compute the layer expert by expert: each expert chooses tokens and adds to the tokens' outputs."""
     config = layer.config
     scores_TE = x_TD @ layer.gate.weight.t()
     sigmoid = config.score_function == "sigmoid"

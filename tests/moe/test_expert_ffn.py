@@ -1,4 +1,4 @@
-"""The experts as one node: against its parts, forward and every gradient by name, and what it keeps."""
+"""The experts' FFN as one autograd node: compared with separate operations, and its saved tensors."""
 
 import dataclasses
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.kernels import reference
 from fairseq_tutel.kernels.ffn_by_products import by_products
+from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.experts import Experts
 
 CONFIG = MoEConfig(model_dim=6, hidden_dim=7, num_experts=4, top_k=2)
@@ -18,7 +19,7 @@ BY_PRODUCTS = by_products(vars(reference))
 
 
 def run(layer: MoELayer, num_tokens: int = 11, pad: bool = False, **call) -> dict[str, Tensor]:
-    """Return y, the gradient of x and those of every parameter."""
+    """Return y, the gradient of x and the gradients of all parameters."""
     dtype = next(layer.experts.parameters()).dtype
     x = normal(num_tokens, layer.config.model_dim, seed=2, dtype=dtype).requires_grad_()
     mask = torch.arange(num_tokens) % 3 == 1 if pad else None
@@ -39,7 +40,7 @@ def build(dtype: torch.dtype = torch.float64, **options) -> MoELayer:
 
 
 def check(monkeypatch, layer: MoELayer, num_tokens: int = 11, **more) -> None:
-    """Compare the node, in both of its forms, with dispatch, maps, activation and combine."""
+    """Compare both forms of the autograd node with separate dispatch, linear, activation and combine."""
     assert layer.experts.is_one_node
     one_node = run(layer, num_tokens, **more)
     with monkeypatch.context() as patch:
@@ -55,13 +56,15 @@ def check(monkeypatch, layer: MoELayer, num_tokens: int = 11, **more) -> None:
 @pytest.mark.parametrize("expert_type", ("ffn", "glu"))
 @pytest.mark.parametrize("expert_bias", (True, False))
 @pytest.mark.parametrize("top_k", (1, 2, 3, 4))
-def test_every_form_of_expert_equals_its_parts(monkeypatch, expert_type, expert_bias, top_k):
+def test_the_node_equals_separate_operations_for_every_expert_type(
+    monkeypatch, expert_type, expert_bias, top_k
+):
     options = {"expert_type": expert_type, "expert_bias": expert_bias, "top_k": top_k}
     check(monkeypatch, build(**options, activation="gelu"), pad=True)
 
 
 @pytest.mark.parametrize("recompute_experts", (True, False))
-def test_autocast_equals_its_parts_in_bf16(monkeypatch, recompute_experts):
+def test_the_node_under_autocast_equals_separate_operations_in_bf16(monkeypatch, recompute_experts):
     layer = build(torch.float32, recompute_experts=recompute_experts)
     with torch.autocast("cpu", torch.bfloat16):
         one_node = run(layer)
@@ -74,7 +77,7 @@ def test_autocast_equals_its_parts_in_bf16(monkeypatch, recompute_experts):
 
 
 @pytest.mark.parametrize("expert_type, recompute_experts", [("ffn", False), ("glu", True)])
-def test_the_gradients_are_those_of_finite_differences(expert_type, recompute_experts):
+def test_gradients_of_the_node_equal_finite_differences(expert_type, recompute_experts):
     options = {"expert_type": expert_type, "recompute_experts": recompute_experts}
     layer = build(**options, activation="gelu", capacity_factor=0.5)
     names = list(dict(layer.named_parameters()))
@@ -88,8 +91,20 @@ def test_the_gradients_are_those_of_finite_differences(expert_type, recompute_ex
     assert torch.autograd.gradcheck(forward, (x, *inputs))
 
 
+def test_rows_after_those_of_the_experts_are_zero_and_get_no_gradient():
+    experts = build().experts
+    rows = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+    groups = Groups.of_tensor(torch.tensor([3, 0, 2, 1]))
+    out = experts(rows, groups)
+    assert torch.equal(out[6:], torch.zeros(3, 6))
+    close(out[:6], experts(rows[:6], groups), "rows of experts")
+    out.sum().backward()
+    assert torch.equal(rows.grad[6:], torch.zeros(3, 6))
+    assert rows.grad[:6].abs().sum() > 0
+
+
 def kept_bytes(layer: MoELayer, x: Tensor) -> int:
-    """Return the bytes that a forward saves for backward, without x, parameters and the gate's."""
+    """Return the bytes that a forward saves for backward, except x, parameters and the gate's tensors."""
     storages = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -105,8 +120,8 @@ def kept_bytes(layer: MoELayer, x: Tensor) -> int:
 
 @pytest.mark.parametrize("expert_type, hidden", [("ffn", 1), ("glu", 2)])
 @pytest.mark.parametrize("top_k, hidden_dim", [(1, 512), (2, 256), (8, 64)])
-def test_what_is_kept_is_the_hidden_layer_once_and_the_routing(expert_type, hidden, top_k, hidden_dim):
-    """Constant while K * H is; not a byte of it with recomputation."""
+def test_forward_saves_only_the_hidden_rows_once_and_the_routing(expert_type, hidden, top_k, hidden_dim):
+    """The saved bytes depend only on K * H; with recomputation, no hidden rows are saved."""
     tokens, experts = 200, 8
     routing = tokens * (experts * 4 + top_k * 50) + 8 * tokens * top_k  # maps, probabilities, weights
     x = torch.randn(tokens, 32, requires_grad=True)
@@ -118,7 +133,7 @@ def test_what_is_kept_is_the_hidden_layer_once_and_the_routing(expert_type, hidd
     assert kept_bytes(MoELayer(again, seed=1), x) <= routing
 
 
-def test_nothing_is_kept_without_a_backward(monkeypatch):
+def test_forward_without_gradients_saves_nothing(monkeypatch):
     seen = []
     forward = reference.ffn_forward
     monkeypatch.setattr(
@@ -133,7 +148,7 @@ def test_nothing_is_kept_without_a_backward(monkeypatch):
 
 @pytest.mark.parametrize("products", (False, True))
 @pytest.mark.parametrize("expert_type", ("ffn", "glu"))
-def test_frozen_experts_take_no_gradient_and_pass_it_on(monkeypatch, expert_type, products):
+def test_frozen_experts_get_no_gradients_but_their_inputs_do(monkeypatch, expert_type, products):
     layer = build(expert_type=expert_type)
     expected = run(layer)
     layer.experts.requires_grad_(False)

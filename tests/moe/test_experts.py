@@ -1,4 +1,4 @@
-"""Experts against a loop over tokens, forward and every gradient by name."""
+"""Outputs and gradients of experts, compared with a loop over tokens."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ COUNTS = (3, 0, 5, 1)
 def build(dtype: torch.dtype = torch.float64, **options) -> Experts:
     experts = Experts(dataclasses.replace(CONFIG, **options))
     experts.reset_parameters(seed=1, name="")
-    if experts.hidden_layer_norm is not None:  # away from its ones and zeros, which hide errors
+    if experts.hidden_layer_norm is not None:  # the initial ones and zeros would hide errors
         experts.hidden_layer_norm.weight.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
     return experts.to(dtype)
 
@@ -56,7 +56,7 @@ def test_every_activation_equals_its_formula(activation):
 @pytest.mark.parametrize("expert_type", ("ffn", "glu"))
 @pytest.mark.parametrize("expert_bias", (True, False))
 @pytest.mark.parametrize("hidden_layer_norm", (True, False))
-def test_every_form_of_expert_equals_the_loop(expert_type, expert_bias, hidden_layer_norm):
+def test_every_expert_type_equals_the_loop(expert_type, expert_bias, hidden_layer_norm):
     experts = build(expert_type=expert_type, expert_bias=expert_bias, hidden_layer_norm=hidden_layer_norm)
     names = {"fc1_weight", "fc2_weight"} | ({"fc3_weight"} if expert_type == "glu" else set())
     names |= {name.replace("weight", "bias") for name in names} if expert_bias else set()
@@ -66,7 +66,7 @@ def test_every_form_of_expert_equals_the_loop(expert_type, expert_bias, hidden_l
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("expert_type", ("ffn", "glu"))
-def test_every_dtype_equals_the_loop_in_it(dtype, expert_type):
+def test_every_dtype_equals_the_loop_in_the_same_dtype(dtype, expert_type):
     check(build(dtype, expert_type=expert_type, activation="gelu"), rows(dtype=dtype))
 
 
@@ -101,7 +101,7 @@ def test_autocast_computes_in_bf16_and_keeps_fp32_gradients(expert_type, hidden_
 
 
 def test_activation_dropout_zeroes_and_rescales_the_hidden_layer_in_training_only():
-    # An identity second layer shows the hidden one.
+    # With fc2 as the identity, the output is the hidden layer.
     options = {"hidden_dim": 6, "expert_bias": False, "activation": "linear"}
     plain, dropped = build(**options), build(activation_dropout=0.4, **options)
     for experts in (plain, dropped):
@@ -118,7 +118,7 @@ def test_activation_dropout_zeroes_and_rescales_the_hidden_layer_in_training_onl
 
 
 @pytest.mark.parametrize("with_bias", (True, False))
-def test_grouped_linear_has_the_gradient_of_finite_differences(with_bias):
+def test_grouped_linear_gradients_equal_finite_differences(with_bias):
     generator = torch.Generator().manual_seed(4)
 
     def normal(*shape: int) -> Tensor:

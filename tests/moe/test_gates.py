@@ -1,4 +1,4 @@
-"""Gates: the cosine gate against its formula; noise in training only, from one generator."""
+"""Gates: compared with their formulas; noise is added only in training, from torch's generator."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def x(num_tokens=7):
     return normal(num_tokens, 6, seed=0)
 
 
-def test_the_biased_gate_is_its_formula():
+def test_the_biased_gate_equals_its_formula():
     gate = layer(gate_type="biased").gate
     assert torch.equal(gate.bias, torch.zeros(4, dtype=torch.float64))
     with torch.no_grad():
@@ -28,7 +28,7 @@ def test_the_biased_gate_is_its_formula():
             assert float(gate(x())[t, e]) == pytest.approx(float(row_D @ x_D + gate.bias[e]))
 
 
-def test_the_cosine_gate_is_its_formula():
+def test_the_cosine_gate_equals_its_formula():
     gate = layer(gate_type="cosine").gate
     for t, x_D in enumerate(x()):
         p = gate.projection_weight @ x_D + gate.projection_bias
@@ -39,7 +39,7 @@ def test_the_cosine_gate_is_its_formula():
 
 @pytest.mark.parametrize("kind", ["linear", "biased", "cosine"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_gate_s_logits_are_fp32_unless_asked_otherwise(kind, dtype):
+def test_gate_logits_are_fp32_unless_gate_fp32_is_off(kind, dtype):
     for fp32, expected in ((True, torch.float32), (False, dtype)):
         config = MoEConfig(**SIZES, gate_type=kind, gate_fp32=fp32)
         gate = MoELayer(config, seed=1).to(dtype).gate
@@ -49,7 +49,7 @@ def test_a_gate_s_logits_are_fp32_unless_asked_otherwise(kind, dtype):
         assert MoELayer(config, seed=1).gate(x().float()).dtype == torch.float32
 
 
-def test_jitter_multiplies_by_numbers_near_one_in_training_alone():
+def test_jitter_multiplies_by_numbers_near_one_only_in_training():
     config = MoEConfig(**SIZES, input_jitter=0.1)
     ones = torch.ones(2000, 6)
     assert gate_input(ones, config, training=False) is ones
@@ -77,12 +77,12 @@ def test_gate_noise_is_scaled_by_the_number_of_experts():
 NOISY = {"input_jitter": 0.3, "input_dropout": 0.2, "gate_noise": 2.0}
 
 
-def test_evaluation_draws_nothing_and_the_experts_see_the_input_itself():
+def test_evaluation_draws_no_numbers_and_experts_get_the_input_without_noise():
     noisy, quiet = layer(**NOISY), layer()
     state = torch.get_rng_state()
     assert torch.equal(noisy.eval()(x())[0], quiet.eval()(x())[0])
     assert torch.equal(torch.get_rng_state(), state)
-    # All experts chosen and one weight each: whatever the gate saw, experts got x.
+    # All experts are chosen with equal weights, so y shows the experts' input and not the gate's.
     config = {**SIZES, "top_k": 4, "num_experts": 4}
     one = MoELayer(MoEConfig(**config, **NOISY), seed=1).double()
     with torch.no_grad():

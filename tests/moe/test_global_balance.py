@@ -1,4 +1,4 @@
-"""Balance over all ranks against a direct computation, from every rank's tokens at once."""
+"""Balance losses and bias over all ranks, compared with a direct computation from all ranks' tokens."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def tokens(count: int, rank: int) -> Tensor:
 
 
 def direct_loss(layer: MoELayer, counts: tuple[int, ...], padding_rank: int | None) -> list[Tensor]:
-    """Return every rank's loss from the tokens of all, by loops over assignments."""
+    """Return every rank's loss, computed by loops over the assignments of all ranks' tokens."""
     load, probs = [0] * 4, []
     for rank, count in enumerate(counts):
         probs_TE = torch.softmax(tokens(count, rank) @ layer.gate.weight.t(), 1)
@@ -59,14 +59,14 @@ def test_the_global_loss_equals_a_direct_computation(ranks, counts, padding_rank
 
 
 def evaluate_on_rank_0_alone() -> None:
-    # One topology for experts that are all here: only the loss could ask for the others.
+    # Each rank has all experts, so only the loss needs the other ranks.
     layer = MoELayer(CONFIG, make_topology([4], 1), seed=1).double().eval()
     if dist.get_rank() == 0:
         loss = layer(tokens(7, 0))[1].balance_loss
         torch.testing.assert_close(loss, direct_loss(layer, (7,), None)[0])
 
 
-def test_evaluation_asks_nobody_else(ranks):
+def test_evaluation_needs_no_other_rank(ranks):
     ranks(2).run(evaluate_on_rank_0_alone)
 
 
@@ -84,7 +84,7 @@ def biases_after_two_updates() -> tuple[list[float], list[list[int]]]:
     return [layer.balance_bias.bias.tolist() for layer in model], loads
 
 
-def test_the_bias_goes_by_the_load_of_all_ranks(ranks):
+def test_the_bias_depends_on_the_load_of_all_ranks(ranks):
     (biases, loads), (other_biases, other_loads) = ranks(2).run(biases_after_two_updates)
     assert biases == other_biases
     assert loads != other_loads
@@ -110,7 +110,7 @@ def loss_and_bias(within_pair: bool) -> tuple[float, list[float]]:
     return loss, layer.balance_bias.bias.tolist()
 
 
-def test_a_layer_of_some_ranks_sums_the_loads_of_these_ranks_alone(ranks):
+def test_a_layer_on_some_ranks_sums_only_the_loads_of_these_ranks(ranks):
     found = ranks(4).run(loss_and_bias, True)
     expected = ranks(2).run(loss_and_bias, False)
     assert found[:2] == expected

@@ -1,4 +1,4 @@
-"""Where the first weights come from."""
+"""Initial weights: they depend on the seed and the layer's name, but not on the number of ranks."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def experts(first: int = 0, count: int = 6, seed: int = 1, name: str = "decoder.
 
 
 @pytest.mark.parametrize("size", (1, 2, 3, 6))
-def test_experts_are_the_same_for_any_split(size):
+def test_experts_are_equal_for_any_number_of_ranks(size):
     whole = experts().expert_parameters()
     count = 6 // size
     parts = [experts(i * count, count).expert_parameters() for i in range(size)]
@@ -25,7 +25,7 @@ def test_experts_are_the_same_for_any_split(size):
         assert torch.equal(torch.cat([part[name] for part in parts]), tensor), name
 
 
-def test_a_layer_is_the_same_for_any_topology():
+def test_a_layer_has_equal_initial_weights_for_any_topology():
     whole = MoELayer(CONFIG, seed=3, name="a")
     part = MoELayer(CONFIG, Topology(world_size=3, rank=1, expert_parallel_size=3), seed=3, name="a")
     assert torch.equal(part.gate.weight, whole.gate.weight)
@@ -46,7 +46,7 @@ def test_weights_and_biases_have_the_range_of_linear_layers():
         assert 0.9 * bound < float(tensor.detach().abs().max()) <= bound, name
 
 
-def test_without_a_seed_the_global_generator_gives_one():
+def test_without_a_seed_the_global_generator_draws_one():
     def weights() -> list[torch.Tensor]:
         torch.manual_seed(8)
         layers = [MoELayer(CONFIG), MoELayer(CONFIG)]

@@ -1,4 +1,4 @@
-"""The whole layer against loops over tokens, choices and experts."""
+"""The complete layer, compared with loops over tokens, choices and experts."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def plain_layer():
-    """Return the function on docs/walk.md that is the whole layer in plain torch."""
+    """Return the function in docs/walk.md that computes the complete layer in plain torch."""
     page = Path(__file__).parents[2] / "docs" / "walk.md"
     names: dict = {}
     exec(re.search(r"```python\n(.*?)```", page.read_text(), re.S)[1], names)
@@ -37,7 +37,7 @@ def plain_layer():
 
 @pytest.mark.parametrize("factor", (0.0, 0.5))
 @pytest.mark.parametrize("top_k", (1, 2, 4))
-def test_the_layer_equals_the_function_on_the_page(top_k, factor):
+def test_the_layer_equals_the_function_in_docs_walk(top_k, factor):
     config = MoEConfig(model_dim=6, hidden_dim=5, num_experts=4, top_k=top_k, capacity_factor=factor)
     layer = MoELayer(config, seed=1).double()
     x_TD = normal(11, 6, seed=2).requires_grad_()
@@ -93,7 +93,7 @@ def test_the_layer_equals_loops(top_k, factor, padded):
     ],
     ids=str,
 )
-def test_every_kind_of_expert_equals_loops(options):
+def test_every_expert_type_equals_loops(options):
     top_k = options.get("top_k", 2)
     check(build(capacity_factor=0.5, **options), tokens(T), top_k, 0.5)
 
@@ -110,7 +110,7 @@ def test_every_kind_of_expert_equals_loops(options):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
-def test_nan_in_padding_reaches_no_gradient(options, dtype):
+def test_nan_in_padding_does_not_change_gradients(options, dtype):
     layer, x = build(dtype, balance_loss="gshard:1,z:1", **options), tokens(T, dtype=dtype)
     mask = torch.arange(T) % 3 == 0
 
@@ -128,7 +128,7 @@ def test_nan_in_padding_reaches_no_gradient(options, dtype):
 @pytest.mark.parametrize(
     "shape, time_first", [((3, 6), False), ((), False), ((3, 5), True), ((2, 3, 1, 5), True)]
 )
-def test_an_input_of_another_shape_is_refused(gate_type, shape, time_first):
+def test_an_input_with_a_wrong_shape_raises_an_error(gate_type, shape, time_first):
     x = torch.ones(shape)
     with pytest.raises(ValueError, match=re.escape(f"x has shape {shape}; give [")):
         build(gate_type=gate_type)(x, time_first=time_first)
@@ -149,7 +149,7 @@ def test_time_first_input_equals_batch_first_input(padded):
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
 @pytest.mark.parametrize("factor", (0.0, 1.0))
-def test_no_tokens_give_no_output_and_zero_gradients(shape, factor):
+def test_zero_tokens_return_an_empty_output_and_zero_gradients(shape, factor):
     layer, x = build(capacity_factor=factor), tokens(*shape)
     y, output = layer(x)
     assert y.shape == x.shape
@@ -158,7 +158,7 @@ def test_no_tokens_give_no_output_and_zero_gradients(shape, factor):
         assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
 
 
-def test_padding_alone_gives_zeros_and_zero_gradients():
+def test_only_padding_returns_zeros_and_zero_gradients():
     layer, x = build(capacity_factor=1.0), tokens(T)
     y, output = layer(x, torch.ones(T, dtype=torch.bool))
     (y.sum() + output.balance_loss).backward()
@@ -168,21 +168,21 @@ def test_padding_alone_gives_zeros_and_zero_gradients():
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
-def test_the_output_has_the_dtype_of_the_input_and_its_precision(dtype):
+def test_the_output_has_the_dtype_and_precision_of_the_input(dtype):
     layer, x = build(dtype), tokens(T, dtype=dtype)
     y, output = layer(x)
     assert y.dtype == dtype
     assert output.balance_loss.dtype == torch.float32  # the gate computes in fp32
     wide = build().requires_grad_(False)
     wide.load_state_dict(layer.state_dict())
-    # Not the loops: a rounded score may choose another expert, so only the layer itself is fair.
+    # The loops cannot be used here, because a rounded score may choose another expert.
     same_ids = wide(x.double())[1].routing.expert_ids_TK == output.routing.expert_ids_TK
     assert same_ids.all()
     close(y, wide(x.double())[0], "output")
 
 
 @pytest.mark.parametrize("gate_fp32", (True, False))
-def test_autocast_computes_experts_in_bf16_and_the_gate_as_asked(gate_fp32):
+def test_autocast_computes_experts_in_bf16_and_the_gate_by_gate_fp32(gate_fp32):
     layer, x = build(torch.float32, gate_fp32=gate_fp32), tokens(T, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         y, output = layer(x)
@@ -201,7 +201,7 @@ def test_autocast_computes_experts_in_bf16_and_the_gate_as_asked(gate_fp32):
 @pytest.mark.parametrize(
     "expert_type, top_k, factor", [("ffn", 1, 0.0), ("ffn", 3, 1.0), ("glu", 2, 0.0), ("glu", 2, 0.5)]
 )
-def test_the_layer_has_the_gradients_of_finite_differences(top_k, factor, expert_type):
+def test_gradients_of_the_layer_equal_finite_differences(top_k, factor, expert_type):
     shape = {"hidden_dim": 3, "num_experts": 3}
     layer = build(top_k=top_k, capacity_factor=factor, expert_type=expert_type, **shape)
     mask = torch.tensor([False, False, True, False])
@@ -221,9 +221,9 @@ def test_the_balance_loss_is_the_weighted_sum(balance_loss, weight):
     assert torch.equal(output.balance_loss, weight * output.losses["gshard"])
 
 
-def test_an_earlier_routing_sends_other_tokens_the_same_way():
+def test_an_earlier_routing_can_be_applied_to_other_tokens():
     layer, x, later = build(), tokens(T), tokens(T).detach().flip(0)
-    experts, layer.experts = layer.experts, None  # a decision needs none
+    experts, layer.experts = layer.experts, None  # routing needs no experts
     routing = layer.route(x, Call.of(x, CONFIG.model_dim))
     layer.experts = experts
     y = layer.apply_routing(later, routing)

@@ -14,7 +14,7 @@ from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.plugin.feed_forward import Context, MoEFeedForward
 
-E, L = 6, 3  # experts, and experts of a rank
+E, L = 6, 3  # experts in total, and experts on each rank
 OPTIONS = (
     {},
     {"capacity_factor": 0.5, "exchange": "padded"},
@@ -44,7 +44,7 @@ def on_a_rank(options, count):
     rank = dist.get_rank()
     own = slice(rank * L, (rank + 1) * L)
     layer = MoELayer(config(**options), make_topology([E], 2), seed=1).double()
-    one = MoELayer(config(**options), seed=1).double()  # every expert is one of this rank's
+    one = MoELayer(config(**options), seed=1).double()  # this rank has all experts
     for parameter in one.experts.parameters():
         parameter.data.copy_(parameter.data[own].repeat(2, *[1] * (parameter.dim() - 1)))
     x = normal(count + rank, 5, seed=rank)
@@ -63,7 +63,7 @@ def test_a_rank_computes_all_rows_with_its_own_experts(ranks, options):
     ranks(2).run(on_a_rank, options, 13)
 
 
-def test_a_rank_without_tokens_computes_nothing(ranks):
+def test_a_rank_without_tokens_runs_no_experts(ranks):
     ranks(2).run(on_a_rank, {}, 0)
 
 
@@ -87,13 +87,13 @@ def recomputed():
     return decisions, layer.calls.count
 
 
-def test_ranks_and_recomputations_decide_alike(ranks):
+def test_all_ranks_and_recomputations_make_the_same_decision(ranks):
     (one, count), other = ranks(2).run(recomputed)
     assert (one, count) == other
     assert set(one) == {False, True} and count == one.count(False)
 
 
-def test_decisions_have_the_probability_and_differ_between_layers_seeds_and_updates():
+def test_decisions_have_the_configured_probability_and_differ_by_layer_seed_and_update():
     class Layer:
         training, calls = True, object()
 

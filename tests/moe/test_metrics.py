@@ -11,7 +11,7 @@ from fairseq_tutel.moe.metrics import count_routing, metric_names, metric_rows
 
 
 def direct_metrics(routing, real: list[bool]) -> dict[str, float]:
-    """The definitions, by loops over the assignments that have a slot."""
+    """Return all metrics, computed by loops over the assignments that have a slot."""
     num_experts = routing.probs_TE.shape[1]
     top_k = routing.assigned_KE.shape[0]
     tokens = [t for t, r in enumerate(real) if r]
@@ -43,7 +43,7 @@ def direct_metrics(routing, real: list[bool]) -> dict[str, float]:
 @pytest.mark.parametrize("num_experts", (1, 3, 5, 6, 11))
 @pytest.mark.parametrize("factor", (0.0, 0.5))
 @pytest.mark.parametrize("num_real", (0, 1, 13))
-def test_metrics_are_what_loops_count(num_experts, factor, num_real):
+def test_metrics_equal_loops(num_experts, factor, num_real):
     real = [t < num_real for t in range(15)]
     routing = route(logits(15, num_experts), min(num_experts, 3), factor, real_T=torch.tensor(real))
     got = {name: float(value) for name, value in routing_metrics(routing).items()}
@@ -53,12 +53,12 @@ def test_metrics_are_what_loops_count(num_experts, factor, num_real):
         assert got[name] == pytest.approx(value, rel=1e-5), name
 
 
-def test_metrics_are_finite_where_a_probability_underflows():
+def test_metrics_are_finite_if_a_probability_underflows():
     routing = route(torch.tensor([[0.0, -1e4], [-1e4, 0.0]]), 1)
     assert float(routing_metrics(routing)["entropy_gating"]) == 0.0
 
 
-def test_layers_of_several_sizes_are_rows_in_their_order():
+def test_metric_rows_has_one_row_per_layer_in_the_order_of_layers():
     sizes = (4, 4, 7, 4)
     routings = [route(logits(15, size, seed=seed), 2, 0.5) for seed, size in enumerate(sizes)]
     rows_LN, tokens_L1 = metric_rows([count_routing(routing) for routing in routings])
@@ -68,9 +68,9 @@ def test_layers_of_several_sizes_are_rows_in_their_order():
         assert got == pytest.approx(direct_metrics(routing, [True] * 15), rel=1e-5)
 
 
-def test_where_experts_choose_the_names_are_those_of_k():
+def test_with_expert_choice_the_metric_names_depend_on_top_k():
     scores = logits(12, 3).index_fill(0, torch.tensor([5, 7]), -9.0)
-    scores[:, 0] += torch.arange(12) % 2  # not all experts want the same tokens
+    scores[:, 0] += torch.arange(12) % 2  # different experts prefer different tokens
     routing = route(scores, 1, 1.5, choice="experts", score_function="sigmoid")
     assert routing.weights_TK.shape[1] == 3  # a token was chosen by all experts
     untaken = int((routing.slots_TK < 0).all(dim=1).sum())

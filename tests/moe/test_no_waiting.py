@@ -1,4 +1,4 @@
-"""A forward on a GPU reads no number from the device, and waits for no copy to it."""
+"""A forward pass on a GPU reads no number on the host, and does not wait for copies to the GPU."""
 
 import pytest
 import torch
@@ -6,15 +6,15 @@ from option_values import ROUTING, E, config_of, mixed
 from torch.overrides import TorchFunctionMode
 
 from fairseq_tutel.moe import balance, metrics
-from fairseq_tutel.moe.capacity import Capacity, MicroBatch
 from fairseq_tutel.moe.routing import GateOutput, decide
+from fairseq_tutel.moe.slots import Capacity, MicroBatch
 
 COPIES = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.from_numpy)
 RULES = ({}, *mixed(ROUTING))
 
 
 class NoCopies(TorchFunctionMode):
-    """Refuses functions that create a tensor from a number on the host."""
+    """Raises an error in functions that create a tensor from a number on the host."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         assert function not in COPIES, f"{function.__name__} copies from the host, and waits"
@@ -24,7 +24,7 @@ class NoCopies(TorchFunctionMode):
 @pytest.mark.parametrize("factor", (0.0, 0.5, -0.5))
 @pytest.mark.parametrize("padded", (False, True), ids=("real", "padded"))
 @pytest.mark.parametrize("rules", RULES, ids=str)
-def test_routing_losses_and_metrics_read_nothing_from_the_device(rules, padded, factor):
+def test_routing_losses_and_metrics_need_no_host_read(rules, padded, factor):
     logits_TE = torch.randn(12, E, device="meta")
     real_T = torch.ones(12, dtype=torch.bool, device="meta") if padded else None
     batch = MicroBatch(

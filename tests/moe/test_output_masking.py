@@ -1,4 +1,4 @@
-"""Expert and final output masking and conditional MoE routing (Meta's nllb branch), against loops."""
+"""Output masking and conditional MoE routing (CMR) of Meta's nllb branch, compared with loops."""
 
 import dataclasses
 
@@ -90,7 +90,7 @@ def test_the_layer_equals_a_loop_over_tokens(options, training, count, padded):
 
 
 @pytest.mark.parametrize("choice", ("tokens", "experts"))
-def test_masks_have_the_probability_and_evaluation_has_the_mean(choice):
+def test_masks_have_the_configured_probability_and_evaluation_uses_the_mean(choice):
     logits_TE = normal(4000, 4, seed=1)
     torch.manual_seed(3)
     plain = route(logits_TE, 2, 0.5, choice=choice, training=True)

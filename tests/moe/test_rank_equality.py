@@ -1,4 +1,4 @@
-"""The same micro-batches give the same training on 1, 2 and 4 ranks, to 1e-10 in fp64.
+"""Training on the same micro-batches gives equal results on 1, 2 and 4 ranks, to 1e-10 in fp64.
 
 Options are combined at random, with a fixed seed. Losses, gradient norms, weights and biases are compared.
 """
@@ -34,11 +34,11 @@ CHOICES = {
     "recompute": ("no", "reentrant", "non-reentrant"),
     "pregate": (0, 1),
 }
-NUMBER = 40  # of cases
+NUMBER = 40  # the number of cases
 
 
 def is_refused(values: dict) -> bool:
-    """Return whether a layer refuses these values together."""
+    """Return whether a layer rejects this combination of values."""
     case = Training(**{"optimizer": "sgd", "top_k": 2, "capacity_factor": 0.0, **values})
     try:
         MoEConfig(model_dim=1, hidden_dim=1, **case.options())
@@ -55,7 +55,7 @@ def cases() -> list[Training]:
         generator.shuffle(column)
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for row in rows:
-        # Activation checkpointing of a pre-gated layer is refused, too.
+        # Activation checkpointing of a pre-gated layer also raises an error.
         while is_refused(row) or (row["pregate"] and row["recompute"] != "no"):
             row.update({name: generator.choice(values) for name, values in CHOICES.items()})
     return [Training(**row) for row in rows]
@@ -74,7 +74,7 @@ def on_one_rank(training: Training, updates: int = UPDATES) -> dict[str, torch.T
 
 
 def same_on_one_rank(case: Training, updates: int) -> dict[str, torch.Tensor]:
-    """Train what the case computes, in the plainest way."""
+    """Train the case on one rank, without options that only change the execution."""
     return on_one_rank(
         dataclasses.replace(
             case,
@@ -87,7 +87,7 @@ def same_on_one_rank(case: Training, updates: int) -> dict[str, torch.Tensor]:
     )
 
 
-# On two ranks each has two of the four micro-batches, which is new wherever the experts are.
+# With two ranks, each rank has two of the four micro-batches.
 RUNS = [(case, 4) for case in CASES] + [(case, 2) for case in CASES if case.layout == "four"]
 # `make test-long` runs all cases and more updates.
 FEW = 5
@@ -107,7 +107,7 @@ def test_training_does_not_depend_on_the_number_of_ranks(ranks, updates, case, w
         torch.testing.assert_close(
             got[name], tensor, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
         )
-    for other in others:  # every rank takes the same decisions
+    for other in others:  # every rank makes the same decisions
         for name in (
             "losses",
             "norms",
@@ -116,11 +116,11 @@ def test_training_does_not_depend_on_the_number_of_ranks(ranks, updates, case, w
             assert torch.equal(other[name], got[name]), name
 
 
-PLANNED_UPDATES = 5  # with empty micro-batches and padding among them
+PLANNED_UPDATES = 5  # some micro-batches are empty or have padding
 
 
 def train_by_plans(case: Training) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Train, and say what ran by plans."""
+    """Train, and return the results and the names of the collectives that plans ran."""
     ran, original = set(), OneSided.start
 
     def start(self, *arguments):
@@ -153,7 +153,7 @@ def train_by_plans(case: Training) -> tuple[dict[str, torch.Tensor], set[str]]:
         pytest.param("four on every rank", "plans", 2, {"all_reduce"}, marks=pytest.mark.long),
     ],
 )
-def test_plans_train_the_same(ranks, layout, way, world_size, what):
+def test_training_with_collective_plans_gives_equal_results(ranks, layout, way, world_size, what):
     padded = "padded" if way == "plans" else "ragged"
     case = Training("adamw", 2, 0.5, layout=layout, way=way, exchange=padded)
     expected = same_on_one_rank(case, PLANNED_UPDATES)
@@ -165,7 +165,7 @@ def test_plans_train_the_same(ranks, layout, way, world_size, what):
         assert torch.equal(other["norms"], results[0][0]["norms"])
 
 
-def test_the_training_trains_clips_and_drops():
+def test_the_training_changes_weights_clips_gradients_and_drops_assignments():
     result = on_one_rank(Training("adamw", 2, 0.0))
     assert result["losses"][-5:].mean() < 0.9 * result["losses"][:5].mean()
     assert (result["norms"] > CLIP_NORM).any() and (result["norms"] < CLIP_NORM).any()

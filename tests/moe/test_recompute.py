@@ -1,4 +1,4 @@
-"""Activation checkpointing: a layer that is run again in the backward gives the same gradients."""
+"""Activation checkpointing: a layer that is recomputed in the backward pass has the same gradients."""
 
 import dataclasses
 
@@ -47,7 +47,7 @@ def run(reentrant: bool | None, *, autocast: bool = False, **options) -> dict[st
 
 NOISE = {"gate_noise": 1.0, "input_jitter": 0.1, "input_dropout": 0.1}
 OPTIONS = [
-    # Only the gate that an index chooses gets a gradient.
+    # Only the gate that `gate_index` selects gets a gradient.
     *mixed(name for name in ROUTING if name != "gate_index"),
     {},
     {"top_k": 1, "capacity_factor": -1.0},
@@ -72,14 +72,14 @@ OPTIONS = [
 
 @pytest.mark.parametrize("reentrant", (False, True))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_recomputed_layer_gives_the_same_bits(reentrant, options):
+def test_a_recomputed_layer_has_bit_identical_results(reentrant, options):
     plain, again = run(None, **options), run(reentrant, **options)
     for name, tensor in plain.items():
         assert torch.equal(tensor, again[name]), name
 
 
-def test_every_choice_of_every_option_is_run_again():
-    """A new gate, policy, loss or switch needs a line in the list."""
+def test_every_value_of_every_option_is_recomputed_in_a_test():
+    """A new gate, drop policy, loss or switch needs a line in the list of options above."""
     items = [item for item in dataclasses.fields(MoEConfig) if item.name != "expert_grad_norm"]
     held = {item.name: {options.get(item.name, item.default) for options in OPTIONS} for item in items}
     for item in items:

@@ -1,4 +1,4 @@
-"""Routing against loops, and the properties that the rest of the layer relies on."""
+"""Routing, compared with loops, and the invariants on which the rest of the layer relies."""
 
 import itertools
 
@@ -9,9 +9,9 @@ from normal import normal
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, Routing, route
-from fairseq_tutel.moe.capacity import Capacity, MicroBatch
 from fairseq_tutel.moe.choice import choose_experts
 from fairseq_tutel.moe.routing import decide, padded
+from fairseq_tutel.moe.slots import Capacity, MicroBatch
 
 E = 5
 
@@ -33,7 +33,7 @@ def check_against_loops(r: Routing, expected: oracle.Plan) -> None:
 
 
 def check_maps(r: Routing) -> None:
-    """Both maps are inverse of each other, and every row lies with its expert."""
+    """Check that the two row maps are inverse to each other, and that rows are grouped by expert."""
     row_of = r.row_of_TK.flatten().tolist()
     source_of = r.source_of_R.tolist()
     assert [source_of[row] for row in row_of if row >= 0] == [
@@ -69,7 +69,7 @@ def test_routing_equals_loops(top_k, factor, padded):
     assert int(r.num_tokens) == (num_tokens if real is None else sum(real))
 
 
-def test_no_token_at_all_gives_zero_counts():
+def test_zero_tokens_have_zero_counts():
     r = route(logits(0), 2, 1.0)
     assert r.counts_E.tolist() == [0] * E
     assert r.assigned_KE.tolist() == [[0] * E] * 2
@@ -79,7 +79,7 @@ def test_no_token_at_all_gives_zero_counts():
 
 
 @pytest.mark.parametrize("top_k", range(1, E + 1))
-def test_ties_go_to_the_lower_id(top_k):
+def test_the_lower_expert_id_wins_ties(top_k):
     scores_TE = torch.tensor([[1.0, 1, 1, 1, 1], [0, 2, 1, 2, 1], [0, 0, 0, 0, 3], [3, 0, 0, 0, 0]])
     expected = [[0, 1, 2, 3, 4], [1, 3, 2, 4, 0], [4, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert choose_experts(scores_TE, top_k).tolist() == [row[:top_k] for row in expected]
@@ -96,14 +96,14 @@ def test_ties_go_to_the_lower_id(top_k):
         (0.01, 10, 3, 3),  # 3 * ceil(0.1 / 5)
     ],
 )
-def test_capacity_is_k_times_the_ceiling_of_an_even_share(factor, num_tokens, top_k, expected):
-    crowded_TE = torch.arange(E, 0, -1.0).expand(num_tokens, E)  # all tokens choose 0, then 1, then 2
+def test_capacity_is_k_times_the_rounded_up_even_share(factor, num_tokens, top_k, expected):
+    crowded_TE = torch.arange(E, 0, -1.0).expand(num_tokens, E)  # all tokens prefer expert 0, then 1
     r = route(crowded_TE, top_k, factor)
     assert r.counts_E.tolist() == [expected] * top_k + [0] * (E - top_k)
     assert r.dropped_K.tolist() == [num_tokens - expected] * top_k
 
 
-def test_padding_changes_nothing_for_the_real_tokens():
+def test_padding_does_not_change_the_routing_of_real_tokens():
     logits_TE, real_T = logits(14), some_padding(14)
     padded, alone = route(logits_TE, 2, 0.7, real_T=real_T), route(logits_TE[real_T], 2, 0.7)
     assert torch.equal(padded.slots_TK[real_T], alone.slots_TK)
@@ -117,7 +117,7 @@ def test_padding_changes_nothing_for_the_real_tokens():
 @pytest.mark.parametrize("top_k", (1, 2))
 @pytest.mark.parametrize("factor", (0.0, 0.5))
 @pytest.mark.parametrize("spare", (0, 3))
-def test_the_padded_layout_gives_every_expert_its_own_block(top_k, factor, spare):
+def test_each_expert_has_a_separate_block_in_the_padded_layout(top_k, factor, spare):
     batch = MicroBatch(top_k=top_k, capacity=Capacity(factor=factor), real_T=some_padding(17))
     compact = decide(logits(17, seed=2), MoEConfig(1, 1, E), batch)
     r = padded(compact, int(compact.counts_E.max()) + spare)

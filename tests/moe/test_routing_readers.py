@@ -1,4 +1,4 @@
-"""Every reader of a routing whose tokens left out assignments, the first one included; see `Routing`."""
+"""All code that reads a routing ignores left-out assignments, even first choices; see `Routing`."""
 
 import dataclasses
 
@@ -17,7 +17,8 @@ T, E, K, D = 9, 4, 2, 6
 CONFIG = MoEConfig(
     model_dim=D, hidden_dim=8, num_experts=E, top_k=K, gate_noise=1.0, second_expert_policy="random"
 )
-# Tokens 2 and 5 left out the first choice, 5 and 7 the second; token 4 is padding.
+# The first choice of tokens 2 and 5 and the second choice of tokens 5 and 7 are left out. Token 4 is
+# padding.
 REQUESTED = torch.ones(T, K, dtype=torch.bool)
 REQUESTED[2, 0] = REQUESTED[5, 0] = REQUESTED[5, 1] = REQUESTED[7, 1] = False
 PADDING = torch.arange(T) == 4
@@ -30,15 +31,15 @@ def left_out(monkeypatch):
 
 
 def routed(topology=None, **options):
-    """Return a layer, its tokens and their routing."""
+    """Return a layer, tokens, and the tokens' routing."""
     layer = MoELayer(dataclasses.replace(CONFIG, **options), topology, seed=1).double()
     x_TD = normal(T, D, seed=3).masked_fill(PADDING.unsqueeze(1), 0.0)
-    torch.manual_seed(5)  # of the gate's noise
+    torch.manual_seed(5)  # seed for the gate's noise
     return layer, x_TD, layer.route(x_TD, Call.of(x_TD, D, PADDING))
 
 
 def by_loop(layer, x_TD, r, prescore=False):
-    """Return every token's sum over the assignments that it did not leave out."""
+    """Return every token's sum over its assignments, without those that were left out."""
     rows = []
     for t in range(T):
         y_D = torch.zeros(D, dtype=torch.float64)
@@ -53,7 +54,7 @@ def by_loop(layer, x_TD, r, prescore=False):
     return torch.stack(rows)
 
 
-def test_minus_1_is_the_only_mark():
+def test_slot_minus_1_is_the_only_mark_of_a_left_out_assignment():
     _, _, r = routed()
     assert ((r.expert_ids_TK >= 0) & (r.expert_ids_TK < E)).all()
     assert torch.equal(r.slots_TK >= 0, EXISTS) and torch.equal(r.row_of_TK >= 0, EXISTS)
@@ -66,14 +67,14 @@ def test_minus_1_is_the_only_mark():
 
 
 @pytest.mark.parametrize("options", ({}, {"prescore": True}, {"hidden_layer_norm": True}), ids=str)
-def test_the_experts_read_no_assignment_that_was_left_out(options):
+def test_experts_do_not_compute_left_out_assignments(options):
     layer, x_TD, r = routed(**options)
     y_TD = layer.apply_routing(x_TD, r)
     close(y_TD, by_loop(layer, x_TD, r, prescore="prescore" in options), "y")
     assert not y_TD[~EXISTS.any(1)].any()
 
 
-def test_losses_count_them_neither_as_load_nor_as_tokens():
+def test_losses_do_not_count_left_out_assignments_as_load_or_tokens():
     _, _, r = routed()
     losses = balance_losses(dict.fromkeys(LOSSES, 1.0), r, r.gate)
     assert all(loss.isfinite() for loss in losses.values())

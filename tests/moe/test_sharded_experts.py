@@ -1,4 +1,4 @@
-"""Shards written on W ranks and read on others: weights and states, any P, replicas, slices."""
+"""Expert files saved on one number of ranks can be loaded on another: weights and optimizer states."""
 
 import itertools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from fairseq_tutel.checkpoint.experts import save_in_shards
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind, write_file
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=8, num_experts=2)
-# (W, P): one rank, replicas, one expert a rank, one expert on two ranks.
+# (W, P): one rank, EP replicas, one expert per rank, one expert on two ranks.
 PLACES = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
 
 
@@ -26,7 +26,7 @@ def model(size: int, seed: int = 1) -> tuple[nn.Module, object]:
 
 
 def states(parameter: Tensor) -> dict[str, Tensor]:
-    """A moment of the parameter's shape and a scale per expert."""
+    """Return an optimizer state: a moment with the parameter's shape, and a scale per expert."""
     scale = parameter.detach().new_ones(len(parameter), *[1] * (parameter.dim() - 1))
     return {"moment": parameter.detach() * 2, "scale": scale * 3}
 
@@ -43,7 +43,7 @@ def save(folder: str, size: int) -> list[str] | None:
 
 
 def differences(folder: str, size: int) -> list[str]:
-    """Load what was saved into a model of another seed, and name what is not as it was drawn."""
+    """Load the saved experts into a model with another seed, and return the names of wrong tensors."""
     expected, topology = model(size)
     loaded, _ = model(size, seed=2)
     path = Path(folder) / "checkpoint.pt"
@@ -68,7 +68,7 @@ def differences(folder: str, size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("saved", PLACES)
-def test_what_some_ranks_save_all_others_load(ranks, tmp_path, saved):
+def test_experts_saved_on_some_ranks_can_be_loaded_on_any_number_of_ranks(ranks, tmp_path, saved):
     world, size = saved
     ranks(world).run(save, str(tmp_path), size)
     for world, size in PLACES:
@@ -84,7 +84,7 @@ def test_what_some_ranks_save_all_others_load(ranks, tmp_path, saved):
         ((4, 4), [f"experts-000{e}-000{e}.slice-{i}-of-2" for e, i in itertools.product((0, 1), (0, 1))]),
     ],
 )
-def test_every_expert_is_written_once(ranks, tmp_path, topology, files):
+def test_every_expert_is_saved_once(ranks, tmp_path, topology, files):
     world, size = topology
     found = ranks(world).run(save, str(tmp_path), size)[0]
     assert found == [f"{n}.experts.{file}.safetensors" for n in (0, 1) for file in files]
@@ -95,20 +95,20 @@ def differing(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def refused(folder: str, size: int, states: Callable, another: str = "") -> str:
-    """Return why nothing is saved; rank 1 may get another folder."""
+    """Return the error of a failed save; `another` is a different folder for rank 1."""
     split, topology = model(size)
     with pytest.raises(ValueError) as caught:
         save_in_shards(split, topology, states, Path(folder + another * dist.get_rank()))
     return str(caught.value)
 
 
-def test_ranks_whose_optimizers_differ_are_told(ranks, tmp_path):
+def test_ranks_with_different_optimizer_states_raise_an_error(ranks, tmp_path):
     for sentence in ranks(4).run(refused, str(tmp_path), 1, differing):
         assert "the ranks' optimizers differ; the last saved checkpoint is complete" in sentence
 
 
-def test_a_rank_that_can_not_write_is_named_on_all(ranks, tmp_path):
-    # A disk of its own, where rank 0 has made no folder.
+def test_errors_on_all_ranks_name_the_rank_that_cannot_write(ranks, tmp_path):
+    # Rank 1 has a separate disk, on which rank 0 has created no folder.
     message = ranks(2).run(refused, str(tmp_path / "a"), 2, states, "-elsewhere")
     for sentence in message:
         assert sentence.startswith("rank 1 could not write its experts to ")
@@ -117,14 +117,14 @@ def test_a_rank_that_can_not_write_is_named_on_all(ranks, tmp_path):
     assert not list((tmp_path / "a").glob("*.pt"))
 
 
-def test_a_first_rank_that_can_not_begin_is_heard_by_all(ranks, tmp_path):
+def test_all_ranks_raise_an_error_if_rank_0_cannot_start_a_save(ranks, tmp_path):
     (tmp_path / "experts").write_text("a file where the folder should be")
     for sentence in ranks(2).run(refused, str(tmp_path), 2, states):
         assert "Not a directory" in sentence
 
 
 def save_unseen(folder: str) -> str:
-    """Rank 0 sees an older state of what rank 1 wrote."""
+    """Save while rank 0 sees an older state of the files that rank 1 wrote."""
     split, topology = model(2)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
@@ -142,6 +142,6 @@ def write_elsewhere(values: dict, path: Path) -> None:
     write_file(values, path)
 
 
-def test_a_file_that_rank_0_does_not_see_is_no_checkpoint(ranks, tmp_path):
+def test_a_save_fails_if_rank_0_does_not_see_a_file(ranks, tmp_path):
     for sentence in ranks(2).run(save_unseen, str(tmp_path)):
         assert "is missing or has the wrong size" in sentence

@@ -1,4 +1,4 @@
-"""Shared and residual experts, and weights on the experts' input, against loops."""
+"""Shared and residual experts, and weights on the experts' input, compared with loops."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ T = 11
 def build(**options) -> MoELayer:
     layer = MoELayer(dataclasses.replace(CONFIG, **options), seed=5).double()
     for name, parameter in layer.named_parameters():
-        if "layer_norm" in name:  # away from its ones and zeros, which hide errors
+        if "layer_norm" in name:  # the initial ones and zeros would hide errors
             parameter.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
     return layer
 
@@ -47,7 +47,7 @@ def dense_by_parts(dense: DenseExpert, x_D: Tensor, count: int) -> Tensor:
         else:
             hidden_H = oracle.ACTIVATIONS[config.activation](hidden_H)
         parts.append((mine, hidden_H))
-    if dense.hidden_layer_norm is not None:  # one for the whole width
+    if dense.hidden_layer_norm is not None:  # one layer norm over the hidden dimensions of all experts
         normed = dense.hidden_layer_norm(torch.cat([hidden_H for _, hidden_H in parts]))
         parts = [(mine, normed[mine]) for mine, _ in parts]
     return y_D + sum(dense.fc2.weight[:, mine] @ hidden_H for mine, hidden_H in parts)
@@ -101,13 +101,13 @@ FORMS = (
 @pytest.mark.parametrize("padded", (False, True))
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("beside", BESIDE, ids=str)
-def test_experts_beside_equal_their_formula(beside, form, padded):
+def test_shared_and_residual_experts_equal_their_formulas(beside, form, padded):
     check(build(**beside, **form), padded)
 
 
 @pytest.mark.parametrize("beside", BESIDE, ids=str)
 @pytest.mark.parametrize("time_first", (False, True))
-def test_no_tokens_and_padding_alone_give_zero_gradients(beside, time_first):
+def test_zero_tokens_and_only_padding_have_zero_gradients(beside, time_first):
     layer = build(**beside)
     for shape, mask in (((0, 3), None), ((2, 3), torch.ones(2, 3, dtype=torch.bool))):
         x = tokens(*shape)
@@ -120,7 +120,7 @@ def test_no_tokens_and_padding_alone_give_zero_gradients(beside, time_first):
 
 
 @pytest.mark.parametrize("mixed", ("residual", "cmr"))
-def test_values_are_those_of_the_seed_whatever_the_number_of_ranks(mixed):
+def test_values_depend_on_the_seed_but_not_on_the_number_of_ranks(mixed):
     config = dataclasses.replace(CONFIG, shared_experts=2, **{mixed: True})
     one, other = MoELayer(config, seed=1).beside, MoELayer(config, seed=2).beside
     renamed = MoELayer(config, seed=1, name="x").beside
@@ -131,8 +131,13 @@ def test_values_are_those_of_the_seed_whatever_the_number_of_ranks(mixed):
         assert torch.equal(dict(split.named_parameters())[name], parameter), name
         for different in (other, renamed):
             assert not torch.equal(dict(different.named_parameters())[name], parameter), name
-        assert not hasattr(dict(split.named_parameters())[name], "expert")  # all ranks hold the same
-        bound = {"fc1": 5, "mix": 5, "cmr_gate": 5, "fc2": 6}  # of one expert, also where several are one
+        assert not hasattr(dict(split.named_parameters())[name], "expert")  # all ranks have equal values
+        bound = {
+            "fc1": 5,
+            "mix": 5,
+            "cmr_gate": 5,
+            "fc2": 6,
+        }  # of one expert, even if several are computed as one
         layer = next(part for part in name.split(".") if part in bound)
         assert 0 < parameter.detach().abs().max().item() <= bound[layer] ** -0.5
 

@@ -1,4 +1,4 @@
-"""State dicts hold all experts by global id; loading takes the local slice."""
+"""State dicts have this rank's experts or all experts; a rank loads only its experts."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def layer(rank: int = 0, size: int = 1, seed: int = 1, config: MoEConfig = CONFI
     return MoELayer(config, topology, seed=seed)
 
 
-def test_names_and_shapes_are_those_of_the_format():
+def test_names_and_shapes_have_the_documented_format():
     shapes = {name: tuple(tensor.shape) for name, tensor in layer().state_dict().items()}
     assert shapes == {
         "gate.weight": (4, 4),
@@ -26,7 +26,7 @@ def test_names_and_shapes_are_those_of_the_format():
 
 
 @pytest.mark.parametrize("size", (1, 2, 4))
-def test_a_rank_loads_its_slice_of_all_experts(size):
+def test_a_rank_loads_its_part_of_all_experts(size):
     saved = layer(seed=9).state_dict()
     for rank in range(size):
         part = layer(rank, size)
@@ -38,7 +38,7 @@ def test_a_rank_loads_its_slice_of_all_experts(size):
         assert torch.equal(part.gate.weight, saved["gate.weight"])
 
 
-def test_a_state_dict_holds_the_local_slice_until_the_experts_are_gathered():
+def test_a_state_dict_has_only_local_experts_until_the_experts_are_gathered():
     part, whole = layer(1, 2), layer()
     assert part.state_dict()["experts.fc1_bias"].shape == (2, 6)
     part.experts.save_as(whole.experts.expert_parameters())
@@ -46,7 +46,7 @@ def test_a_state_dict_holds_the_local_slice_until_the_experts_are_gathered():
 
 
 @pytest.mark.parametrize("change", [{"num_experts": 8}, {"num_experts": 2}, {"hidden_dim": 5}], ids=str)
-def test_a_wrong_shape_is_refused_by_a_sentence(change):
+def test_a_wrong_shape_raises_a_one_sentence_error(change):
     other = MoEConfig(**{"model_dim": 4, "hidden_dim": 6, "num_experts": 4, **change})
     saved = layer(config=other).state_dict()
     with pytest.raises(ValueError, match=r"checkpoint's experts\.fc1_weight has shape .* needs") as e:
@@ -55,7 +55,7 @@ def test_a_wrong_shape_is_refused_by_a_sentence(change):
         assert part in str(e.value)
 
 
-def test_a_part_that_is_taken_holds_no_more_than_its_own_memory():
+def test_a_loaded_part_does_not_keep_the_memory_of_all_experts():
     stack = layer(1, 2).experts
     taken = stack._take("fc1_bias", torch.arange(24.0).view(4, 6)[2:])
     assert torch.equal(taken, torch.arange(12.0, 24.0).view(2, 6))

@@ -1,4 +1,4 @@
-"""What torch's own tools may do to a layer, without it computing or reducing anything else."""
+"""torch's tools, such as deepcopy, pruning and parametrization, work on a layer."""
 
 import copy
 import dataclasses
@@ -40,8 +40,8 @@ def through_meta(layer: MoELayer) -> MoELayer:
 @pytest.mark.parametrize(
     "replace", (assigned, through_meta, copy.deepcopy, MoELayer.double), ids=lambda f: f.__name__
 )
-def test_experts_stay_marked_whatever_replaces_their_parameters(replace, size):
-    # Of 8 ranks two hold one expert, a slice each; what is assigned is all experts.
+def test_expert_parameters_stay_marked_after_they_are_replaced(replace, size):
+    # With 8 ranks, two ranks hold one shard each of an expert. The assigned state dict has all experts.
     layer = build(size, expert_grad_norm="sqrt_world_size", parallel_type="model")
     before = {name: p for name, p in layer.named_parameters() if size > 1 or name[:1] != "e"}
     slices = {name: slice_of(p) for name, p in layer.named_parameters()}
@@ -57,7 +57,7 @@ def test_experts_stay_marked_whatever_replaces_their_parameters(replace, size):
 
 
 def step(layer: MoELayer) -> Tensor:
-    """Take a step of SGD and return y."""
+    """Run one SGD step and return y."""
     y, output = layer(tokens())
     (y.square().sum() + output.balance_loss).backward()
     with torch.no_grad():
@@ -87,7 +87,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("options", PARTS, ids=str)
-def test_parametrized_experts_are_what_their_parametrization_gives(options):
+def test_parametrized_experts_use_the_result_of_their_parametrization(options):
     layer, plain = build(**options), build(**options)
     names = layer.experts.names
     for name in names:
@@ -104,7 +104,7 @@ def test_parametrized_experts_are_what_their_parametrization_gives(options):
         close(original.grad, 2 * getattr(plain.experts, name).grad, name)
 
 
-def test_ranks_that_gather_pruned_experts_refuse_them():
+def test_gathering_pruned_experts_raises_an_error():
     layer = build(2)
     prune.l1_unstructured(layer.experts, "fc1_bias", 0.5)
     with pytest.raises(ValueError, match="prune"):

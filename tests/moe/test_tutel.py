@@ -1,4 +1,4 @@
-"""`fairseq_tutel.moe_layer` on one rank: Tutel's usual programs against loops."""
+"""`fairseq_tutel.moe_layer` on one rank: usual Tutel programs, compared with loops."""
 
 import re
 from pathlib import Path
@@ -35,14 +35,14 @@ def test_gates_and_weights_equal_a_loop(gate, options, loop):
     equals_loop(layer.eval(), **{"top_k": 2, **loop})
 
 
-def test_defaults_are_tutels():
+def test_default_options_equal_tutels():
     layer = build({"type": "top"}, {"type": "ffn", "hidden_size_per_expert": H})
     (config,) = layer.moe.gate_configs
     assert (config.top_k, config.capacity_factor, config.gate_fp32, config.gate_noise) == (1, 1.0, False, 0)
     assert layer.num_global_experts == 1 and type(layer.experts) is Experts
 
 
-def test_the_load_and_importance_loss_is_tutels():
+def test_the_load_importance_loss_equals_tutels():
     layer, x = build({**TOP, "gate_noise": 1.0}, is_gshard_loss=False), tokens(T)
     logits_TE = x @ layer.gates[0].weight.t()
     torch.manual_seed(3)
@@ -127,7 +127,7 @@ def test_custom_experts_equal_a_loop(out):
     assert not module.training
 
 
-def test_custom_experts_without_experts_on_dimension_0_are_refused():
+def test_custom_experts_without_experts_on_dimension_0_raise_an_error():
     def module(model_dim, num_experts_per_device, sharded_count):
         return nn.Linear(model_dim, model_dim)
 
@@ -135,7 +135,7 @@ def test_custom_experts_without_experts_on_dimension_0_are_refused():
         build(experts={"type": "custom", "module": module, "num_experts_per_device": E})
 
 
-def test_arguments_of_a_call():
+def test_arguments_of_forward_replace_options():
     layer = build({**TOP, "k": 1, "capacity_factor": 0.5})
     equals_loop(layer, 1, 0.0, call={"capacity_factor": 0})  # 0 is a value, not "not given"
     equals_loop(layer, 2, -1.0, call={"top_k": 2, "capacity_factor": -1.0, "inequivalent_tokens": True})
@@ -147,7 +147,7 @@ def test_arguments_of_a_call():
 
 
 @pytest.mark.parametrize("experts", (FFN, {**FFN, "has_fc2_bias": False}, custom()), ids=str)
-def test_functions_of_the_constructor_and_parameters(experts):
+def test_constructor_functions_and_parameter_methods_work(experts):
     seen = []
     layer = build(
         experts=experts,
@@ -163,7 +163,7 @@ def test_functions_of_the_constructor_and_parameters(experts):
     assert loss is y.l_aux and loss.requires_grad
 
 
-def test_the_first_seed_draws_the_layer_and_the_third_stays_in_the_generator():
+def test_the_first_seed_initializes_the_layer_and_the_third_seeds_the_generator():
     same = [
         build({"type": "custom", "module": OwnGate}, custom(), seeds=seeds) for seeds in ((1,), (1, 9, 12))
     ]
@@ -202,7 +202,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "value"), BAD, ids=str)
-def test_bad_arguments_are_refused(options, value):
+def test_invalid_arguments_raise_an_error(options, value):
     with pytest.raises(ValueError, match=value):
         ft.moe_layer(**{"gate_type": TOP, "model_dim": D, "experts": FFN, **options})
 

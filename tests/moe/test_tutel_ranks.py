@@ -1,4 +1,4 @@
-"""`ft.moe_layer` on several ranks: outputs, gradients and files of one process with all experts."""
+"""`ft.moe_layer` on several ranks equals one process with all experts: outputs, gradients and files."""
 
 import functools
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import fairseq_tutel as ft
 from fairseq_tutel.parallel.gradients import is_expert, reduce_expert_gradients
 
 D = 6
-TOKENS = (9, 0, 7, 4)  # by rank
+TOKENS = (9, 0, 7, 4)  # the number of tokens on each rank
 FFN = {"type": "ffn", "hidden_size_per_expert": 8}
 KINDS = {
     "ffn": FFN,
@@ -29,14 +29,14 @@ class Case:
     per_device: float = 2
     factor: float = 0.0
     ranks: tuple[int, ...] = (0, 1, 2, 3)
-    default_group: bool = False  # None instead of a group that holds all ranks
+    default_group: bool = False  # pass None instead of a group with all ranks
     parallel_type: str = "adaptive:1"
-    busy: bool = False  # all tokens go to experts 0 and 1, the first rank's
+    busy: bool = False  # all tokens choose experts 0 and 1, which are on the first rank
 
 
-@functools.cache  # groups outlive a test, as the ranks do
+@functools.cache  # ranks and groups are reused by later tests
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return this rank's group among those of `ranks` and of all others."""
+    """Create a group of `ranks` and a group of all other ranks; return this rank's group."""
     others = tuple(r for r in range(dist.get_world_size()) if r not in ranks)
     groups = [dist.new_group(part) for part in (ranks, others) if part]
     return groups[0 if dist.get_rank() in ranks else 1]
@@ -59,13 +59,15 @@ def loss_of(layer, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compare(case: Case) -> int:
-    """Check this rank's part of a group's layer against the whole in one process."""
+    """Compare this rank's part of a layer with a layer that has all experts in one process."""
     rank = dist.get_rank()
     group = None if case.default_group else group_of(case.ranks)
     members = list(range(4)) if group is None else dist.get_process_group_ranks(group)
     layer = build(case, group, case.per_device)
     whole = build(case, alone(), layer.num_global_experts)
-    if case.kind == "custom":  # each rank draws all modules at once: not the same experts
+    if (
+        case.kind == "custom"
+    ):  # each rank initializes its modules in one go, so experts differ from one process
         parts = [None] * len(members)
         dist.all_gather_object(parts, layer.experts.W.detach(), group=group)
         distinct = parts[: layer.moe.topology.expert_parallel_size]
@@ -73,7 +75,7 @@ def compare(case: Case) -> int:
     if case.busy:
         for each in (layer, whole):
             nn.init.zeros_(each.gates[0].weight)
-    for _ in range(1 if rank in case.ranks else 3):  # no rank waits for another group
+    for _ in range(1 if rank in case.ranks else 3):  # groups do not wait for each other
         layer.zero_grad()
         x, y, loss = loss_of(layer, rank)
         loss.backward()
@@ -89,7 +91,7 @@ def compare(case: Case) -> int:
 
 
 def check_experts(layer, whole, world: int, group) -> None:
-    """Reduce as the documentation says, and compare with the whole's sum over W."""
+    """Reduce gradients as documented, and compare them with the complete layer's sum divided by W."""
     for p in layer.parameters():
         if not is_expert(p):
             dist.all_reduce(p.grad, group=group)
@@ -119,12 +121,12 @@ def check_experts(layer, whole, world: int, group) -> None:
     ],
     ids=str,
 )
-def test_a_group_equals_one_process_with_all_experts(ranks, kind, options, experts):
+def test_a_layer_on_a_group_equals_one_process_with_all_experts(ranks, kind, options, experts):
     assert ranks(4).run(compare, Case(kind=kind, **options)) == [experts] * 4
 
 
 class Example(nn.Module):
-    """Tutel's example program, with a file for each rank."""
+    """The model of Tutel's example program, which saves a file for each rank."""
 
     def __init__(self, kind: str, per_device: float, group=None):
         super().__init__()
@@ -193,13 +195,13 @@ def opened(path: str) -> Tensor:
     return model.moe.experts.fc1_weight.detach()
 
 
-def test_each_rank_takes_its_part_of_a_file_with_all_experts(ranks, tmp_path):
+def test_each_rank_loads_its_experts_from_a_file_with_all_experts(ranks, tmp_path):
     one = Example("ffn", 2)
     torch.save(one.state_dict(), tmp_path / "all")
     parts = ranks(2).run(opened, str(tmp_path / "all"))
     assert torch.equal(torch.cat(parts), one.moe.experts.fc1_weight)
 
 
-def test_a_rank_without_a_place_in_the_numbers_is_refused(ranks):
+def test_a_rank_outside_the_given_numbers_raises_an_error(ranks):
     with pytest.raises(AssertionError, match="num_experts_per_device is -3 on 4 ranks"):
         ranks(4).run(build, Case(), None, -3)

@@ -1,4 +1,4 @@
-"""Experts on rows in any order: fused experts read them through an index, others sort them first."""
+"""Experts on unsorted rows: fused experts read rows through an index, other experts sort them first."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def build(options: dict, dtype: torch.dtype = torch.float64) -> Experts:
 
 
 def run(experts: Experts, rows: Tensor, counts: tuple, order: Tensor, sorts: bool) -> list[Tensor]:
-    """Return the outputs and all gradients; with `sorts`, from rows that are sorted before."""
+    """Return the outputs and all gradients; with `sorts`, the rows are sorted first."""
     x = rows.clone().requires_grad_()
     groups, inverse = Groups.of_host(counts, rows.device), order.argsort()
     y = experts(x[order], groups)[inverse] if sorts else experts.run_unsorted(x, groups, order, inverse)
@@ -30,7 +30,7 @@ def run(experts: Experts, rows: Tensor, counts: tuple, order: Tensor, sorts: boo
 
 @pytest.mark.parametrize("counts", ((3, 0, 5, 1), (0, 0, 0, 0), (1, 0, 0, 0)), ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_outputs_and_gradients_are_those_of_sorted_rows(options, counts):
+def test_outputs_and_gradients_equal_those_of_sorted_rows(options, counts):
     experts = build(options)
     assert experts.can_fuse is not options.get("hidden_layer_norm", False)
     generator = torch.Generator().manual_seed(2)

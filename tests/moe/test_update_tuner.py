@@ -1,4 +1,4 @@
-"""UpdateTuner in a training run: one choice for all ranks, buckets."""
+"""UpdateTuner in a training run: all ranks make the same choice, and each bucket has one choice."""
 
 import dataclasses
 import time
@@ -34,20 +34,20 @@ def update(tuner, layer, tokens, seconds=0.0):
 
 @contextmanager
 def clock():
-    """Yield a list with the time that the tuner reads."""
+    """Replace the tuner's clock; yield a list whose element is the current time."""
     now = [0.0]
     with patch.object(update_tuner, "time", SimpleNamespace(perf_counter=lambda: now[0])):
         yield now
 
 
 def loop():
-    """Train until the bucket is settled; ranks differ in tokens and in how long they pretend to take."""
+    """Train until the search for the bucket has ended; ranks have different tokens and simulated times."""
     layer, rank = layer_of(local=2), dist.get_rank()
     tuner = ft.UpdateTuner([layer])
     strategies = []
     with clock() as now:
         while not tuner.tuner.best:
-            # Rank 2 is the slowest, but for the one way that is to be found.
+            # Rank 2 is the slowest rank, except with the strategy that the search must find.
             chosen = tuner.begin(8 + rank)
             good = chosen == ft.Strategy(adaptive_r=2, overlap=2, algorithm="2dh")
             layer(torch.randn(8 + rank, 8))[0].sum().backward()
@@ -58,7 +58,7 @@ def loop():
     return strategies, tuner.tuner.rs, dict(tuner.tuner.best)
 
 
-def test_ranks_take_one_choice_and_find_what_is_best_for_the_slowest(ranks):
+def test_all_ranks_choose_the_best_strategy_for_the_slowest_rank(ranks):
     got = ranks(4).run(loop)
     assert all(rank == got[0] for rank in got)
     strategies, rs, best = got[0]
@@ -75,7 +75,7 @@ def all_costs(tuner):
 
 
 def of_several_micro_batches():
-    """Updates of 8 micro-batches that begin alike and differ in what follows; a token takes 1 ms."""
+    """Run updates of 8 micro-batches of which only the first is equal; each token takes 1 ms."""
     layer = layer_of(parallel=2)
     tuner, rank = ft.UpdateTuner([layer], overlaps=(1,)), dist.get_rank()
     with clock() as now:
@@ -90,13 +90,13 @@ def of_several_micro_batches():
     return all_costs(tuner)
 
 
-def test_an_update_s_time_is_shared_by_the_tokens_of_all_its_micro_batches(ranks):
+def test_the_time_of_an_update_is_divided_by_the_tokens_of_all_micro_batches(ranks):
     for costs in ranks(2).run(of_several_micro_batches):
         assert costs == pytest.approx([1000.0] * 2)
 
 
 def candidates_by(machine):
-    """Two slices of two experts on two nodes of two ranks."""
+    """Return the candidates for two experts with two shards each, on two nodes of two ranks."""
     tuner = ft.UpdateTuner([layer_of(local=2)], machine=machine if dist.get_rank() == 0 else None)
     tuner._warm = update_tuner.WARM_UPDATES
     tuner.begin(4096)
@@ -122,15 +122,15 @@ def keys(factor):
     return tuner._last[0]
 
 
-def test_buckets_go_by_the_sign_rule(ranks):
-    # 40 tokens on two experts: 1 * ceil(f * 40 / 2), with f = 1 without a limit.
+def test_the_bucket_depends_on_the_sign_of_the_capacity_factor(ranks):
+    # The capacity of 40 tokens and two experts is 1 * ceil(f * 40 / 2); f = 1 without a limit.
     assert ranks(2).run(keys, 1.5)[0] == "25 to 30 slots"
     assert ranks(2).run(keys, 0.0)[0] == "20 to 24 slots"
     assert ranks(2).run(keys, -0.5)[0] == "8 to 11 slots"
 
 
 def degrees_in_training(state, activations):
-    """An optimizer that makes its state in the first step; rank 1's GPU is small."""
+    """Train with an optimizer that creates its state in the first step; rank 1 has a small GPU."""
     layer = layer_of(dataclasses.replace(CONFIG, adaptive_r=2))
     own = sum(p.numel() * 4 for p in layer.experts.expert_parameters().values())
     tuner, taken = ft.UpdateTuner([layer], overlaps=(1,)), [0.0]
@@ -144,15 +144,15 @@ def degrees_in_training(state, activations):
         return tuner.tuner.rs
 
 
-def test_memory_is_what_is_left_at_the_peak_of_a_whole_update(ranks):
+def test_free_memory_is_measured_at_the_peak_of_a_complete_update(ranks):
     assert ranks(4).run(degrees_in_training, 2, 2) == [(0, 1, 2)] * 4
     assert ranks(4).run(degrees_in_training, 4, 3) == [(1, 2)] * 4
     assert ranks(4).run(degrees_in_training, 3, 6) == [(2,)] * 4
 
 
-def test_what_is_free_on_a_gpu_is_beside_the_peak(monkeypatch):
+def test_free_gpu_memory_includes_reserved_memory_beyond_the_peak(monkeypatch):
     numbers = {"mem_get_info": (30, 100), "memory_reserved": 50, "max_memory_allocated": 45}
     for name, number in numbers.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number)
-    # 30 beside 50 that this process keeps, of which it used 45 at most.
+    # 30 bytes are free outside this process, which reserves 50 bytes and used at most 45.
     assert update_tuner._free_bytes(torch.device("cuda")) == 35

@@ -1,4 +1,4 @@
-"""Ranks that were started differently all get the same sentence before they exchange tensors."""
+"""If ranks have different options, all ranks raise the same error before they exchange tensors."""
 
 import torch.distributed as dist
 
@@ -36,7 +36,7 @@ FACTS = {
 }
 
 
-def test_all_ranks_get_the_same_sentence(ranks):
+def test_all_ranks_raise_the_same_error(ranks):
     expected = [sentence if sentence == "agreed" else sentence + FIX for sentence in FACTS]
     assert ranks(4).run(_errors, agree, list(FACTS.values())) == [expected] * 4
 
@@ -52,7 +52,7 @@ TOPOLOGIES = {
 }
 
 
-def test_a_topology_of_different_arguments_is_refused_before_any_group(ranks):
+def test_different_topology_arguments_raise_an_error_before_groups_are_created(ranks):
     usual = ([4], 2)
     cases = [[usual, odd, usual, usual] for odd in TOPOLOGIES.values()]
     expected = [*(sentence + FIX for sentence in TOPOLOGIES), "agreed"]

@@ -1,4 +1,4 @@
-"""2-D hierarchical all-to-all is the linear one, bit for bit, with fewer messages between nodes."""
+"""The 2-D hierarchical all-to-all is bit-identical to linear, with fewer messages between nodes."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from fairseq_tutel.parallel import all_to_all
 from fairseq_tutel.parallel.call_id import CallCounter, CallId
 from fairseq_tutel.parallel.groups import make_topology
 
-# Ranks, those of an expert group, those of a node.
+# The number of ranks, of ranks in an EP group, and of ranks per node.
 LONG = [pytest.param(*s, marks=pytest.mark.long) for s in ((6, 6, 2), (6, 6, 3), (8, 4, 2))]
 SPLITS = [(4, 4, 2), *LONG]
 MODEL_DIM, EXPERTS_PER_RANK = 3, 2
@@ -19,12 +19,12 @@ def counts_of(rank, parallel, seed):
     generator = torch.Generator().manual_seed(100 * seed + rank)
     counts = torch.randint(0, 4, (parallel, EXPERTS_PER_RANK), generator=generator)
     if seed == 1 and rank == 1:
-        counts.zero_()  # a rank that sends nothing
+        counts.zero_()  # this rank sends no rows
     return torch.full_like(counts, 3) if seed == EVEN else counts
 
 
 def compare_exchanges(parallel, local, dtype, seed):
-    """On every rank: both exchanges of the same rows, and what backward makes of a projection."""
+    """Compare both all-to-alls for the same rows, and their gradients of a projection, on every rank."""
     rank = dist.get_rank()
     topology = make_topology([parallel * EXPERTS_PER_RANK], parallel, local)
     counts = counts_of(rank, parallel, seed)
@@ -33,10 +33,13 @@ def compare_exchanges(parallel, local, dtype, seed):
     rows = (100 * rows).to(dtype)
     results = []
     call_id = CallId(CallCounter(topology.expert_group, "a test", EXPERTS_PER_RANK))
-    agreed, _ = all_to_all.exchange_counts(counts, topology.expert_group, "a test", call_id)
+    group, grid = topology.expert_group, topology.grid
+    agreed, _ = all_to_all.exchange_counts(counts, group, "a test", call_id)
+    in_hops, _ = all_to_all.exchange_counts(counts, group, "a test", call_id, grid)
+    assert torch.equal(in_hops.arriving_PE, agreed.arriving_PE)
     for forth, back in (
-        all_to_all.linear(agreed, topology.expert_group, "a test"),
-        all_to_all.hierarchical(agreed, agreed, topology.grid, "a test"),
+        all_to_all.linear(agreed, group, "a test"),
+        all_to_all.hierarchical(in_hops, in_hops, grid, "a test"),
     ):
         rows_exchange = all_to_all.AllToAll(forth=forth, back=back)
         x = rows.clone().requires_grad_(dtype.is_floating_point)
@@ -59,7 +62,7 @@ def compare_all(parallel, local):
 
 
 @pytest.mark.parametrize("world, parallel, local", SPLITS)
-def test_a_hierarchical_exchange_is_the_linear_one(ranks, world, parallel, local):
+def test_a_hierarchical_exchange_equals_the_linear_one(ranks, world, parallel, local):
     for cases in ranks(world).run(compare_all, parallel, local):
         for linear, hierarchical in cases:
             for expected, got in zip(linear, hierarchical, strict=True):
@@ -67,10 +70,18 @@ def test_a_hierarchical_exchange_is_the_linear_one(ranks, world, parallel, local
         assert len(cases[0][0][0]) > 0
 
 
+def test_blocks_of_equal_size_are_transposed_without_row_maps(monkeypatch):
+    monkeypatch.setattr(all_to_all, "regroup_maps", None)
+    counts_AB, rows = torch.full((2, 3), 2), torch.arange(12).unsqueeze(1)
+    forth, back = all_to_all._regrouping(counts_AB, counts_AB)
+    assert forth(rows).flatten().tolist() == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+    assert torch.equal(back(forth(rows)), rows)
+
+
 def grids(locals_):
     return [make_topology([4], 0, local).grid is None for local in locals_]
 
 
-def test_there_is_no_grid_where_experts_are_not_on_several_whole_nodes(ranks):
-    # One rank a node; three, which do not divide 4; all on one node; no node known.
+def test_there_is_no_grid_unless_experts_are_on_several_complete_nodes(ranks):
+    # One rank per node; three ranks, which do not divide 4; all ranks on one node; unknown nodes.
     assert ranks(4).run(grids, (1, 3, 4, 8, 0)) == [[True] * 5] * 4

@@ -1,4 +1,4 @@
-"""Work beside the computation, in a thread on a CPU and on a stream of a GPU."""
+"""Background communication: a thread on a CPU, a stream on a GPU."""
 
 import threading
 
@@ -9,7 +9,7 @@ from fairseq_tutel.parallel import background
 
 
 def test_after_an_error_later_jobs_fail_without_sending():
-    """A peer, which waits for the first job's rows, would take the second one's."""
+    """Otherwise, a peer that waits for rows of the first job would receive rows of the second job."""
     all_begun, failed, sent = threading.Event(), threading.Event(), []
 
     def fail(rows):

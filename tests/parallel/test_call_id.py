@@ -1,4 +1,4 @@
-"""Ranks that make different calls of layers that fit each other end by a sentence, on every path."""
+"""Ranks that call different layers of equal shape raise a clear error, with every strategy."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from fairseq_tutel.parallel.guard import CommunicationError
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=4, num_experts=4, top_k=1)
 
-# How rows travel: (experts of both layers, P, ranks of a node, options, strategy).
+# Ways to exchange rows: (experts of both layers, P, ranks per node, options, strategy).
 PATHS = {
     "linear": (4, 4, 0, {}, Strategy()),
     "replicas": (4, 2, 0, {}, Strategy()),
@@ -48,7 +48,7 @@ def in_different_layers(experts, *path):
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_ranks_in_different_layers_are_told_so(ranks, name):
+def test_ranks_in_different_layers_raise_an_error(ranks, name):
     count, *path = PATHS[name]
     message = ranks(4).run(in_different_layers, [count, count], *path)
     group = "rank {} in {}; rank {} in {}" if name == "replicas" else "ranks 0, 2 in {}; ranks 1, 3 in {}"
@@ -62,7 +62,7 @@ def test_ranks_in_different_layers_are_told_so(ranks, name):
 
 
 @pytest.mark.parametrize("name", ("linear", "gathered"))
-def test_so_are_those_in_layers_of_other_sizes(ranks, name):
+def test_ranks_in_layers_of_different_sizes_raise_an_error(ranks, name):
     _, *path = PATHS[name]
     for sentence in ranks(4).run(in_different_layers, [4, 8], *path):
         assert "ranks 0, 2 in call 2 of layers.0" in sentence
@@ -73,13 +73,13 @@ def one_evaluates_within_a_training(count, *path):
     if dist.get_rank() == 0:
         layer.eval()
     message = [call(layer)]
-    # As after a call that only one rank has made.
+    # This is the state after a call that only one rank has made.
     other.calls.count += dist.get_rank()
     return [*message, call(other)]
 
 
 @pytest.mark.parametrize("name", ("padded", "gathered"))
-def test_so_are_those_in_another_mode_or_call(ranks, name):
+def test_ranks_in_different_modes_or_calls_raise_an_error(ranks, name):
     for mode, late in ranks(2).run(one_evaluates_within_a_training, 4, 2, 0, *PATHS[name][3:]):
         assert (
             "(rank 0 in call 1 of layers.0, for evaluation; rank 1 in call 1 of layers.0, for "

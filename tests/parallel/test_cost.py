@@ -1,4 +1,4 @@
-"""The cost model: the parts of a step and of memory by hand, and which way to run is best."""
+"""The cost model: parts of a step and of memory, computed by hand, and the order of candidates."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -8,7 +8,7 @@ from round_machine import ROUND
 
 from fairseq_tutel.parallel import cost
 from fairseq_tutel.parallel.cost import Cluster, Work
-from fairseq_tutel.parallel.links import all_gather_seconds, all_reduce_seconds, exchange_seconds
+from fairseq_tutel.parallel.links import all_reduce_seconds, exchange_seconds
 from fairseq_tutel.parallel.machine import PRESETS
 from fairseq_tutel.parallel.strategy import Strategy
 
@@ -19,14 +19,14 @@ WORK = Work(tokens=8, model_dim=4, hidden_dim=16, experts=2, top_k=2, bytes_per_
 FOUR = Cluster(nodes=2, local=2, expert_parallel_size=4)
 
 
-def test_the_parts_of_a_step_by_hand():
-    # s = 2, r = 2: no gather; 16 rows go to 2 ranks each, which compute with half of an expert.
+def test_the_parts_of_a_step_equal_hand_computed_values():
+    # s = 2, r = 2: no weights are gathered; each of 16 rows is sent to 2 ranks with half of the expert.
     parts = cost.step_parts(WORK, ROUND, FOUR, Strategy(adaptive_r=2))
     rows, dim, hidden, parameters = 16, 4, 16, 2 * 4 * 16
     assert parts["gate"] == pytest.approx(3 * 2 * 8 * dim * 2 / 1e5)
     touched = 2 * ((rows + 2 * rows) + 4 * 2 * rows + (2 * rows + 8)) + 2 * rows
     assert parts["dispatch and combine"] == pytest.approx(touched * dim * 2 / 1000)
-    counts = all_gather_seconds(8 * 4, ROUND, 2, 2) + 0.5
+    counts = exchange_seconds(8 * 4, ROUND, 2, 2, "linear") + 0.5
     assert parts["counts"] == counts
     trip = exchange_seconds(2 * rows * dim * 2, ROUND, 2, 2, "linear")
     assert parts["exchange"] == pytest.approx(4 * trip)
@@ -49,7 +49,7 @@ def test_replicas_and_dense_parameters_are_all_reduced():
     assert cost.step_seconds(work, ROUND, pair, Strategy()) == sum(parts.values())
 
 
-def test_memory_by_hand():
+def test_memory_equals_hand_computed_values():
     # 3 layers, P = 4, E = 2: a rank stores 64 of each layer's 256 weights.
     work = replace(WORK, layers=3, dense_parameters=1000)
     found = cost.memory_bytes(work, FOUR, Strategy(adaptive_r=1, algorithm="2dh"))
@@ -71,7 +71,7 @@ def test_memory_by_hand():
     assert everything["row buffers"] == 0
 
 
-def test_candidates_cover_every_choice_once_and_are_ranked():
+def test_candidates_have_every_combination_once_and_are_sorted():
     work = Work(tokens=1024, model_dim=512, hidden_dim=2048, experts=4)
     found = list(cost.candidates(work, nodes=4, local=2))
     assert len(set(found)) == len(found)

@@ -1,4 +1,4 @@
-"""The exchange across ranks equals one rank that holds every expert."""
+"""A layer with an exchange between ranks equals a layer on one rank with all experts."""
 
 import dataclasses
 import itertools
@@ -15,14 +15,14 @@ from fairseq_tutel.parallel.regroup import regroup_maps
 
 CONFIG = MoEConfig(model_dim=6, hidden_dim=5, num_experts=4, activation="gelu")
 
-# Tokens by rank.
+# The number of tokens on each rank.
 UNEVEN = (9, 4, 7, 1)
 NOBODY_ON_RANK_1 = (6, 0, 5, 3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One comparison: who has how many tokens, how experts are split and what the layer does."""
+    """One comparison: the tokens of each rank, the division of experts, and the layer's options."""
 
     tokens: tuple[int, ...] = UNEVEN
     parallel: int = 0
@@ -47,7 +47,7 @@ def layers(case: Case) -> tuple[MoELayer, MoELayer]:
     config = dataclasses.replace(CONFIG, **dict(case.options))
     both = [MoELayer(config, where, seed=3).to(case.dtype) for where in (topology, None)]
     for layer in both:
-        if case.one_expert:  # the same score everywhere: ties go to expert 0, then 1
+        if case.one_expert:  # all scores are equal, so expert 0 is chosen first, then expert 1
             torch.nn.init.zeros_(layer.gate.weight)
     return both[0], both[1]
 
@@ -84,7 +84,7 @@ def compare_with_one_rank(case: Case) -> None:
     close(split.gate.weight.grad, whole.gate.weight.grad, "gradient of the gate")
     mine = slice(split.experts.first, split.experts.first + split.experts.num_local)
     for name, parameter in whole.experts.expert_parameters().items():
-        # Everybody in the group has sent its tokens here, so here lies the sum of what all computed.
+        # All ranks of the group sent tokens to this rank's experts, whose gradients sum over the group.
         total = parameter.grad.double()
         if topology.expert_group is not None:
             dist.all_reduce(total, group=topology.expert_group)
@@ -105,7 +105,7 @@ CASES = {
 
 @pytest.mark.parametrize("exchange", ["ragged", "padded"])
 @pytest.mark.parametrize("name", CASES)
-def test_split_experts_equal_whole_ones(ranks, name, exchange):
+def test_experts_on_several_ranks_equal_experts_on_one_rank(ranks, name, exchange):
     case = dict(CASES[name])
     options = {"exchange": exchange, **case.pop("options", {})}
     ranks(4).run(compare_with_one_rank, Case(options=tuple(options.items()), **case))
@@ -117,7 +117,7 @@ def agree(needs) -> int:
     return agreed_capacity(need, ExchangeOptions(group=dist.group.WORLD), call_id)
 
 
-def test_the_agreed_capacity_is_the_largest_need_and_at_least_1(ranks):
+def test_the_agreed_capacity_is_the_largest_row_count_and_at_least_1(ranks):
     assert ranks(4).run(agree, [[1, 5], [3, 0], [0, 0], [0, 0]]) == [5] * 4
     assert ranks(4).run(agree, [[0, 0]] * 4) == [1] * 4
 
@@ -125,7 +125,7 @@ def test_the_agreed_capacity_is_the_largest_need_and_at_least_1(ranks):
 def test_regroup_maps_of_all_small_counts_equal_brute_force():
     for flat in (*itertools.product(range(3), repeat=4), (2, 0, 3, 1, 4, 0)):
         counts_PE = torch.tensor(flat).view(2, -1)
-        # A row is named by where it comes from, whom it is for, and its number among those.
+        # A row is identified by its source, its destination, and its number among the rows with both.
         sizes = [(p, e, n) for p, row in enumerate(counts_PE.tolist()) for e, n in enumerate(row)]
         by_source = [(p, e, i) for p, e, n in sizes for i in range(n)]
         by_expert = sorted(by_source, key=lambda row: (row[1], row[0], row[2]))

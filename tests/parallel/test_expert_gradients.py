@@ -1,4 +1,4 @@
-"""Gradients of experts after a backward: reduced over replicas, counted once, clipped alike."""
+"""Expert gradients: their reduction over EP replicas, their part of the global norm, and clipping."""
 
 import math
 
@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel import MoEConfig, MoELayer, Topology, make_topology
 from fairseq_tutel.parallel.gradients import (
+    clip_gradients,
     global_grad_norm,
     is_expert,
     mark_expert,
@@ -38,9 +39,13 @@ def reduce(parallel: int, missing: bool) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize(
     ("parallel", "missing", "expected"),
     [
-        # Ranks 0 and 2 hold one half of the experts, 1 and 3 the other: 1 + 4 and 2 + 8.
+        # Ranks 0 and 2 hold one half of the experts, ranks 1 and 3 the other half: 1 + 4 and 2 + 8.
         (2, False, [[total / 4, 2 / 4] for total in (5, 10, 5, 10)]),
-        (2, True, [[1.25, 0.5], [0.5, 0.25], [1.25, 0.5], [0.5, 0.25]]),  # counts as zero
+        (
+            2,
+            True,
+            [[1.25, 0.5], [0.5, 0.25], [1.25, 0.5], [0.5, 0.25]],
+        ),  # a missing gradient counts as zero
         (4, False, [[2**r / 4, 1 / 4] for r in range(4)]),
     ],
 )
@@ -51,22 +56,22 @@ def test_an_expert_gradient_is_the_sum_over_its_replicas_divided_by_w(ranks, par
 def norm(parallel: int) -> float:
     topology = make_topology([4], parallel)
     dense = with_gradient([3.0, 1.0], expert=False)
-    # Expert e has gradient e + 1; each rank holds 4 / P of them.
+    # Expert e has gradient e + 1; each rank holds 4 / P experts.
     held = [float(e + 1) for e in topology.local_experts(4)]
     expert = with_gradient(held, expert=topology.expert_parallel_size > 1)
     return float(global_grad_norm([dense, expert], topology))
 
 
 @pytest.mark.parametrize("parallel", (1, 2, 4))
-def test_the_norm_counts_every_expert_once_whatever_the_split(ranks, parallel):
+def test_the_norm_counts_every_expert_once_for_every_division(ranks, parallel):
     expected = math.sqrt(9 + 1 + 1 + 4 + 9 + 16)
     got = ranks(4).run(norm, parallel)
     assert got == pytest.approx([expected] * 4, rel=1e-12)
-    assert len(set(got)) == 1  # the same bits, so that all take the same decision
+    assert len(set(got)) == 1  # equal bits, so all ranks make the same decision
 
 
 def gradients_by_division(parallel: int, division: str) -> dict[str, Tensor]:
-    """Return every gradient, reduced as an optimizer does it, of this rank's tokens and the others'."""
+    """Return all gradients for the tokens of all ranks, reduced as an optimizer reduces them."""
     place = make_topology([4], parallel)
     config = MoEConfig(
         model_dim=4, hidden_dim=3, num_experts=4, shared_experts=1, expert_grad_norm=division
@@ -76,7 +81,7 @@ def gradients_by_division(parallel: int, division: str) -> dict[str, Tensor]:
     y, output = layer(torch.randn(9, 4, generator=generator, dtype=torch.float64))
     (y.square().sum() + output.balance_loss).backward()
     for parameter in layer.parameters():
-        if not is_expert(parameter):  # as data parallel does
+        if not is_expert(parameter):  # as data parallelism does
             dist.all_reduce(parameter.grad)
             parameter.grad /= place.world_size
     rescale_expert_gradients(layer.parameters(), place.world_size)
@@ -85,7 +90,7 @@ def gradients_by_division(parallel: int, division: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world_size, parallel", [(2, 2), (2, 1), (4, 2)])
-def test_experts_divided_by_the_root_of_w_have_gradients_that_much_larger(ranks, world_size, parallel):
+def test_division_by_the_root_of_w_gives_gradients_larger_by_this_root(ranks, world_size, parallel):
     plain, by_root = (
         ranks(world_size).run(gradients_by_division, parallel, division)
         for division in ("world_size", "sqrt_world_size")
@@ -95,3 +100,10 @@ def test_experts_divided_by_the_root_of_w_have_gradients_that_much_larger(ranks,
             factor = world_size**0.5 if name.startswith("experts.") else 1
             assert grad.any(), name
             torch.testing.assert_close(scaled[name], factor * grad, msg=name)
+
+
+@pytest.mark.parametrize("max_norm, factor", [(1.0, 0.2), (0.0, 1.0), (100.0, 1.0)])
+def test_only_a_norm_above_the_limit_is_clipped(max_norm, factor):
+    parameters = [with_gradient([3.0], expert=False), with_gradient([4.0], expert=True)]
+    clip_gradients(parameters, max_norm, global_grad_norm(parameters, Topology()))
+    assert [float(each.grad) for each in parameters] == pytest.approx([3 * factor, 4 * factor], rel=1e-6)

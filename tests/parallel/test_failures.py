@@ -1,4 +1,4 @@
-"""A rank that fails ends all others, also those that wait in C; all ranks end an ordinary run together."""
+"""After a rank fails, all other ranks end, even if they wait in C code; a normal run ends together."""
 
 import ctypes
 import os
@@ -21,8 +21,8 @@ SECONDS = 60
 KILLED = "rank 2 ended without an error message, as after SIGKILL"
 
 
-def test_torchrun_s_ranks_that_wait_in_c_end_with_a_sentence_each():
-    """Under torchrun, which sends SIGTERM: rank 2 raises an error, and after a restart it is killed."""
+def test_under_torchrun_ranks_that_wait_in_c_end_with_one_sentence_each():
+    """Rank 2 raises an error, and after a restart it is killed; torchrun sends SIGTERM to the others."""
     flags = ("--nproc_per_node", "4", "--max-restarts", "1", "--master_port", str(free_port()))
     command = [sys.executable, "-m", "torch.distributed.run", *flags, str(PROGRAM)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -42,7 +42,7 @@ def _blocked(rank, victim, fate, port, log):
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=3)
     with world.ending_together("a test"):
-        failures.look()  # the process is registered
+        failures.look()  # by now the watch has registered this process
         dist.barrier()
         if rank == victim:
             fate()
@@ -62,7 +62,7 @@ def _has_too_little_time():
 
 
 def _run(function, world_size, folder, *args):
-    """Run a function in ranks; return their exit codes and what they printed to stderr."""
+    """Run a function on several ranks; return the ranks' exit codes and stderr texts."""
     port, logs = free_port(), [folder / str(rank) for rank in range(world_size)]
     processes = [
         forkserver.context().Process(target=function, args=(rank, *args, port, logs[rank]))
@@ -87,7 +87,7 @@ def _run(function, world_size, folder, *args):
         (0, _has_too_little_time, EXIT_CODE, "rank 0 received SIGTERM and could not end within 0 s"),
     ],
 )
-def test_ranks_of_other_machines_end_too_without_a_signal(victim, fate, code, reason, tmp_path):
+def test_ranks_on_other_machines_end_without_a_signal(victim, fate, code, reason, tmp_path):
     codes, logs = _run(_blocked, 3, tmp_path, victim, fate)
     assert codes.pop(victim) == code and codes == [1, 1]
     for rank in {0, 1, 2} - {victim}:
@@ -104,7 +104,7 @@ def _hangs(rank, port, log):
         with world.ending_together("a test"):
             _fail()
     finally:
-        while True:  # as a destructor that waits for the GPU
+        while True:  # simulates a destructor that waits for the GPU
             ctypes.CDLL(None).usleep(900_000)
 
 
@@ -139,7 +139,7 @@ def _ends(rank, how, scheme, port, log):
     ("how", "code", "scheme"),
     [(None, 0, "tcp"), (EXIT_CODE, EXIT_CODE, "file"), ("error: no.", 1, "tcp")],
 )
-def test_ranks_destroy_their_groups_after_all_have_finished_unless_one_failed(how, code, scheme, tmp_path):
+def test_ranks_destroy_groups_when_all_have_finished_unless_a_rank_failed(how, code, scheme, tmp_path):
     codes, calls = _run(_ends, 2, tmp_path, how, scheme)
     assert codes == [code] * 2
     assert calls == ["" if code == 1 else "all_gather_object\ndestroy_process_group\n"] * 2

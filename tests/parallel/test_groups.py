@@ -1,4 +1,4 @@
-"""Which ranks exchange tokens and which are replicas."""
+"""EP groups (ranks that exchange tokens) and EP replicas (ranks with the same experts)."""
 
 import math
 
@@ -10,7 +10,7 @@ from fairseq_tutel.parallel.groups import Topology, expert_parallel_size, make_t
 
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4, 6, 8))
 @pytest.mark.parametrize("counts", [(4,), (6,), (8, 12), (1,), (7, 7)], ids=str)
-def test_the_default_size_is_the_greatest_that_divides_ranks_and_experts(world_size, counts):
+def test_the_default_size_is_the_greatest_common_divisor_of_ranks_and_experts(world_size, counts):
     size = expert_parallel_size(world_size, counts)
     dividers = [d for d in range(1, world_size + 1) if math.gcd(d, world_size, *counts) == d]
     assert size == max(dividers)
@@ -19,7 +19,7 @@ def test_the_default_size_is_the_greatest_that_divides_ranks_and_experts(world_s
 @pytest.mark.parametrize(
     "world_size, counts, requested", [(4, [6], 4), (4, [8], 3), (2, [8], 4), (4, [8, 6], 4), (4, [4], -1)]
 )
-def test_a_size_that_does_not_fit_both_is_refused_by_a_sentence(world_size, counts, requested):
+def test_a_size_that_does_not_fit_ranks_and_experts_raises_an_error(world_size, counts, requested):
     with pytest.raises(ValueError) as error:
         expert_parallel_size(world_size, counts, requested)
     message = str(error.value)
@@ -35,7 +35,7 @@ def describe(counts: list[int], requested: int) -> dict[str, object]:
     def members(group) -> list[int] | None:
         return None if group is None else dist.get_process_group_ranks(group)
 
-    assert make_topology(counts, requested) is made  # no second set of groups
+    assert make_topology(counts, requested) is made  # groups are created only once
     return {
         "size": made.expert_parallel_size,
         "replicas": made.num_replicas,

@@ -1,4 +1,4 @@
-"""A collective that fails names its rank, its operation and the missing ranks, in a bounded time."""
+"""The error of a failed collective names the rank, the operation and missing ranks, in limited time."""
 
 import mortal
 import pytest
@@ -9,11 +9,11 @@ from fairseq_tutel.parallel import guard
 from fairseq_tutel.parallel.guard import CommunicationError, guarded
 
 OPERATION = "the all-reduce of a test"
-TIMEOUT = 1  # and of the health check
+TIMEOUT = 1  # seconds, for collectives and for the health check
 
 
 def _group():
-    """Return a group whose collectives have the time-out, as the default group."""
+    """Return a default group whose collectives have the time-out."""
     guard.set_timeout(TIMEOUT)
     guard.limit(None)
     group = dist.new_group(timeout=guard.timeout_of_groups())
@@ -23,7 +23,7 @@ def _group():
 
 
 def _reduce(rank, fate, victim):
-    """All-reduce on a group with a time-out; the victim meets its fate first."""
+    """Run an all-reduce in a group with a time-out; the victim first dies or stops, depending on `fate`."""
     group = _group()
     dist.all_reduce(torch.ones(3), group=group)
     if rank == victim:
@@ -34,7 +34,7 @@ def _reduce(rank, fate, victim):
 
 
 @pytest.mark.parametrize(("fate", "at_least"), [(mortal.die, 0), (mortal.stop, TIMEOUT)])
-def test_a_dead_or_stopped_rank_is_named_by_all_others(fate, at_least):
+def test_errors_on_all_other_ranks_name_a_dead_or_stopped_rank(fate, at_least):
     said, seconds = mortal.run(_reduce, 3, [0, 2], fate, 1)
     for rank, sentence in zip((0, 2), said, strict=True):
         start = f"CommunicationError: rank {rank} could not finish {OPERATION}: "
@@ -42,7 +42,7 @@ def test_a_dead_or_stopped_rank_is_named_by_all_others(fate, at_least):
     assert seconds < at_least + TIMEOUT + 2 * guard.GRACE_SECONDS + 4
 
 
-def test_a_stopped_rank_that_keeps_the_store_is_named():
+def test_errors_name_a_stopped_rank_that_runs_the_store():
     (sentence,), seconds = mortal.run(_reduce, 2, [1], mortal.stop, 0)
     assert f"rank 1 could not finish {OPERATION}" in sentence
     assert ": rank 0, which runs the rendezvous store, has ended or is stopped" in sentence
@@ -59,13 +59,13 @@ def _unequal_calls(rank):
             dist.recv(torch.ones(1), src=0, group=group)
 
 
-def test_ranks_in_different_operations_all_answer():
+def test_ranks_in_different_operations_all_answer_the_health_check():
     said, _ = mortal.run(_unequal_calls, 2, [0, 1])
     for sentence in said:
         assert "ranks 0-1 answered a health check or ended during it, so a connection broke" in sentence
 
 
-def test_other_errors_and_explained_ones_pass_unchanged():
+def test_other_errors_and_explained_errors_are_not_changed():
     for error in (
         ValueError("Connection closed by peer"),
         RuntimeError("Split sizes doesn't match total dim 0 size"),

@@ -13,7 +13,7 @@ def version_2(limit, inactive=0):
     return {"memory.max": str(limit), "memory.current": str(100 * MIB), "memory.stat": stat}
 
 
-# The process's cgroups; the files of folders; the available memory in MiB if MemAvailable is 1000 MiB.
+# The process's cgroups, the files in their folders, and the result in MiB; MemAvailable is 1000 MiB.
 SYSTEMS = {
     "no limit": ("0::/\n", {TWO: version_2("max")}, 1000),
     "inactive page cache": ("0::/\n", {TWO: version_2(300 * MIB, inactive=50 * MIB)}, 250),

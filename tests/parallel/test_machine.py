@@ -1,4 +1,4 @@
-"""Hardware profiles: of a GPU by its name, in files, and malformed files."""
+"""Hardware profiles: for the name of a GPU, from files, and from malformed files."""
 
 import json
 from dataclasses import asdict, replace
@@ -20,11 +20,11 @@ A100 = PRESETS["a100"]
         (None, CPU),
     ],
 )
-def test_a_gpu_is_known_by_its_whole_number_or_said_not_to_be(gpu, expected):
+def test_a_gpu_is_identified_by_its_complete_model_number(gpu, expected):
     assert typical(gpu) == expected
 
 
-def test_a_machine_survives_its_file(tmp_path):
+def test_a_hardware_profile_is_read_back_from_its_file(tmp_path):
     for content in (asdict(A100), {"machine": asdict(A100), "plans": []}):
         (tmp_path / "machine.json").write_text(json.dumps(content))
         assert Machine.from_json(tmp_path / "machine.json") == A100
@@ -37,7 +37,7 @@ def test_a_machine_survives_its_file(tmp_path):
         {"inter": {"alpha_s": 0}},
     ],
 )
-def test_a_bad_machine_is_refused_in_one_sentence(change, tmp_path):
+def test_a_malformed_hardware_profile_raises_a_one_sentence_error(change, tmp_path):
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(asdict(A100) | change))
     with pytest.raises(ValueError, match="cannot be read as a hardware profile") as error:

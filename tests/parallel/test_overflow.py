@@ -1,4 +1,4 @@
-"""An overflow in one rank's experts: every rank skips the step and lowers the loss scale alike."""
+"""After an overflow in one rank's experts, all ranks skip the step and lower the loss scale equally."""
 
 import math
 
@@ -12,7 +12,7 @@ from fairseq_tutel.parallel.gradients import mark_expert
 
 
 def _parameters(poison: float) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return a dense parameter and an expert, whose gradient is bad on rank 1 alone."""
+    """Return a dense parameter and an expert parameter, whose gradient is invalid only on rank 1."""
     dense, expert = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(1, 2, 2))
     mark_expert(expert)
     dense.grad, expert.grad = torch.ones(3), torch.ones(1, 2, 2)
@@ -37,7 +37,7 @@ def _config():
 
 
 def _on_shared_experts(step, *arguments):
-    """Run a step in a training run whose two ranks share the experts."""
+    """Run a step on two ranks with expert parallelism."""
     from fairseq_tutel.plugin.run_state import RUN
 
     with RUN.having(topology=make_topology([2], 2)):
@@ -65,9 +65,9 @@ def fp16(poison: float) -> tuple[bool, float]:
 
 
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
-def test_every_rank_skips_the_step_of_one_rank_s_overflow(ranks, poison):
+def test_all_ranks_skip_a_step_with_an_overflow_on_one_rank(ranks, poison):
     assert ranks(2).run(_on_shared_experts, fp16, poison) == [(True, 64.0)] * 2
 
 
-def test_finite_gradients_take_the_step(ranks):
+def test_a_step_with_finite_gradients_is_not_skipped(ranks):
     assert ranks(2).run(fp16, 2.0) == [(False, 128.0)] * 2

@@ -1,4 +1,4 @@
-"""Which rank owns which element under ZeRO, and in which buckets parameters travel."""
+"""ZeRO partitions: the elements that each rank owns, and the buckets in which parameters are sent."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from fairseq_tutel.parallel.zero_partition import Share, own_elements, partition
 @pytest.mark.parametrize(("dtype", "offload"), [
     (torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.float16, True),
 ])  # fmt: skip
-def test_what_is_owned_is_a_view_or_a_wide_copy(dtype, offload):
+def test_own_elements_are_a_view_or_an_fp32_copy(dtype, offload):
     parameters = some_parameters(dtype)
     place = Topology(world_size=4, rank=1, expert_parallel_size=2)
     partitions, _ = partitions_of(parameters, place, offload=offload)
@@ -23,7 +23,7 @@ def test_what_is_owned_is_a_view_or_a_wide_copy(dtype, offload):
         assert shared == (dtype == torch.float32 and not offload) or parameter.numel() == 0
 
 
-def test_buckets_hold_parameters_of_one_kind_and_size():
+def test_buckets_have_parameters_of_one_kind_and_limited_size():
     parameters = some_parameters()
     place = Topology(world_size=4, rank=3, expert_parallel_size=2)
     partitions, buckets = partitions_of(parameters, place, bucket_bytes=100)

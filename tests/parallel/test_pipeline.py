@@ -1,4 +1,4 @@
-"""Rows in chunks: the same result as in one, whatever the number, with the exchange beside the experts."""
+"""Row chunks: results do not depend on the number of chunks; exchanges overlap with the experts."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ TOKENS = (9, 0, 7, 2)
 
 
 def outputs(options, strategy):
-    """Return output and gradients of a layer over all ranks."""
+    """Return the output and gradients of a layer on all ranks."""
     config = dataclasses.replace(CONFIG, **options)
     layer = MoELayer(config, make_topology([config.num_experts], 4, 2), seed=2).double()
     layer.follow(strategy)
@@ -30,7 +30,7 @@ def outputs(options, strategy):
 
 @pytest.fixture(scope="module")
 def kept(ranks):
-    """Return a function to all ranks' outputs, which are computed once."""
+    """Return a function that returns all ranks' outputs and computes them only once."""
     made = {}
 
     def of(options, strategy):
@@ -43,7 +43,7 @@ def kept(ranks):
 
 
 @pytest.mark.parametrize("overlap, exchange", [(3, "padded"), (32, "ragged")])
-def test_chunks_change_no_number_that_is_not_summed_over_them(ranks, kept, overlap, exchange):
+def test_chunks_change_only_sums_over_rows(ranks, kept, overlap, exchange):
     options = {"exchange": exchange, "capacity_factor": 1.25}
     whole = kept(options, Strategy())
     for got, expected in zip(ranks(4).run(outputs, options, Strategy(overlap=overlap)), whole, strict=True):
@@ -51,7 +51,7 @@ def test_chunks_change_no_number_that_is_not_summed_over_them(ranks, kept, overl
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-# The first four pack the same rows.
+# The first four cases convert the same rows to the transfer dtype.
 WAYS = {
     "plain": ({}, Strategy()),
     "chunks": ({}, Strategy(overlap=2)),
@@ -68,11 +68,11 @@ def largest(tensor):
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-# Half a unit in the last place of the largest element, as the error of a transfer dtype; gradients are
+# The error of a transfer dtype is half a unit in the last place of the largest element. Gradients are
 # transferred twice as often.
 @pytest.mark.parametrize("wire, digit", [("bf16", 2**-8), ("fp8", 2**-4)])
 @pytest.mark.parametrize("way", ("plain", "slices, all of it"))
-def test_narrow_transfer_dtypes_err_by_their_digits(kept, wire, digit, way):
+def test_errors_of_transfer_dtypes_are_limited_by_their_precision(kept, wire, digit, way):
     options, strategy = WAYS[way]
     exact = kept(options, strategy)
     lossy = kept({**options, "a2a_dtype": wire}, strategy)
@@ -82,11 +82,11 @@ def test_narrow_transfer_dtypes_err_by_their_digits(kept, wire, digit, way):
     assert not torch.equal(lossy[0][0], exact[0][0])
 
 
-def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_reverse(monkeypatch):
+def test_all_chunks_are_sent_before_experts_run_and_backward_has_the_reverse_order(monkeypatch):
     lines = []
     monkeypatch.setattr(background, "start", lambda f, rows: lines.append("start") or (lambda: f(rows)))
     x = torch.randn(4, 2, requires_grad=True)
-    counts = Counts(torch.full((1, 1, 1), 4), 0)
+    counts = Counts(*[torch.full((1, 1), 4)] * 3)
     monkeypatch.setattr(exchange, "_counts", lambda *_: (counts, counts))
     names, numbers = iter("01"), iter(range(2))
 
@@ -122,7 +122,7 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
 
 
 def fails_in_the_second_chunk(rank):
-    """Run a layer whose experts raise on rank 1, while the others wait for its rows."""
+    """Run a layer whose experts raise an error on rank 1, while the other ranks wait for rank 1's rows."""
     guard.set_timeout(1)
     layer = MoELayer(dataclasses.replace(CONFIG, num_experts=3), make_topology([3]), seed=2)
     layer.follow(Strategy(overlap=3))
@@ -142,7 +142,7 @@ def fails_in_the_second_chunk(rank):
     layer(torch.randn(12, CONFIG.model_dim, requires_grad=True))[0].sum().backward()
 
 
-def test_an_expert_that_fails_on_one_rank_ends_the_others():
+def test_an_expert_error_on_one_rank_ends_the_other_ranks():
     message, _ = mortal.run(fails_in_the_second_chunk, 3, range(3))
     assert message.pop(1) == "ValueError: a broken expert"
     for rank, sentence in zip((0, 2), message, strict=True):
@@ -151,11 +151,12 @@ def test_an_expert_that_fails_on_one_rank_ends_the_others():
 
 
 def traffic(strategy, tokens, experts):
-    """Count what leaves this rank in a forward, by what collectives are given."""
+    """Count a rank's messages and bytes in a forward pass, from the arguments of its collectives."""
     topology = make_topology([experts], 4, 2)
     layer = MoELayer(dataclasses.replace(CONFIG, num_experts=experts, top_k=experts), topology, seed=2)
     layer.follow(strategy)
-    rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0}
+    width = 1 + max(other.num_local for other in layer.calls.layers)  # a call ID and row counts
+    rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0, "counts": []}
     original = dist.all_to_all_single
 
     def counting(out, rows, receive=None, send=None, group=None, **kwargs):
@@ -165,6 +166,8 @@ def traffic(strategy, tokens, experts):
                 sent["messages"] += other != rank and n > 0
                 sent["bytes"] += (other != rank) * n * rows.shape[1] * rows.element_size()
                 sent["across"] += other // 2 != rank // 2 and n > 0
+        else:
+            sent["counts"].append((dist.get_world_size(group), rows.numel() / width))
         return original(out, rows, receive, send, group=group, **kwargs)
 
     dist.all_to_all_single = counting
@@ -177,15 +180,16 @@ def traffic(strategy, tokens, experts):
 
 @pytest.mark.parametrize("overlap", (1, 4))
 @pytest.mark.parametrize("experts, degree", [(4, 1), (2, 1), (2, 2)])
-def test_messages_and_bytes_are_those_of_the_formulas(ranks, experts, degree, overlap):
+def test_numbers_of_messages_and_bytes_equal_the_formulas(ranks, experts, degree, overlap):
     tokens, world, local, row = 8, 4, 2, 6 * 4
-    # Every token goes to all experts, to r ranks of each, and back.
+    # Every token is sent to r ranks of each expert, and back.
     rows = tokens * experts * degree // world
     strategy = Strategy(adaptive_r=degree, overlap=overlap)
     for sent in ranks(4).run(traffic, strategy, tokens, experts):
         assert sent["messages"] == 2 * overlap * (world - 1)
         assert sent["across"] == 2 * overlap * (world - local)
         assert sent["bytes"] == 2 * rows * (world - 1) * row
+        assert sent["counts"] == [(world, world)]
     strategy = dataclasses.replace(strategy, algorithm="2dh")
     for sent in ranks(4).run(traffic, strategy, tokens, experts):
         nodes = world // local
@@ -193,3 +197,9 @@ def test_messages_and_bytes_are_those_of_the_formulas(ranks, experts, degree, ov
         assert sent["across"] == 2 * overlap * (nodes - 1)
         within, across = (local - 1) * nodes * rows, (nodes - 1) * local * rows
         assert sent["bytes"] == 2 * (within + across) * row
+        assert sent["counts"] == [(local, world), (nodes, world)]
+
+
+def test_ranks_that_gather_experts_send_call_ids_and_no_rows(ranks):
+    for sent in ranks(4).run(traffic, Strategy(adaptive_r=0), 8, 4):
+        assert (sent["messages"], sent["counts"]) == (0, [(4, 4)])

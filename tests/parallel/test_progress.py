@@ -1,4 +1,4 @@
-"""Progress bars: drawn on a terminal, by rank 0, for long work; nothing is written anywhere else."""
+"""Progress bars: only rank 0 draws them, on a terminal, for long work."""
 
 import threading
 
@@ -20,7 +20,7 @@ def test_a_bar_is_drawn_on_a_terminal_and_disappears():
 
 
 def test_a_bar_starts_no_thread_and_leaves_multiprocessing_alone(monkeypatch):
-    """tqdm's lock would be a lock of processes, which fixes how Python starts them."""
+    """tqdm's default lock is a multiprocessing lock; creating it fixes the start method."""
     before = threading.active_count()
     monkeypatch.delattr(std.tqdm, "_lock", raising=False)
     monkeypatch.delattr(std.TqdmDefaultWriteLock, "mp_lock", raising=False)

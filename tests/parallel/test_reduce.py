@@ -1,4 +1,4 @@
-"""Gradients on their way to their owners: every stage, order and number of backwards."""
+"""ZeRO gradient reduction to the owning ranks, for every stage, order and number of backward passes."""
 
 import math
 
@@ -17,18 +17,18 @@ from fairseq_tutel.parallel.zero_state import ZeroState
 
 
 def reduced_gradients(stage, parallel, backwards, skip):
-    """Return this rank's reduced gradients, flat, of backwards in which ranks skip parameters."""
+    """Return this rank's reduced gradients, flattened, after backward passes that skip some parameters."""
     rank, place = dist.get_rank(), make_topology([4], parallel)
     parameters = some_parameters()
     mark_root_scaled(parameters[5])
     zero = ZeroState(parameters, place, stage, bucket_bytes=100)
-    for update in range(2):  # the second as if there had been no first
+    for update in range(2):  # the second update must not depend on the first
         zero.zero_grad()
         for _ in range(backwards):
             backward(parameters, rank, [(skip * rank) % 8] if skip else [], turn=rank)
             zero.reducer.finish_backward()
         zero.reducer.reduce()
-        zero.reducer.reduce()  # a criterion with parameters is reduced too: by then all is done
+        zero.reducer.reduce()  # fairseq reduces again if a criterion has parameters
         norm = zero.norm()
         if update == 1:
             assert all(p.grad is None for p, q in zip(parameters, zero.partitions, strict=True)
@@ -44,7 +44,7 @@ def reduced_gradients(stage, parallel, backwards, skip):
     (1, 2, 3, 3), (2, 2, 3, 3), (2, 4, 2, 5), (2, 1, 1, 0),
 ])  # fmt: skip
 def test_a_reduced_gradient_is_the_average_on_its_owner(ranks, stage, parallel, backwards, skip):
-    """Whatever parameters a rank did not use, in whatever order it used the others."""
+    """Ranks may use different parameters, in any order."""
     got = ranks(4).run(reduced_gradients, stage, parallel, backwards, skip)
     square = 0.0
     for number, parameter in enumerate(some_parameters()):
@@ -55,7 +55,7 @@ def test_a_reduced_gradient_is_the_average_on_its_owner(ranks, stage, parallel, 
             for r in of:
                 used = not skip or (skip * r) % 8 != number
                 total += backwards * used * gradient_of(parameter, number, r)
-            average = total / (2 if number == 5 else 4)  # one is divided by the root
+            average = total / (2 if number == 5 else 4)  # parameter 5 is divided by the square root of 4
             share = Share(len(of), of.index(rank))
             expected = own_elements(average.contiguous(), share)
             square += float(expected.square().sum())
@@ -65,8 +65,8 @@ def test_a_reduced_gradient_is_the_average_on_its_owner(ranks, stage, parallel, 
     assert norms[0] == pytest.approx(math.sqrt(square), rel=1e-12)
 
 
-def test_an_optimizer_built_anew_takes_over():
-    """fairseq builds a second one when it loads a checkpoint; the first must not take gradients away."""
+def test_a_second_optimizer_replaces_the_first():
+    """fairseq builds a second optimizer when it loads a checkpoint; the first must not remove gradients."""
     place = Topology(world_size=2, rank=0, expert_parallel_size=1)
     parameters = some_parameters()[:1]
     first, second = (ZeroState(parameters, place, 2) for _ in range(2))
@@ -88,11 +88,11 @@ def shared_by_two_checkpoints():
         x.sum().backward()
     except RuntimeError as error:
         message = str(error)
-    zero.reducer.finish_backward()  # what was sent is to be received
+    zero.reducer.finish_backward()  # gradients that were sent must be received
     return message
 
 
-def test_a_gradient_that_comes_in_parts_is_refused(ranks):
+def test_a_gradient_that_is_accumulated_in_parts_raises_an_error(ranks):
     for message in ranks(2).run(shared_by_two_checkpoints):
         assert "of shape (4,) got another gradient after its gradient was sent" in message
         assert "give --moe-zero-stage 1" in message

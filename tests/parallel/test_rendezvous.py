@@ -1,4 +1,4 @@
-"""Ranks that never come, and a store that never answers, end a start-up in time and with a sentence."""
+"""A start with missing ranks or a store that never answers ends in limited time with a clear error."""
 
 import os
 import threading
@@ -24,7 +24,7 @@ def test_the_wait_for_a_missing_rank_has_the_given_time_out():
     with pytest.raises(CommunicationError) as caught, rendezvous.meeting(rank, 2, 1):
         address = f"tcp://127.0.0.1:{free_port()}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    assert time.monotonic() - start < 15  # torch's client tries again for longer than it was told
+    assert time.monotonic() - start < 15  # torch's client retries for longer than its time-out
     sentence = str(caught.value)
     assert sentence.startswith(f"rank {rank} could not find the other ranks of 2 and gave up after ")
     assert "raise --moe-comm-timeout if they are only slow to start" in sentence
@@ -56,7 +56,7 @@ SECONDS = timedelta(seconds=10)
 
 
 def _started(store, world_size, members=None, timeout=SECONDS):
-    """Let ranks meet, each in a thread; return by rank what it got: a store, or an error."""
+    """Run the rendezvous with a thread for each rank; return each rank's store or error."""
     got = {}
 
     def meet(rank):
@@ -75,19 +75,19 @@ def _started(store, world_size, members=None, timeout=SECONDS):
 
 
 def _is_common_and_empty(stores):
-    """Whether all ranks see what one of them writes, in a place where nothing was."""
+    """Return whether all ranks share one store, and whether the store was empty."""
     new = not any(store.check(["address"]) for store in stores.values())
     stores[0].set("address", "here")
     return new and all(store.check(["address"]) for store in stores.values())
 
 
-def test_every_start_has_keys_of_its_own():
+def test_every_start_uses_different_keys():
     store = dist.HashStore()
     for world_size in (3, 3, 2, 1):
         assert _is_common_and_empty(_started(store, world_size)), world_size
 
 
-def test_a_start_deletes_what_an_nccl_error_of_an_earlier_start_has_left():
+def test_a_start_deletes_keys_that_an_nccl_error_of_an_earlier_start_left():
     kept = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
     for key in ("exception_dump", "remote_error"):
         kept.set(key, "1")
@@ -96,7 +96,7 @@ def test_a_start_deletes_what_an_nccl_error_of_an_earlier_start_has_left():
     assert kept.num_keys() and not kept.check(["exception_dump"]) and not kept.check(["remote_error"])
 
 
-def test_keys_of_a_start_that_broke_off_are_not_used():
+def test_keys_of_an_incomplete_start_are_not_used():
     store, short = dist.HashStore(), timedelta(seconds=0.2)
     for members in ([0, 2], [1, 2]):
         got = _started(store, 3, members, short)
@@ -104,8 +104,8 @@ def test_keys_of_a_start_that_broke_off_are_not_used():
         assert _is_common_and_empty(_started(store, 3)), members
 
 
-def test_missing_ranks_end_a_start_in_time():
-    got = _started(dist.HashStore(), 3, [0, 2], timedelta(seconds=0.2))
+def test_a_start_with_missing_ranks_ends_in_time():
+    got = _started(dist.HashStore(), 3, [0, 2], timedelta(seconds=5 * rendezvous.PAUSE_SECONDS))
     assert str(got[0]) == "rank 1 did not arrive"
     got = _started(dist.HashStore(), 2, [1], timedelta(seconds=0.2))
     assert str(got[1]) == "rank 0 did not answer, or waits for another rank"
@@ -121,5 +121,5 @@ def test_missing_ranks_end_a_start_in_time():
         ({}, 0),
     ],
 )
-def test_a_launcher_says_how_many_ranks_a_node_has(environment, expected):
+def test_the_number_of_ranks_per_node_is_read_from_the_launcher(environment, expected):
     assert rendezvous.ranks_per_node(environment) == expected

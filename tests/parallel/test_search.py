@@ -22,7 +22,7 @@ def tuner():
 
 
 def search(tuner, cost, key="0", predict=None):
-    """Run a whole search; return the strategies in the order of the updates."""
+    """Run a complete search; return the strategies in the order of the updates."""
     ran = []
     while not tuner.settled(key):
         ran.append(tuner.choose(key, predict))
@@ -32,7 +32,7 @@ def search(tuner, cost, key="0", predict=None):
 
 
 def model(gather, send, overlap_gain, far):
-    """Weights gathered over s / r ranks, rows sent to r: falls, then rises."""
+    """Return a cost that falls, then rises with r: s / r ranks gather weights, r ranks get rows."""
 
     def cost(strategy):
         if strategy.adaptive_r == 0:
@@ -98,7 +98,7 @@ def test_updates_without_a_measurement_are_repeated():
 @pytest.mark.parametrize(
     "wrong", [{"adaptive_r": -1}, {"overlap": 0}, {"overlap": 2.5}, {"algorithm": "foo"}]
 )
-def test_a_wrong_strategy_is_refused_in_a_sentence(wrong):
+def test_an_invalid_strategy_raises_a_one_sentence_error(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"{name} is {value!r}; give "):
         Strategy(**wrong)

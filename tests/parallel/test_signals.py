@@ -1,4 +1,4 @@
-"""Signals: the first is recorded, a second or a late end ends the process, children ignore them."""
+"""Signals: the first is recorded; a second one or a time limit ends the process; children ignore them."""
 
 import multiprocessing
 import os
@@ -26,7 +26,7 @@ def _wait_for(condition):
 
 
 def _run(function, *args):
-    """Return the exit code of a function in a new process; an error gives 1."""
+    """Run a function in a new process and return the exit code, which is 1 after an error."""
     process = forkserver.context().Process(target=function, args=args)
     process.start()
     process.join(SECONDS)
@@ -87,7 +87,7 @@ def _takes_too_long():
     watch.begin_work()
     _send(signal.SIGUSR1)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    signal.sigwait({signal.SIGTERM})  # no handler of Python runs here
+    signal.sigwait({signal.SIGTERM})  # Python runs no signal handler here
 
 
 def test_the_time_limit_holds_while_the_main_thread_waits():
@@ -104,7 +104,7 @@ def _has_a_child():
             os._exit(3)
         os.read(ready, 1)
         os.kill(child, signal.SIGUSR1)
-        if os.fork() == 0:  # another process than its parent
+        if os.fork() == 0:  # this sender is not the parent of the child
             os.kill(child, signal.SIGTERM)
             os._exit(0)
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""Transfer dtypes: unchanged bit for bit, bf16 by rounding, fp8 within the error of three bits."""
+"""Transfer dtypes: `same` keeps all bits, bf16 rounds, and fp8 has the error of three mantissa bits."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def rows_of(num=64, width=24, scale=1.0, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16, torch.float16))
-def test_the_same_is_the_same_bits(dtype):
+def test_the_transfer_dtype_same_keeps_all_bits(dtype):
     rows = rows_of(dtype=dtype)
     assert pack(rows, "same") is rows
     assert torch.equal(through(rows, "same"), rows)
@@ -27,16 +27,16 @@ def test_the_same_is_the_same_bits(dtype):
 
 @pytest.mark.parametrize("scale", (1.0, 1e-20, 1e20, 1e30))
 @pytest.mark.parametrize("wire, error", [("bf16", 2**-8), ("fp8", 2**-4)])
-def test_the_error_is_bounded_by_the_form_s_digits(wire, error, scale):
+def test_the_error_is_limited_by_the_precision_of_the_transfer_dtype(wire, error, scale):
     rows = rows_of(scale=scale)
     largest = rows.abs().amax(1, keepdim=True)
-    # Half a unit in the last place of the largest element; for fp8 also the smallest step there is.
+    # The limit is half a unit in the last place of the largest element; for fp8, plus its smallest step.
     bound = error * rows.abs() + (largest * 2**-10 / 448 if wire == "fp8" else 0)
     assert ((through(rows, wire) - rows).abs() <= bound).all()
 
 
 @given(st.floats(width=32), st.sampled_from(LAYER["a2a_dtype"].choices))
-def test_one_number_arrives_or_stays_visible(value, wire):
+def test_finite_values_stay_finite_and_nonfinite_values_nonfinite(value, wire):
     rows = torch.tensor([[value, 0.5]])
     got = through(rows, wire)
     if rows.isfinite().all():

@@ -1,4 +1,4 @@
-"""ZeRO and offload in the core: partitions train as whole parameters do, in the bytes of the formula."""
+"""ZeRO and offload: partitions train like complete parameters, and memory equals the formula."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ TRAININGS = {
 }
 TRAININGS["planned"] = dataclasses.replace(TRAININGS["replicas"], way="plans")
 CASES = [
-    # test_on_gpus has the other forms.
+    # test_on_gpus tests the other combinations.
     ("four", 1, 2, False),
     ("four", 1, 0, True),
     ("replicas", 4, 1, True),
@@ -40,7 +40,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "world_size", "stage", "offload"), CASES)
-def test_partitions_train_as_one_rank_does(ranks, name, world_size, stage, offload):
+def test_training_with_partitions_equals_one_rank(ranks, name, world_size, stage, offload):
     training = TRAININGS[name]
     expected = on_one_rank(training)
     arguments = (training, stage, offload)
@@ -52,7 +52,7 @@ def test_partitions_train_as_one_rank_does(ranks, name, world_size, stage, offlo
         close = {"rtol": 1e-10, "atol": 1e-10, "msg": f"{key}"}
         torch.testing.assert_close(results[0][key], tensor, **close)
     for other in results[1:]:
-        assert torch.equal(other["norms"], results[0]["norms"])  # the same bits
+        assert torch.equal(other["norms"], results[0]["norms"])  # all ranks have equal bits
 
 
 def adam(parameters):
@@ -60,7 +60,7 @@ def adam(parameters):
 
 
 def train_half(dtype, stage, offload, scale):
-    """Train half parameters by the gradients of two ranks, given at a scale; return the weights."""
+    """Train half-precision parameters with scaled gradients of two ranks; return the weights."""
     distributed = dist.is_initialized()
     place = make_topology([4], 1) if distributed else Topology()
     parameters = some_parameters(dtype)
@@ -88,7 +88,7 @@ def bucket_number(zero, partition):
 
 
 def fp32_copies_by_hand(dtype, scale):
-    """Return the weights by fp32 masters of whole parameters, as fairseq's FP16Optimizer has them."""
+    """Return the weights that fp32 masters of complete parameters give, as in fairseq's FP16Optimizer."""
     parameters = some_parameters(dtype)
     masters = [nn.Parameter(p.detach().float()) for p in parameters]
     optimizer = adam(masters)
@@ -107,8 +107,8 @@ def fp32_copies_by_hand(dtype, scale):
 @pytest.mark.parametrize(
     ("dtype", "stage", "offload"), [(torch.bfloat16, 1, False), (torch.float16, 2, True)]
 )
-def test_half_weights_follow_fp32_masters_whatever_the_scale_of_gradients(ranks, dtype, stage, offload):
-    # Divided by this in fp16, gradients would vanish; clipping divides once more.
+def test_half_precision_weights_equal_fp32_masters_for_any_gradient_scale(ranks, dtype, stage, offload):
+    # Gradients divided by this scale in fp16 would become 0. Clipping divides them again.
     scale = 2.0**30 if dtype == torch.float16 else 1.0
     expected = fp32_copies_by_hand(dtype, scale)
     for weights in ranks(2).run(train_half, dtype, stage, offload, scale):
@@ -120,7 +120,7 @@ def test_half_weights_follow_fp32_masters_whatever_the_scale_of_gradients(ranks,
 
 
 class Counting(torch.optim.SGD):
-    """Keeps in its group a count of steps and the last rate, as apex's Adam and fairseq's NAG do."""
+    """An optimizer that stores a step count and the last rate in its group, as apex's Adam does."""
 
     def step(self, closure=None):
         group = self.param_groups[0]
@@ -129,7 +129,7 @@ class Counting(torch.optim.SGD):
         group["step"], group["old"] = group.get("step", 0) + 1, group["lr"]
 
 
-def test_what_an_optimizer_counts_counts_updates():
+def test_step_counts_of_an_optimizer_equal_the_number_of_updates():
     parameters = some_parameters()
     zero = ZeroState(parameters, Topology(), 0, offload=True, bucket_bytes=100)
     optimizer = Counting(zero.parameters, lr=0.5)
@@ -147,7 +147,7 @@ def test_what_an_optimizer_counts_counts_updates():
 
 
 def moments(parallel, stage, dtype, offload):
-    """Return the optimizer's state after two updates, as whole parameters' [local, of experts]."""
+    """Return the optimizer's state after two updates, gathered to complete parameters."""
     place = make_topology([4], parallel) if dist.is_initialized() else Topology()
     parameters = some_parameters(dtype)
     zero = ZeroState(parameters, place, stage, offload, bucket_bytes=100)
@@ -171,9 +171,9 @@ def moments(parallel, stage, dtype, offload):
 @pytest.mark.parametrize(("parallel", "stage", "dtype", "offload"), [
     (1, 1, torch.float64, False), (2, 1, torch.bfloat16, True), (2, 0, torch.bfloat16, True),
 ])  # fmt: skip
-def test_state_becomes_whole_and_is_cut_again(ranks, parallel, stage, dtype, offload):
+def test_optimizer_state_is_gathered_and_partitioned_again(ranks, parallel, stage, dtype, offload):
     expected = moments(1, 0, dtype, True)
-    # The same gradients on all ranks: experts' are summed over replicas and divided by W.
+    # All ranks have equal gradients. Expert gradients are summed over EP replicas and divided by W.
     for whole in ranks(4).run(moments, parallel, stage, dtype, offload):
         for number, (found, wanted) in enumerate(zip(whole, expected, strict=True)):
             assert found.keys() == wanted.keys()
@@ -185,18 +185,18 @@ def test_state_becomes_whole_and_is_cut_again(ranks, parallel, stage, dtype, off
             assert found["step"] == 2
 
 
-def test_masters_of_a_half_run_become_the_weights_of_a_full_one():
+def test_masters_of_a_half_precision_run_become_the_weights_of_an_fp32_run():
     parameters = some_parameters(torch.float32)
     zero = ZeroState(parameters, Topology(world_size=4, rank=3), 1)
     saved = torch.full((5, 7), 1.0 + 2.0**-20)
     own = zero.own_state(0, {MASTER: saved, "step": 3})
-    assert torch.equal(parameters[0].data, saved)  # on every rank all of it
+    assert torch.equal(parameters[0].data, saved)  # every rank has the complete parameter
     assert torch.equal(own[MASTER], saved.view(-1)[27:])
     assert own["step"] == 3
 
 
 def bytes_of(tensors):
-    """Return the bytes of tensors, memory that several of them share once."""
+    """Return the bytes of tensors; memory that several tensors share counts once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -205,7 +205,7 @@ EVEN = {"dense": [(8, 16), (16,), (4,)], "experts": [(2, 4, 8), (2, 4)]}
 
 
 def held(parallel, stage, offload, dtype):
-    """Return what this rank holds after a backward, and after the gradients are reduced."""
+    """Return this rank's bytes after a backward pass, and after the gradients are reduced."""
     place = make_topology([4], parallel) if dist.is_initialized() else Topology()
     parameters = [nn.Parameter(torch.ones(s, dtype=dtype)) for s in EVEN["dense"] + EVEN["experts"]]
     for parameter in parameters[3:] if parallel > 1 else ():
@@ -238,7 +238,7 @@ def gradient_bytes(zero):
 @pytest.mark.parametrize(("parallel", "stage", "offload"), [
     (2, 1, False), (2, 2, False), (1, 2, True),
 ])  # fmt: skip
-def test_a_rank_holds_the_bytes_of_the_formula(ranks, parallel, stage, offload, dtype):
+def test_memory_of_a_rank_equals_the_formula(ranks, parallel, stage, offload, dtype):
     sizes = {kind: [math.prod(s) for s in shapes] for kind, shapes in EVEN.items()}
     if parallel == 1:
         sizes = {"dense": sizes["dense"] + sizes["experts"], "experts": []}

@@ -1,4 +1,4 @@
-"""The choice of a plan for a collective, by dtype and bytes."""
+"""The choice of a plan for a collective, by dtype and number of bytes."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from fairseq_tutel.plans.executors import backend
 
 @pytest.fixture
 def plans(monkeypatch):
-    """Let one plan run 8 to 16 bytes and another 32 or more."""
+    """Return a backend with one plan for 8 to 16 bytes and another plan for 32 bytes or more."""
     bounds = {"small": (8, 16), "large": (32, None)}
     found = backend.PlanBackend(
         SimpleNamespace(name=name, plan=SimpleNamespace(min_bytes=least, max_bytes=most))
@@ -25,14 +25,14 @@ def plans(monkeypatch):
     ("elements", "name"),
     [(7, None), (8, "small"), (16, "small"), (17, None), (31, None), (32, "large"), (99, "large")],
 )
-def test_a_plan_runs_the_bytes_it_is_meant_for(plans, elements, name):
+def test_a_plan_runs_only_for_sizes_in_its_range(plans, elements, name):
     own = torch.zeros(elements, dtype=torch.uint8)
     assert plans.chosen("all_gather", own, "a test", None) == name
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.complex64, torch.float32])
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather"])
-def test_a_plan_sums_no_dtype_that_it_cannot(plans, collective, dtype):
+def test_a_plan_is_not_used_for_sums_of_unsupported_dtypes(plans, collective, dtype):
     own = torch.zeros(16 // dtype.itemsize, dtype=dtype)
     sums = collective == "all_reduce" and dtype != torch.float32
     assert plans.chosen(collective, own, "a test", None) == (None if sums else "small")

@@ -1,4 +1,4 @@
-"""The checker accepts and measures correct plans and refuses each kind of wrong plan."""
+"""The checker accepts correct plans, reports their cost, and rejects each kind of wrong plan."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -16,14 +16,14 @@ ONE = make("one_phase", "all_reduce", 2)
 def test_what_a_plan_does():
     report = check(make("ring", "all_gather", 4))
     links = {(r, (r + 1) % 4) for r in range(4)}
-    assert report.steps == 4 * 13 and report.depth == 4  # one hop to say that a rank has begun
+    assert report.steps == 4 * 13 and report.depth == 4  # one hop is the signal that a rank has begun
     assert report.bytes_of_link == dict.fromkeys(links, 3)
     assert report.loads == (dict.fromkeys(links, Fraction(1)),) * 3
     assert report.predicted(100, 1.0, lambda link: 2.0 if link == (0, 1) else 0.5) == 4 + 3 * 100 * 2
     assert check(two_lanes()).depth == 2
 
 
-def test_sums_in_another_order_are_refused_but_for_their_first_two_terms():
+def test_sums_in_another_order_raise_an_error_unless_only_the_first_two_terms_swap():
     plan = make("one_phase", "all_reduce", 3)
     *_, step, _, _ = plan.programs[1][0]
     assert step.op == "reduce"
@@ -35,7 +35,7 @@ def test_sums_in_another_order_are_refused_but_for_their_first_two_terms():
 
 
 def writing(*calls, ranks=2, collective="all_gather", chunks=1, temporary=2, **others):
-    """Return a plan of calls of Writer."""
+    """Return a plan whose steps are the given calls of Writer methods."""
     w = Writer(ranks)
     for name, *arguments in calls:
         lane = arguments.pop() if isinstance(arguments[-1], dict) else {}
@@ -77,7 +77,7 @@ OWN = ("copy", 0, IN, OUT)
             "deadlock: rank 0, lane 0, step 0 (wait) waits for rank 1, lane 0, step 1 (signal), which "
             "runs after rank 1, lane 0, step 0 (wait); rank 1, lane 0, step 0 (wait) waits for rank 0",
         ),
-        # 3. races: within a call, with the caller, with the next call and the one after
+        # 3. races: within a call, with the caller, with the next call, and with the call after the next
         (
             with_steps(ONE, 0, 0, 2, 4, *ONE.programs[0][0][3:1:-1]),
             "rank 0, lane 0, step 2 (reduce) and rank 1, lane 0, step 0 (put) access tmp[1] of rank 0",
@@ -109,7 +109,7 @@ OWN = ("copy", 0, IN, OUT)
             writing(("reduce", 0, [IN, Place("in", 1)], TMP), chunks=2),
             "rank 0, lane 0, step 0 (reduce) adds in[1] to in[0]",
         ),
-        # 5. another result
+        # 5. a wrong result
         (
             writing(OWN),
             "rank 0, lane 0, at the end: out[1] of rank 0 is empty; it must hold in[0] of rank 1",
@@ -120,7 +120,7 @@ OWN = ("copy", 0, IN, OUT)
         ),
     ],
 )
-def test_what_is_wrong_is_refused_in_a_sentence(plan, sentence):
+def test_a_wrong_plan_raises_a_one_sentence_error(plan, sentence):
     with pytest.raises(PlanError) as refusal:
         check(plan)
     assert sentence in str(refusal.value) and "\n" not in str(refusal.value)

@@ -1,4 +1,4 @@
-"""The checker agrees with a search of all interleavings, and accepts no edit that changes a result."""
+"""The checker agrees with a search of all interleavings, and rejects edits that change a result."""
 
 from collections import Counter, defaultdict
 from fractions import Fraction
@@ -17,7 +17,7 @@ LONG = pytest.mark.long
 
 
 def of_two(most):
-    """Return plans of two ranks with at most `most` steps, one of two lanes and all that have a name."""
+    """Return plans of two ranks with at most `most` steps: one with two lanes, and all named plans."""
     return [two_lanes(), *(plan for plan in plans.of(2) if check(plan).steps <= most)]
 
 
@@ -30,7 +30,7 @@ def is_right(plan):
 
 
 def compare(plan):
-    """Compare the checker with all interleavings of a well-formed plan; return the verdict."""
+    """Compare the checker's verdict on a well-formed plan with all interleavings; return the verdict."""
     try:
         check_shape(plan)
     except PlanError:
@@ -41,16 +41,17 @@ def compare(plan):
 
 
 @pytest.mark.parametrize("most", [10, pytest.param(18, marks=LONG)])
-def test_edits_that_pass_are_right_in_every_interleaving(most):
+def test_edited_plans_that_pass_are_correct_in_every_interleaving(most):
     found = Counter(compare(edited) for plan in of_two(most) for _, _, edited in mutants(plan))
     assert found["wrong"] > found["right"] and found["malformed"] > found["right"]
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=LONG)])
-def test_edits_of_larger_plans_that_pass_change_nothing(ranks):
+def test_edits_of_larger_plans_that_pass_do_not_change_results(ranks):
     """Accepted edits repeat a step, or swap adjacent steps that need no order.
 
-    A signal and a wait need none where neither end waits for both, a flush and what it does not protect.
+    A signal and a wait need no order if no rank waits for both. A flush needs no order with a step that it
+    does not protect.
     """
     count, passed = Counter(), []
     for plan in plans.of(ranks):
@@ -65,7 +66,7 @@ def test_edits_of_larger_plans_that_pass_change_nothing(ranks):
 
 
 @pytest.mark.parametrize("seeds", [range(200), pytest.param(range(200, 10000), marks=LONG)])
-def test_the_verdict_is_that_of_all_interleavings(seeds):
+def test_the_verdict_agrees_with_all_interleavings(seeds):
     known, found = of_two(10), Counter()
     for seed in seeds:
         dice = Random(seed)
@@ -76,11 +77,11 @@ def test_the_verdict_is_that_of_all_interleavings(seeds):
 
 
 @pytest.mark.parametrize("ranks", [3, 8])
-def test_executors_take_the_same_rounds(ranks):
+def test_executors_use_the_same_rounds(ranks):
     for plan in plans.of(ranks):
         loads = [defaultdict(Fraction) for _ in check(plan).loads]
         for move in walk(plan).moves:
-            if move.op == "put":  # rounds of executors begin with 1
+            if move.op == "put":  # executors number rounds from 1
                 part = Fraction(len(move.kinds), plan.in_chunks)
                 loads[move.round - 1][move.ranks] += part
         assert tuple(loads) == check(plan).loads

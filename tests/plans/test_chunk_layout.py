@@ -1,4 +1,4 @@
-"""Layouts of chunks: adjacent chunks are one run, and slots of `tmp` are long enough."""
+"""Layouts of chunks: adjacent chunks are joined to one run, and slots of `tmp` are long enough."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ def runs(walked, move):
     return Layout(walked, 10).runs(move.kinds, *move.sources, move.target)
 
 
-def test_neighbours_are_one_run():
+def test_adjacent_chunks_are_joined_to_one_run():
     walked = walk(make("ring", "all_gather", 4))
     assert all(len(runs(walked, move)) == 1 for move in walked.moves)
     two_hops = walk(make("two_hops", "all_to_all", 4, nodes=2))
@@ -19,9 +19,9 @@ def test_neighbours_are_one_run():
     assert across and all(len(runs(two_hops, move)) == 1 for move in across)
 
 
-def test_a_slot_has_room_for_the_longest_chunk_it_ever_holds():
+def test_a_slot_is_as_long_as_the_longest_chunk_that_it_holds():
     plan = SimpleNamespace(chunks=2)
-    long, short = Kind(-1, -1, 0), Kind(-1, -1, 1)  # of 3 elements: 2 and 1
+    long, short = Kind(-1, -1, 0), Kind(-1, -1, 1)  # chunks with 2 and 1 of 3 elements
     slots = (frozenset({long, short}), frozenset({short}), frozenset())
     layout = Layout(SimpleNamespace(plan=plan, tmp_kinds=(slots,)), 3)
     assert layout.starts(0, "tmp") == [0, 2, 3, 3]

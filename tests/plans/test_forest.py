@@ -1,4 +1,4 @@
-"""Forests: the shape and speed of their trees, and plans over them, which the checker accepts."""
+"""Forests: the shape and speed of their trees, and correct plans that use the trees."""
 
 from collections import Counter
 from fractions import Fraction
@@ -24,7 +24,7 @@ PHASES = {"all_gather": [1], "reduce_scatter": [-1], "all_reduce": [-1, 1]}
 
 @pytest.fixture(autouse=True)
 def replayed(monkeypatch):
-    """Check that edge splitting replaces links that are there: replay all that it does."""
+    """Replay the edge splitting, and check that each replaced link exists."""
     splits, split = [], edge_splitting._Splitting._split
     without_switches = edge_splitting.without_switches
 
@@ -77,7 +77,7 @@ def best_trees(network):
     [pytest.param(each, marks=LONG) if each == "dgx_a100:4" else each for each in KNOWN],
     ids=lambda n: n if isinstance(n, str) else None,
 )
-def test_optimal_trees_take_as_long_as_the_cut_says(network):
+def test_the_time_of_optimal_trees_equals_the_bound_of_the_cut(network):
     network = network if isinstance(network, Network) else find(network)
     forest = grow(network, best_trees(network))
     assert_is_a_forest(forest)
@@ -85,14 +85,14 @@ def test_optimal_trees_take_as_long_as_the_cut_says(network):
 
 
 @pytest.mark.parametrize("name", ["dgx_a100:2", "dgx_h100:2", pytest.param("mi250:2", marks=LONG)])
-def test_few_trees_are_nearly_as_fast(name):
+def test_a_few_trees_are_nearly_as_fast_as_the_optimum(name):
     forest = grow(find(name))
     assert_is_a_forest(forest)
     assert forest.share.seconds <= Fraction(21, 20) * forest.best.seconds
 
 
 @pytest.mark.parametrize(("seeds", "most"), [(range(40), 8), pytest.param(range(40, 1500), 10, marks=LONG)])
-def test_trees_of_made_up_networks(seeds, most):
+def test_trees_of_random_networks_are_correct(seeds, most):
     for seed in seeds:
         network = random_network(Random(seed), most=most)
         forest = grow(network, best_trees(network))
@@ -101,27 +101,27 @@ def test_trees_of_made_up_networks(seeds, most):
         assert_is_a_forest(grow(network))
 
 
-def test_absurd_numbers_of_trees_take_no_time():
+def test_very_large_numbers_of_trees_are_computed_fast():
     assert grow(find("dgx_a100:1"), trees=10**10).share.trees == 10**10
     assert grow(find("boxes:2x2:99991:7")).share.trees < 10
 
 
-def test_a_box_s_ranks_send_to_all_others_at_once():
-    """Trees are no chains, although chains load links no more."""
+def test_ranks_of_a_box_send_directly_to_all_other_ranks():
+    """The trees are not chains, although chains would have the same load on links."""
     depths = {name: grow(find(name)).depth for name in ("dgx_a100:1", "dgx_a100:2")}
     assert depths == {"dgx_a100:1": 1, "dgx_a100:2": 2}
 
 
 @pytest.mark.parametrize("collective", PHASES)
 @pytest.mark.parametrize("name", ["torus:1x4", "torus:2x3", "boxes:2x2:3:1", "boxes:1x3:1:1", None])
-def test_plans_over_forests_are_right_and_load_links_as_the_trees(collective, name):
+def test_plans_of_forests_are_correct_and_load_links_as_their_trees_do(collective, name):
     network = find(name) if name else random_network(Random(5), most=7)
     forest = grow(network)
     plan = plan_of(collective, forest)
     report = check(plan)
     assert plan.network == network.digest
     phases = PHASES[collective]
-    # One more hop if ranks first signal that they have begun.
+    # There is one more hop if ranks first signal that they have begun.
     assert report.depth <= len(phases) * forest.depth + (collective == "all_gather")
     messages = Counter()
     for step, tree in product(phases, forest.trees):
@@ -135,7 +135,7 @@ def test_plans_over_forests_are_right_and_load_links_as_the_trees(collective, na
 
 
 @pytest.mark.parametrize("collective", PHASES)
-def test_slices_follow_each_other_along_the_trees(collective):
+def test_slices_are_sent_one_round_apart(collective):
     forest = grow(find("torus:2x4"))
     whole, cut = (check(plan_of(collective, forest, slices=slices)) for slices in (1, 3))
     assert cut.bytes_of_link == whole.bytes_of_link
@@ -147,7 +147,7 @@ def test_slices_follow_each_other_along_the_trees(collective):
     assert seconds(cut) <= 0.9 * seconds(whole)
 
 
-def test_plans_of_shipped_networks_are_right():
+def test_plans_of_shipped_networks_are_correct():
     for name in ("dgx_a100:2", "mi250:1", "cluster:2x4:40:1"):
         report = check(plan_of("all_reduce", grow(find(name))))
         assert report.depth < 25

@@ -1,4 +1,4 @@
-"""A plan's file: it is read as written, and other content is refused in one sentence."""
+"""Plan files: a plan is read as it was written, and malformed content raises a one-sentence error."""
 
 import json
 
@@ -39,7 +39,7 @@ STEP = ("programs", 0, 0, 0)
         ((*STEP, "dst", 1), -1),
     ],
 )
-def test_other_content_is_refused_in_one_sentence(path, value):
+def test_malformed_content_raises_a_one_sentence_error(path, value):
     data = json.loads(json.dumps(to_json(ONE)))
     at = data
     for key in path[:-1]:

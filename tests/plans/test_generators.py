@@ -1,4 +1,4 @@
-"""Plans by name: the checker accepts all, and they send the messages that their docstrings list."""
+"""Named plans: all are correct, and send the documented numbers of messages."""
 
 from collections import Counter
 from fractions import Fraction
@@ -11,7 +11,7 @@ from fairseq_tutel.plans.generators import GENERATORS, make, usual
 
 
 def plans(name: str, counts=(2, 3, 4, 5, 6, 7, 8, 16)):
-    """Return all plans of a generator."""
+    """Return all plans that a generator makes for the given numbers of ranks."""
     generator = GENERATORS[name]
     for collective in generator.collectives:
         for ranks in counts:
@@ -21,7 +21,7 @@ def plans(name: str, counts=(2, 3, 4, 5, 6, 7, 8, 16)):
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_every_plan_is_right(name):
+def test_every_plan_is_correct(name):
     for plan in plans(name):
         check(plan)
 
@@ -51,7 +51,7 @@ def sent(plan: Plan, rank: int, to=lambda peer: True) -> tuple[int, Fraction]:
     ("two_phase", "all_reduce", lambda N: 2 * N - 2, lambda N: Fraction(2 * N - 2, N), lambda N: 2),
     ("linear", "all_to_all", lambda N: N - 1, lambda N: Fraction(N - 1, N), lambda N: 1),
 ])  # fmt: skip
-def test_every_rank_sends_what_the_table_says(name, collective, messages, size, depth):
+def test_every_rank_sends_the_messages_in_the_table(name, collective, messages, size, depth):
     for ranks in (2, 3, 5, 8):
         plan = make(name, collective, ranks)
         assert {sent(plan, r) for r in range(ranks)} == {(messages(ranks), size(ranks))}
@@ -59,7 +59,7 @@ def test_every_rank_sends_what_the_table_says(name, collective, messages, size, 
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 4), (3, 2)])
-def test_plans_of_nodes_send_few_messages_across(nodes, local):
+def test_plans_for_nodes_send_few_messages_between_nodes(nodes, local):
     L, n = local, nodes
     for name, within, across in (
         ("hierarchical", (2 * (L - 1), Fraction(2 * (L - 1), L)), (n - 1, Fraction(n - 1, L))),
@@ -78,13 +78,13 @@ def test_plans_of_nodes_send_few_messages_across(nodes, local):
     (("ring", "all_gather", 1), "A plan needs at least 2 ranks, but 1 was given"),
     (("hierarchical", "all_reduce", 4, 3), "4 ranks cannot be divided equally among 3 nodes"),
 ])  # fmt: skip
-def test_what_cannot_be_made_is_refused(arguments, sentence):
+def test_arguments_without_a_plan_raise_an_error(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(*arguments[:3], nodes=arguments[3] if len(arguments) > 3 else 1)
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
-def test_usual_plans_are_for_all_bytes(collective):
+def test_the_usual_plans_cover_all_sizes(collective):
     for ranks in (2, 3, 4, 8):
         least = 0
         for plan in usual(collective, ranks):

@@ -1,4 +1,4 @@
-"""Plans that keep a chunk in a place of `out` of another length are refused."""
+"""Plans that write a chunk to a place of `out` with another length raise an error."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from fairseq_tutel.plans.format import PlanError, Writer
 
 
 def gather_parked():
-    """all_gather: each rank keeps its short chunk in the place of the long one."""
+    """Return an all_gather plan in which each rank writes its short chunk to the place of a long chunk."""
     w = Writer(2)
     for rank in range(2):
         other = 1 - rank
@@ -23,7 +23,7 @@ def gather_parked():
 
 
 def sum_of_blocks():
-    """all_to_all that also adds blocks of two sources in `tmp`, which no step reads."""
+    """Return an all_to_all plan that also adds blocks of two sources in `tmp`, without reading the sum."""
     w = Writer(2)
     for rank in range(2):
         other = 1 - rank
@@ -43,7 +43,7 @@ def sum_of_blocks():
         (sum_of_blocks(), r"step 5 \(reduce\) adds chunks of different lengths"),
     ],
 )
-def test_chunks_of_other_lengths_are_refused_by_checker_and_executors(plan, what):
+def test_the_checker_and_the_executors_reject_chunks_of_wrong_lengths(plan, what):
     for refuse in (check, walk):
         with pytest.raises(PlanError, match=what):
             refuse(plan)

@@ -1,4 +1,4 @@
-"""MSCCL's files: the checker accepts those of its tools, and written plans are read back."""
+"""MSCCL files: files in the form of MSCCL's tools give correct plans, and written plans are read back."""
 
 from fractions import Fraction
 
@@ -13,7 +13,7 @@ from fairseq_tutel.plans.msccl.writer import to_xml
 
 
 def algorithm(coll: str, loop: int, gpus: list, **attributes) -> str:
-    """Return a file. A gpu is blocks (send, recv, steps), a step "type src dst [dep]": "rrc i0 o1 2.0"."""
+    """Return XML text. `gpus` lists blocks (send, recv, steps); a step is "type src dst [dep]"."""
     given = {"name": coll, "proto": "Simple", "inplace": 1} | attributes
     lines = [
         f'<algo nchunksperloop="{loop}" ngpus="{len(gpus)}" coll="{coll}" '
@@ -37,7 +37,7 @@ def algorithm(coll: str, loop: int, gpus: list, **attributes) -> str:
 
 
 def gathered() -> str:
-    """allgather in place, where the output is the only buffer."""
+    """Return an in-place allgather, whose only buffer is the output."""
     gpus = []
     for r in range(3):
         before, after = (r - 1) % 3, (r + 1) % 3
@@ -50,7 +50,7 @@ GATHER = gathered()
 
 
 def all_pairs(N: int = 3) -> str:
-    """allreduce in place: the first block of rank r adds up chunk r of all."""
+    """Return an in-place allreduce: the first block of rank r sums chunk r of all ranks."""
     gpus = []
     for r in range(N):
         peers = [p for p in range(N) if p != r]
@@ -68,7 +68,7 @@ def all_pairs(N: int = 3) -> str:
 
 
 def ring(N: int = 4) -> str:
-    """allreduce out of place, with the four steps that receive and send at once."""
+    """Return an out-of-place allreduce, whose steps receive and send at the same time."""
     gpus = []
     for r in range(N):
         sums = [f"rrs i{(r - 1 - t) % N} o0" for t in range(1, N - 1)]
@@ -79,7 +79,7 @@ def ring(N: int = 4) -> str:
 
 
 def scattered() -> str:
-    """reduce_scatter in place, where the output is a part of the input; two blocks with a dependency."""
+    """Return an in-place reduce_scatter (the output is part of the input) with two dependent blocks."""
     gpus = [
         [(1, -1, ["s i1 i1"]), (-1, 1, ["r i0 s0"]), (-1, -1, ["re s0 i0 1.0"])],
         [(0, -1, ["s i0 i0"]), (-1, 0, ["r i1 s1"]), (-1, -1, ["re s1 o0 1.0"])],
@@ -88,13 +88,13 @@ def scattered() -> str:
 
 
 def exchanged() -> str:
-    """alltoall in place: sent chunks are overwritten by received ones."""
+    """Return an in-place alltoall: received chunks overwrite sent chunks."""
     gpus = [[(1, 1, ["s i1 o0", "r i0 o1"])], [(0, -1, ["s i0 o1"]), (-1, 0, ["r i1 o0 0.0"])]]
     return algorithm("alltoall", 2, gpus)
 
 
 def one_scratch() -> str:
-    """allreduce where rank 1 receives both chunks in one place of scratch."""
+    """Return an allreduce in which rank 1 receives both chunks in the same place of scratch."""
     both = ["s i0 s0", "s i1 s1"]
     gpus = [
         [(1, 1, [*both, "r i0 s0", "cpy i0 o0", "re s0 o0", "r i1 s1", "cpy i1 o1", "re s1 o1"])],
@@ -110,7 +110,7 @@ def one_scratch() -> str:
     (scattered(), "reduce_scatter", Fraction(1, 2)),
     (one_scratch(), "all_reduce", 1),
 ], ids=["gather", "pairs", "ring", "scattered", "scratch"])  # fmt: skip
-def test_a_file_is_a_plan_that_is_right(text, collective, load):
+def test_files_give_correct_plans(text, collective, load):
     plan = from_xml(text)
     links = check(plan).bytes_of_link
     assert plan.collective == collective
@@ -118,19 +118,19 @@ def test_a_file_is_a_plan_that_is_right(text, collective, load):
         assert sum(part for (source, _), part in links.items() if source == rank) == load
 
 
-def test_sizes_and_kind_of_a_file():
+def test_byte_range_and_collective_are_read_from_a_file():
     plan = from_xml(GATHER.encode())
     assert (plan.name, plan.min_bytes, plan.max_bytes) == ("allgather_ring", 1024, None)
 
 
 def in_common(plan: Plan) -> tuple:
-    """Return all that a plan and its file have in common: sizes and messages."""
+    """Return the properties that a plan and its MSCCL file share: sizes and messages."""
     sizes = (plan.collective, plan.ranks, plan.chunks, plan.min_bytes, plan.max_bytes)
     return *sizes, check(plan).bytes_of_link
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_plans_come_back(name):
+def test_written_plans_are_read_back(name):
     for plan in plans(name, counts=(2, 4)):
         assert in_common(from_xml(to_xml(plan))) == in_common(plan)
 
@@ -149,15 +149,15 @@ BOMB = f'<!DOCTYPE algo [<!ENTITY a0 "aaaaaaaaaa">{ENTITIES}]><algo name="&a8;"'
     ('depid="-1" deps="-1"', 'depid="0" deps="0"', "step 0 depends on tb 0, step 0, which does not"),
     ('type="rcs"', 'type="r"', r"gpu 0 sends to gpu 1 on channel 0 messages of \[1\] chunks"),
 ])  # fmt: skip
-def test_a_file_that_is_wrong_is_refused(before, after, sentence):
+def test_a_malformed_file_raises_an_error(before, after, sentence):
     with pytest.raises(PlanError, match=sentence):
         from_xml(GATHER.replace(before, after, 1))
 
 
 @pytest.mark.parametrize(("text", "sentence"), [
-    (exchanged(), "writes a chunk of a different length to out"),  # blocks need not be alike
+    (exchanged(), "writes a chunk of a different length to out"),  # blocks may have different sizes
     (all_pairs().replace('inplace="1"', 'inplace="0"'), "writes to the buffer `in`, which is read-only"),
 ], ids=["in place", "out of place"])  # fmt: skip
-def test_a_file_that_writes_where_it_must_not_is_refused(text, sentence):
+def test_a_file_that_writes_to_a_forbidden_place_raises_an_error(text, sentence):
     with pytest.raises(PlanError, match=sentence):
         check(from_xml(text))

@@ -1,4 +1,4 @@
-"""Networks: names and files of them, and what is refused."""
+"""Networks from names and files, and invalid names and files."""
 
 import json
 
@@ -9,7 +9,7 @@ from fairseq_tutel.plans.network import NETWORKS, find, from_json, read, routed,
 EXAMPLES = ("dgx_a100:2", "dgx_h100:1", "mi250:2", "boxes:2x4:10:1", "cluster:2x2:40:1", "torus:4x4")
 
 
-def test_every_name_is_a_network_that_can_be_written_and_read(tmp_path):
+def test_every_named_network_can_be_written_and_read(tmp_path):
     assert {name.partition(":")[0] for name in EXAMPLES} == NETWORKS.keys()
     for name in EXAMPLES:
         network = find(name)
@@ -18,7 +18,7 @@ def test_every_name_is_a_network_that_can_be_written_and_read(tmp_path):
     assert len({find(name).digest for name in EXAMPLES}) == len(EXAMPLES)
 
 
-def test_shapes_are_what_their_names_say():
+def test_networks_have_the_shape_of_their_name():
     def widths(name):
         return sorted(link.bandwidth for link in find(name).links)
 
@@ -28,17 +28,17 @@ def test_shapes_are_what_their_names_say():
     assert widths("cluster:2x2:40:1") == [1] * 4 + [40] * 8
     boxes = find("mi250:2")
     assert boxes.places == tuple(divmod(rank, 16) for rank in range(32))
-    # Seven links of 50 GB/s a die, four of them to its neighbour, and InfiniBand.
+    # A die has seven links of 50 GB/s, of which four lead to its neighbour, and InfiniBand.
     assert all(sum(row) == 366 and max(row) == 200 for row in boxes.matrix[:32])
 
 
-def test_messages_in_a_box_stay_in_it_where_that_is_faster():
+def test_messages_between_gpus_of_a_box_use_the_fastest_route():
     loads = routed(find("mi250:2"), {(7, 8): 1})
-    # Over three links of 100, 50 and 50 GB/s or more instead of two of 16.
+    # Three links of at least 50 GB/s are faster than two links of 16 GB/s.
     assert len(loads) > 2 and all(vertex < 16 for link in loads for vertex in link)
 
 
-def test_ranks_are_in_the_order_of_host_and_local_rank():
+def test_ranks_are_ordered_by_host_and_local_rank():
     data = to_json(find("boxes:2x2:3:1"))
     shuffled = from_json(data | {"gpus": data["gpus"][::-1], "links": data["links"][::-1]})
     assert shuffled.digest == find("boxes:2x2:3:1").digest != find("boxes:2x2:3:2").digest
@@ -69,7 +69,7 @@ GOOD = {"format": 1, "gpus": GPUS, "links": LINKS}
         GOOD | {"links": []},
     ],
 )
-def test_what_is_no_network_is_refused_in_one_sentence(data):
+def test_an_invalid_network_raises_a_one_sentence_error(data):
     assert from_json(GOOD).ranks == 2
     with pytest.raises(ValueError, match=r"^This is not a network: [^\n]+\.$"):
         from_json(data)
@@ -86,7 +86,7 @@ def test_what_is_no_network_is_refused_in_one_sentence(data):
         ("none.json", "none.json cannot be read as a network ("),
     ],
 )
-def test_names_of_none_are_refused(name, sentence):
+def test_unknown_names_raise_an_error(name, sentence):
     with pytest.raises(ValueError) as refused:
         find(name)
     assert str(refused.value).startswith(sentence)

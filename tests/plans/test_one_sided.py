@@ -1,4 +1,4 @@
-"""Plans in shared memory: the same bits as by messages, and only the plan's bytes."""
+"""Plans in shared memory: results are bit-identical to messages, and ranks copy only the plan's bytes."""
 
 import errno
 import itertools
@@ -27,7 +27,7 @@ DTYPES = (torch.float64, torch.float16, torch.uint8)
 
 
 def in_lanes(ranks):
-    """Return an all_reduce of two chunks, each in a lane; lane 0 sums after lane 1."""
+    """Return an all_reduce plan with two chunks, each in a separate lane; lane 0 sums after lane 1."""
     w = Writer(ranks)
     for rank, lane in itertools.product(range(ranks), (1, 0)):
         others = [each for each in range(ranks) if each != rank]
@@ -58,7 +58,7 @@ def bytes_put(program, m, dtype):
 
 
 def same(sizes, dtypes):
-    """Return the plans with other results than by messages."""
+    """Return the plans whose results in shared memory differ from results by messages."""
     rank, number, wrong = dist.get_rank(), dist.get_world_size(), []
     for plan in (in_lanes(number), *plans.of(number)):
         two, one = TwoSided(plan, None), OneSided(plan, None)
@@ -84,18 +84,18 @@ def same(sizes, dtypes):
 @pytest.mark.parametrize(
     ("number", "sizes", "dtype"), [(2, (0, 1, 20011), torch.float32), (4, (1007,), torch.bfloat16)]
 )
-def test_bits_and_bytes_are_those_of_the_plan(ranks, number, sizes, dtype):
+def test_results_and_copied_bytes_are_those_of_the_plan(ranks, number, sizes, dtype):
     assert ranks(number).run(same, sizes, [dtype]) == [[]] * number
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "m"), [(3, 499_999), (4, 499_999), (8, 99_999)])
-def test_bits_and_bytes_of_any_size_and_kind(ranks, number, m):
+def test_results_and_copied_bytes_for_any_size_and_dtype(ranks, number, m):
     assert ranks(number).run(same, (3, m), DTYPES) == [[]] * number
 
 
 def grown(what):
-    """Return the bytes of a region before and after a large call, and whether its result is right."""
+    """Return the bytes of a region before and after a large call, and whether the result is correct."""
     program = OneSided(make("one_phase", "all_reduce", 2), None)
     before, patch = program.memory.size, pytest.MonkeyPatch()
     if what == "full":
@@ -117,14 +117,14 @@ def no_space(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_memory_grows_and_a_call_needs_no_more_than_there_is(ranks):
+def test_memory_grows_if_possible_and_calls_also_work_without_growth(ranks):
     least, most = 4 * (1 << 14), 4 * (1 << 20)
     for what, after in (("free", most), ("full", least), ("others'", least)):
         assert ranks(2).run(grown, what) == [(least, after, True)] * 2
 
 
 def many(calls, longest):
-    """Call plans in turn, with random sizes and pauses; return the calls with other bits."""
+    """Call plans in turn, with random sizes and pauses; return the calls with wrong results."""
     number, rank = dist.get_world_size(), dist.get_rank()
     names = ("two_phase", "one_phase", "ring")
     programs = [OneSided(make(name, "all_reduce", number), None) for name in names]
@@ -162,10 +162,10 @@ def until_the_end(rank, folder, fate):
 
 
 @pytest.mark.parametrize("fate", [mortal.die, pytest.param(mortal.stop, marks=pytest.mark.long)])
-def test_a_dead_or_stopped_rank_is_named(tmp_path, fate):
+def test_errors_name_a_dead_or_stopped_rank(tmp_path, fate):
     said, seconds = mortal.run(until_the_end, 3, [0, 2], str(tmp_path), fate)
     for rank, sentence in zip((0, 2), said, strict=True):
         assert f"CommunicationError: rank {rank} could not finish the all-reduce of" in sentence
         assert "rank 1 did not answer a health check of 1 s; look at the log of rank 1" in sentence
-    assert seconds < 12  # a timeout, two health checks and a busy machine
+    assert seconds < 12  # the limit covers a timeout and two health checks on a busy machine
     assert list(tmp_path.iterdir()) == []

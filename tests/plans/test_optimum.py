@@ -1,4 +1,4 @@
-"""The optimum of ForestColl: known values, every cut of small networks, and numbers of trees."""
+"""ForestColl's optimum: known values, all cuts of small networks, and the number of trees."""
 
 from fractions import Fraction
 from random import Random
@@ -17,12 +17,12 @@ from fairseq_tutel.plans.forestcoll.optimum import (
 from fairseq_tutel.plans.network import Network, find
 
 UNEVEN_LINE = network_of(3, [(0, 1, 1), (1, 0, 1), (1, 2, 2), (2, 1, 2)])
-# Two GPUs at each of two switches, which a third one connects.
+# Each of two switches has two GPUs, and a third switch connects the two switches.
 TREE_OF_SWITCHES = network_of(
     4,
     [link for a, b in ((0, 4), (1, 4), (2, 5), (3, 5), (4, 6), (5, 6)) for link in ((a, b, 1), (b, a, 1))],
 )
-# 1/x and k.
+# The expected 1/x and k of each network.
 KNOWN = {
     UNEVEN_LINE: (2, 1),
     TREE_OF_SWITCHES: (3, 1),
@@ -56,7 +56,7 @@ def check_every_cut(seed):
     best = optimum(network)
     assert best.seconds == widest_cut(network), seed
     assert is_enough(network, optimal_share(network, best))
-    # The cut alone proves the bound.
+    # The cut is sufficient to prove the bound.
     inside = {vertex for vertex in range(len(network.vertices)) if best.cut >> vertex & 1}
     assert not inside.issuperset(range(network.ranks))
     leaving = sum(x.bandwidth for x in network.links if x.source in inside and x.target not in inside)
@@ -64,13 +64,13 @@ def check_every_cut(seed):
 
 
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 2000), marks=pytest.mark.long)])
-def test_no_cut_of_small_networks_is_narrower(seeds):
+def test_small_networks_have_no_cut_with_a_larger_bound(seeds):
     for seed in seeds:
         check_every_cut(seed)
 
 
-def test_a_number_of_trees_gets_the_least_stretch():
-    """Compare with all values of U b rounded down, by small steps."""
+def test_a_fixed_number_of_trees_has_the_smallest_stretch():
+    """Compare with all values of U in small steps, for which U b is rounded down."""
     for seed in range(12):
         network = random_network(Random(seed), most=7)
         best = optimum(network)
@@ -86,13 +86,13 @@ def test_a_number_of_trees_gets_the_least_stretch():
 @pytest.mark.parametrize(
     ("name", "trees", "seconds"),
     [
-        # -1.1 %, -22 % and -9.6 % of the optimal bandwidth.
+        # The bandwidth is 1.1 %, 22 % and 9.6 % below the optimum.
         ("dgx_a100:2", 1, "16/342.857143"),
         ("mi250:1", 1, "16/266.666667"),
         ("mi250:2", 1, "32/320"),
     ],
 )
-def test_one_tree_is_as_slow_as_it_is_known_to_be(name, trees, seconds):
+def test_fixed_numbers_of_trees_have_the_known_times(name, trees, seconds):
     network = find(name)
     share = fixed_share(network, optimum(network), trees)
     ranks, bandwidth = seconds.split("/")
@@ -102,7 +102,7 @@ def test_one_tree_is_as_slow_as_it_is_known_to_be(name, trees, seconds):
 @pytest.mark.parametrize(
     ("name", "trees"), [("dgx_a100:2", 1), ("mi250:1", 3), ("mi250:2", 2), ("torus:1x8", 2)]
 )
-def test_as_few_trees_as_cost_a_twentieth_at_most(name, trees):
+def test_the_default_is_the_fewest_trees_within_a_twentieth_of_the_optimum(name, trees):
     network = find(name)
     best = optimum(network)
     share = default_share(network, best)

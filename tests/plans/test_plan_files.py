@@ -1,4 +1,4 @@
-"""The plans of a run are read and checked, or refused in a sentence with file, reason and fix."""
+"""The plans of a run are read and checked; errors name the file, the reason and the fix."""
 
 import json
 
@@ -16,7 +16,7 @@ def write(path, data):
     return path
 
 
-def test_a_folder_has_plans_in_the_order_of_names(tmp_path):
+def test_plans_of_a_folder_are_in_the_order_of_their_names(tmp_path):
     write(tmp_path / "b.json", to_json(PLAN))
     write(tmp_path / "a.json", to_json(make("ring", "all_gather", 2)))
     found = files.read_run(str(tmp_path))
@@ -39,7 +39,7 @@ WRONG["programs"][1][0] = [step for step in WRONG["programs"][1][0] if step["op"
         (json.dumps(WRONG), r"x\.json: Plan 'one_phase all_reduce' .*channel"),
     ],
 )
-def test_what_is_no_plan_is_refused_with_its_file(data, sentence, tmp_path):
+def test_the_error_for_an_invalid_plan_names_the_file(data, sentence, tmp_path):
     (tmp_path / "x.json").write_text(data)
     for place in (tmp_path / "x.json", tmp_path):
         with pytest.raises(ValueError, match=sentence) as error:
@@ -48,12 +48,12 @@ def test_what_is_no_plan_is_refused_with_its_file(data, sentence, tmp_path):
 
 
 @pytest.mark.parametrize("name", ("", "none.json"))
-def test_a_place_without_a_plan_is_refused(name, tmp_path):
+def test_a_path_without_plans_raises_an_error(name, tmp_path):
     with pytest.raises(ValueError, match=r"--moe-collective-plans.*(which has no plan|No such file)"):
         files.read_run(str(tmp_path / name))
 
 
-def test_a_plan_that_no_group_can_run_is_refused():
+def test_a_plan_that_no_group_can_run_raises_an_error():
     placed = files.PlacedPlan("x", PLAN, files.check(PLAN))
     with pytest.raises(ValueError, match="plan x is for 4 ranks, but the groups of this run have 2 ranks"):
         files.refuse_unused([placed], [range(2), (0, 2)])

@@ -1,6 +1,6 @@
-"""Random plans at random sizes: both executors give the result of the plan's steps, chunk by chunk.
+"""Random plans and sizes: results of both executors equal the plan's steps, computed chunk by chunk.
 
-The oracle holds each chunk as its own tensor, so it computes no ranges of elements.
+The oracle stores each chunk in a separate tensor, so it needs no ranges of elements.
 """
 
 from random import Random
@@ -39,7 +39,7 @@ def cut(shard, chunks):
 
 
 def evaluated(plan, shards):
-    """Return each rank's `out` for each rank's shards."""
+    """Return the `out` of all ranks for the given input shards."""
     held = {}
     for rank, own in enumerate(shards):
         pieces = [piece for shard in own for piece in cut(shard, plan.chunks)]
@@ -59,7 +59,7 @@ def evaluated(plan, shards):
 
 
 def run(seeds):
-    """Return the seeds whose result differs on this rank."""
+    """Return the seeds for which this rank's result is wrong."""
     wrong, rank, n = [], dist.get_rank(), dist.get_world_size()
     for seed in seeds:
         dice = Random(seed)
@@ -85,5 +85,5 @@ def run(seeds):
 
 
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(300), marks=pytest.mark.long)])
-def test_random_plans_give_what_their_steps_do(ranks, seeds):
+def test_random_plans_return_the_result_of_their_steps(ranks, seeds):
     assert ranks(4).run(run, list(seeds)) == [[]] * 4

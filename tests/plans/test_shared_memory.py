@@ -1,4 +1,4 @@
-"""Shared memory of ranks: what happens if it cannot be had, or a rank ends."""
+"""Errors of shared memory: it is not available, or a rank ends."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ SIZE = 1 << 12
 
 
 def refused(what):
-    """Return the error of `SharedMemory` without shared memory."""
+    """Return the error that `SharedMemory` raises if shared memory is not available."""
     patch = pytest.MonkeyPatch()
 
     def full(*_):
@@ -47,7 +47,7 @@ def refused(what):
         ("host", r"on rank 1 of the group, /dev/shm/\S+ cannot be opened \(No space left on device\)"),
     ],
 )
-def test_ranks_that_cannot_share_memory_say_why_all_alike(ranks, what, sentence):
+def test_all_ranks_raise_the_same_error_if_they_cannot_share_memory(ranks, what, sentence):
     first, second = ranks(2).run(refused, what)
     assert first == second
     with pytest.raises(SharedMemoryError, match=sentence):
@@ -64,9 +64,9 @@ def wait_for(rank, folder):
     SharedMemory(group, 9, SIZE)
 
 
-def test_a_rank_that_dies_early_is_named_and_no_file_is_left(tmp_path):
+def test_errors_name_a_rank_that_dies_early_and_no_file_is_left(tmp_path):
     said, seconds = mortal.run(wait_for, 3, [0, 2], str(tmp_path))
     for rank, sentence in zip((0, 2), said, strict=True):
         assert f"CommunicationError: rank {rank} could not finish " in sentence
-    assert seconds < 12  # a timeout, two health checks and a busy machine
+    assert seconds < 12  # the limit covers a timeout and two health checks on a busy machine
     assert list(tmp_path.iterdir()) == []

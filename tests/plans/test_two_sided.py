@@ -1,4 +1,4 @@
-"""Plans by messages: torch's bits, and sums in the plan's order."""
+"""Plans run by messages: results equal torch's, and sums have the plan's order."""
 
 import mortal
 import plans
@@ -27,7 +27,7 @@ def run(program, own, out_len, sizes):
 
 
 def every_collective(cases):
-    """Run all plans on this rank; return the wrong ones."""
+    """Run all plans on this rank; return the plans with wrong results."""
     wrong, rank = [], dist.get_rank()
     for plan in plans.of(dist.get_world_size()):
         program = TwoSided(plan, None)
@@ -39,7 +39,7 @@ def every_collective(cases):
             if not (torch.equal(got, wanted) and torch.equal(kept, ins[rank])):
                 wrong.append((plan.name, m, dtype))
             by_rank = plans.wanted(plan, ins)[rank]
-            # All pairs sum in the order of ranks; others round differently.
+            # all_pairs sums in the order of ranks; other plans round differently.
             same = plan.name.startswith(("one_phase", "two_phase")) or plan.collective not in REDUCING
             rounded = 0.5 * plan.ranks if dtype == torch.float16 else 1e-3
             off = 0.0 if same or dtype == torch.int64 else rounded
@@ -47,7 +47,7 @@ def every_collective(cases):
     return wrong
 
 
-def test_bits_are_those_of_a_fixed_order(ranks):
+def test_sums_have_a_fixed_order(ranks):
     assert ranks(4).run(every_collective, CASES) == [[]] * 4
 
 
@@ -63,7 +63,7 @@ def many_at_once():
     return begun, [call.is_completed() for call in calls], torch.equal(outs, wanted)
 
 
-def test_calls_may_begin_before_others_end(ranks):
+def test_calls_can_start_before_earlier_calls_end(ranks):
     assert ranks(4).run(many_at_once) == [([False] * 3, [True] * 3, True)] * 4
 
 
@@ -83,7 +83,7 @@ def _reduce(rank, fate):
 
 
 @pytest.mark.parametrize("fate", [mortal.die, pytest.param(mortal.stop, marks=pytest.mark.long)])
-def test_a_dead_or_stopped_rank_is_named(fate):
+def test_errors_name_a_dead_or_stopped_rank(fate):
     said, seconds = mortal.run(_reduce, 3, [0, 2], fate)
     for rank, sentence in zip((0, 2), said, strict=True):
         assert f"rank {rank} could not finish a plan" in sentence

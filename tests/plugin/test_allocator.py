@@ -1,4 +1,4 @@
-"""Freed memory stays in the process where it is asked for: pages are not faulted in again."""
+"""After `keep_freed_memory`, freed memory stays in the process, so pages are not faulted in again."""
 
 import subprocess
 import sys

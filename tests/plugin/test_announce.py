@@ -1,4 +1,4 @@
-"""What the log says of a model when it is built."""
+"""The parameter counts that are logged when a model is built."""
 
 from torch import nn
 
@@ -10,7 +10,7 @@ plugin.register()
 D, H, E, K, V = 4, 6, 8, 2, 10
 
 
-def test_a_token_meets_its_own_experts_and_all_else_and_tied_weights_count_once():
+def test_active_parameters_have_k_experts_and_tied_weights_count_once():
     model = nn.Module()
     model.embedding = nn.Embedding(V, D)
     model.moe = ft.MoELayer(ft.MoEConfig(D, H, E, top_k=K, shared_experts=1))

@@ -20,7 +20,7 @@ CONFIG = MoEConfig(model_dim=D, hidden_dim=6, num_experts=3, activation="gelu", 
 
 
 class Squares:
-    """A criterion that sums the squares of what a model gives."""
+    """A criterion that sums the squares of a model's output."""
 
     @staticmethod
     def reduce_metrics(logs):
@@ -32,7 +32,7 @@ class Squares:
 
 
 class Criterion(GateLossMixin, Squares):
-    """With the losses of the layers."""
+    """The criterion `Squares` with the balance and budget losses of the MoE layers."""
 
     def __init__(self, **options):
         self.gate_loss = argparse.Namespace(**(defaults(GateLossOptions) | options))
@@ -68,7 +68,7 @@ def run(model, x, **options):
 
 
 def mean_gate(model, x):
-    """Return the mean of both layers' gates over tokens that are no padding."""
+    """Return the mean of both layers' CMR gates over all tokens except padding."""
     real, gates = torch.ones(4, 2, dtype=torch.bool), []
     real[3, 1] = False
     for layer in model.layers:
@@ -81,7 +81,7 @@ def mean_gate(model, x):
 
 @pytest.mark.parametrize("recompute", (False, True))
 @pytest.mark.parametrize("target", (0.1, 0.9))
-def test_the_loss_is_the_distance_of_the_mean_gate(target, recompute):
+def test_the_loss_is_the_distance_between_the_mean_gate_and_the_target(target, recompute):
     model, x = Model(recompute), normal(4, 2, D, seed=1)
     weights = {"cmr_gate_loss_wt": 0.7, "cmr_gate_loss_p": target}
     plain, plain_grads, _ = run(model, x, moe_gate_loss_wt=0.3)
@@ -102,7 +102,7 @@ def test_the_loss_is_the_distance_of_the_mean_gate(target, recompute):
     assert not any(torch.is_tensor(value) and value.requires_grad for value in log.values())
 
 
-def test_without_a_weight_or_the_option_nothing_changes():
+def test_the_budget_option_without_a_loss_weight_has_no_effect():
     x = normal(4, 2, D, seed=1)
     zero, grads, log = run(Model(), x)
     again, same, _ = run(Model(), x, cmr_gate_loss_p=0.2)

@@ -1,4 +1,4 @@
-"""The plans of a run: a common check, and the all-to-alls that a tuner tries."""
+"""The collective plans of a run: all ranks check them together, and a tuner tries the all-to-all plans."""
 
 from types import SimpleNamespace
 
@@ -22,12 +22,12 @@ def given(monkeypatch):
     monkeypatch.setattr(plans.dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3])
 
 
-def test_a_tuner_tries_the_all_to_alls_among_the_plans():
+def test_a_tuner_tries_only_the_plans_of_all_to_alls():
     found = tuned_algorithms(SimpleNamespace(topology=TOPOLOGY), None)
     assert found == ("linear", "plan:linear_all_to_all", "plan:slow")
 
 
-def test_an_all_to_all_without_its_plan_is_refused():
+def test_an_all_to_all_algorithm_whose_plan_is_missing_is_refused():
     config = SimpleNamespace(a2a_algorithm="plan:ring_all_gather")
     with pytest.raises(
         ValueError, match=r"plan:ring_all_gather, .* give plan:linear_all_to_all or plan:slow"
@@ -36,7 +36,7 @@ def test_an_all_to_all_without_its_plan_is_refused():
 
 
 @pytest.mark.parametrize("own", ["", "mine is wrong"])
-def test_a_plan_that_one_rank_refuses_ends_all_ranks(own, monkeypatch):
+def test_if_one_rank_refuses_a_plan_all_ranks_raise_an_error(own, monkeypatch):
     def read(_):
         if own:
             raise ValueError(own)

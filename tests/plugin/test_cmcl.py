@@ -1,4 +1,4 @@
-"""Confident multiple choice learning against brute force over assignments, and by finite differences."""
+"""The confident loss equals a brute-force minimum; its gradients equal finite differences."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ def case(M: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_loop(logits_MNC, target_N, beta) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every member's cross entropy, and beta times its divergence, by torch's own functions."""
+    """Return each member's cross entropy, and beta times its divergence, by torch's functions."""
     ce, kl = [], []
     for logits_NC in logits_MNC:
         logs_NC = logits_NC.log_softmax(dim=1)
@@ -53,7 +53,7 @@ def test_no_assignment_has_a_smaller_loss(M, K, beta):
     torch.testing.assert_close(own, torch.autograd.grad(expected, logits)[0])
 
 
-def test_the_mean_over_all_labels_is_the_divergence_and_a_constant():
+def test_the_mean_loss_over_all_labels_is_the_divergence_plus_a_constant():
     logits, target = case(3)
     K, beta = 1, 0.75
     of_labels = [
@@ -69,7 +69,7 @@ def test_the_mean_over_all_labels_is_the_divergence_and_a_constant():
 
 @pytest.mark.parametrize("labels", (None, "drawn"))
 @pytest.mark.parametrize("left_out", (False, True))
-def test_gradients_by_finite_differences(labels, left_out):
+def test_gradients_equal_finite_differences(labels, left_out):
     logits, target = case(3, seed=1)
     labels = None if labels is None else random_labels(logits)
     counts = torch.arange(N) % 3 > 0 if left_out else None
@@ -77,7 +77,7 @@ def test_gradients_by_finite_differences(labels, left_out):
     torch.autograd.gradcheck(mean_log_probs, (logits,))
 
 
-def test_samples_that_are_left_out_count_for_nothing():
+def test_ignored_samples_do_not_affect_the_loss():
     logits, target = case(3)
     counts = torch.arange(N) < 4
     target = target.masked_fill(~counts, -100)
@@ -98,7 +98,7 @@ def test_half_precision_is_computed_in_fp32():
     assert half.grad.dtype == torch.bfloat16
 
 
-def test_the_mean_is_of_probabilities_and_may_exclude_a_class():
+def test_mean_log_probs_averages_probabilities_also_if_a_class_has_probability_0():
     logits, _ = case(3)
     expected = logits.softmax(dim=-1).mean(dim=0).log()
     torch.testing.assert_close(mean_log_probs(logits), expected)

@@ -1,4 +1,4 @@
-"""The criterion around the confident loss: what it counts, what it logs, and what it refuses."""
+"""The criterion cmcl: its loss, its log and its errors."""
 
 import math
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ TASK = SimpleNamespace(target_dictionary=SimpleNamespace(pad=lambda: PAD))
 
 
 class Given(torch.nn.Module):
-    """Returns what it is given, as an ensemble does."""
+    """A model that returns its input logits in the form of an ensemble's output."""
 
     def forward(self, logits):
         return mean_log_probs(logits), {"member_logits": logits}
@@ -26,7 +26,7 @@ class Given(torch.nn.Module):
 
 
 class NoEnsemble(Given):
-    """Returns one table of logits."""
+    """A model that is not an ensemble: it returns the logits of one member."""
 
     def forward(self, logits):
         return logits[0], None
@@ -41,7 +41,7 @@ def sample_of(logits, target):
     return {"net_input": {"logits": logits}, "target": target, "ntokens": ntokens}
 
 
-def test_the_log_is_that_by_hand_and_padding_counts_for_nothing():
+def test_the_log_equals_a_direct_computation_and_ignores_padding():
     torch.manual_seed(0)
     M, K, beta = 3, 2, 0.5
     logged, losses, rights, logs = [], [], [], []
@@ -75,14 +75,14 @@ def test_the_log_is_that_by_hand_and_padding_counts_for_nothing():
     assert values["loss"] == pytest.approx(float(sum(losses)) / 15 / math.log(2), abs=1e-3)
 
 
-def test_a_loss_for_random_labels_is_drawn_anew():
+def test_each_call_of_the_stochastic_loss_draws_new_labels():
     sample = sample_of(torch.randn(3, 2, 4, 6), torch.randint(2, 6, (2, 4)))
     stochastic = criterion(cmcl_overlap=1, cmcl_stochastic=True)
     assert len({float(stochastic(Given(), sample)[0]) for _ in range(4)}) == 4
     assert len({float(criterion(cmcl_overlap=1)(Given(), sample)[0]) for _ in range(4)}) == 1
 
 
-def test_what_it_refuses():
+def test_another_model_and_a_bad_overlap_are_refused():
     sample = sample_of(torch.randn(3, 2, 4, 6), torch.randint(2, 6, (2, 4)))
     with pytest.raises(ValueError, match="the model is not an ensemble; choose --arch ensemble_of"):
         criterion()(NoEnsemble(), sample)

@@ -1,4 +1,4 @@
-"""Our criterions give stock's loss, by another way where the model has plain logits."""
+"""MoE criterions compute fairseq's loss, with `token_loss` if the model has a plain softmax."""
 
 from types import SimpleNamespace
 
@@ -22,14 +22,14 @@ PAIRS = [
 
 
 class Decoder(FairseqDecoder):
-    """Returns what it is given."""
+    """A decoder that returns its input as logits."""
 
     def forward(self, logits):
         return logits, None
 
 
 class Tempered(FairseqLanguageModel):
-    """A model of a user's, whose probabilities are its own affair."""
+    """A user's model that computes probabilities with a temperature instead of a plain softmax."""
 
     def get_normalized_probs(self, net_output, log_probs, sample=None):
         return torch.log_softmax(net_output[0] / 2, dim=-1)
@@ -46,7 +46,7 @@ def losses(criterion, model, **more) -> tuple[torch.Tensor, ...]:
 
 
 class Adaptive:
-    """An adaptive softmax, as far as a decoder asks it."""
+    """A substitute for an adaptive softmax, with the method that a decoder calls."""
 
     def get_log_prob(self, logits, target=None):
         return torch.log_softmax(logits * 3, dim=-1)
@@ -54,7 +54,7 @@ class Adaptive:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return a list that grows with every use of our own way."""
+    """Return a list that gets one entry per call of `token_loss`."""
     found, true = [], token_loss.token_loss
     monkeypatch.setattr(token_loss, "token_loss", lambda *args: found.append(1) or true(*args))
     return found
@@ -68,13 +68,13 @@ def same(ours, stock, options, net, **more) -> None:
 
 @pytest.mark.parametrize("model", (FairseqLanguageModel, Tempered))
 @pytest.mark.parametrize("ours, stock, options", PAIRS)
-def test_the_loss_is_stock_s(calls, ours, stock, options, model):
+def test_the_loss_equals_fairseq_s(calls, ours, stock, options, model):
     same(ours, stock, options, model(Decoder(None)))
     assert bool(calls) == (model is not Tempered)
 
 
 @pytest.mark.parametrize("kind", ("an adaptive softmax", "losses by token", "an ignored prefix"))
-def test_what_needs_a_table_is_left_to_stock(calls, kind):
+def test_losses_that_need_a_table_use_the_code_of_fairseq(calls, kind):
     net, (ours, stock, options) = FairseqLanguageModel(Decoder(None)), PAIRS[1]
     if kind == "an adaptive softmax":
         net.decoder.adaptive_softmax = Adaptive()

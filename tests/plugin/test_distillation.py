@@ -1,4 +1,4 @@
-"""moe_distillation is built of the criterion that it is told, or says in one sentence why not."""
+"""moe_distillation wraps the criterion of --distill-criterion, or refuses it in one sentence."""
 
 import argparse
 import logging
@@ -21,7 +21,7 @@ register()
 
 
 class Task:
-    """A stock task, as far as a criterion looks at it; `_has_experts` where a MoE model was built."""
+    """The attributes of a task that a criterion reads; `_has_experts` is set if a MoE model was built."""
 
     def __init__(self, has_experts):
         self.args = argparse.Namespace()
@@ -37,7 +37,7 @@ def build(has_experts=True, **options):
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_it_is_the_criterion_that_is_named(name, tmp_path):
+def test_moe_distillation_is_an_instance_of_the_named_criterion(name, tmp_path):
     torch.save({}, tmp_path / "t.pt")
     criterion = build(criterion=name, teacher=str(tmp_path / "t.pt"))
     assert isinstance(criterion, CRITERION_REGISTRY[name])
@@ -50,17 +50,21 @@ def test_it_is_the_criterion_that_is_named(name, tmp_path):
         ({"teacher": "no.pt"}, "--distill-teacher is no.pt, but"),
         ({"criterion": "ctc"}, "--distill-criterion is ctc; choose one of cross_entropy"),
         ({"alpha": 0}, "--distill-alpha is 0.0; give a finite number above 0"),
+        (
+            {"criterion": "sentence_prediction", "regression_target": True},
+            "needs probabilities; remove --regression-target",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_what_can_not_be_is_one_sentence(options, sentence):
+def test_a_bad_option_ends_with_one_sentence(options, sentence):
     with pytest.raises(ValueError) as error:
         build(**options)
     assert sentence in str(error.value) and str(error.value).endswith(".")
 
 
 class Student(BaseFairseqModel):
-    """Gives the same scores for every batch of two sentences of three tokens."""
+    """A model with the same scores for every batch of two sentences of three tokens."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +75,7 @@ class Student(BaseFairseqModel):
 
 
 def ready(monkeypatch, folder, prefix=0, **options):
-    """Return a criterion, whose teacher's scores are all alike, and its arguments."""
+    """Return a criterion whose teacher's scores are all 0, and the arguments of its forward pass."""
     torch.save({}, folder / "t.pt")
     criterion = build(criterion="label_smoothed_cross_entropy", teacher=str(folder / "t.pt"), **options)
     criterion.ignore_prefix_size = prefix
@@ -81,7 +85,7 @@ def ready(monkeypatch, folder, prefix=0, **options):
     return criterion, (Student(), sample)
 
 
-def test_a_prefix_that_is_not_trained_is_not_distilled(monkeypatch, tmp_path):
+def test_an_ignored_prefix_is_not_distilled(monkeypatch, tmp_path):
     criterion, (model, sample) = ready(monkeypatch, tmp_path, prefix=1)
     (grad_BLV,) = torch.autograd.grad(criterion(model, sample)[0], model.parameters())
     is_trained = grad_BLV.abs().sum(-1) > 0
@@ -89,7 +93,7 @@ def test_a_prefix_that_is_not_trained_is_not_distilled(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("until, taught", [(0, [0, 1, 2, 3]), (2, [0, 1])])
-def test_the_teacher_is_asked_until_the_update_that_is_given(until, taught, monkeypatch, tmp_path, caplog):
+def test_distillation_ends_after_the_update_of_distill_until(until, taught, monkeypatch, tmp_path, caplog):
     criterion, arguments = ready(monkeypatch, tmp_path, until=until)
     found = []
     with caplog.at_level(logging.INFO):
@@ -103,14 +107,14 @@ def test_the_teacher_is_asked_until_the_update_that_is_given(until, taught, monk
 
 
 @pytest.mark.parametrize("in_validation", (False, True))
-def test_validation_asks_the_teacher_where_that_is_wanted(in_validation, monkeypatch, tmp_path):
+def test_validation_uses_the_teacher_only_if_the_option_is_set(in_validation, monkeypatch, tmp_path):
     criterion, arguments = ready(monkeypatch, tmp_path, in_validation=in_validation)
     log = criterion.eval()(*arguments)[2]
     assert ("distill_loss" in log) == in_validation
 
 
 def test_a_teacher_is_opened_in_evaluation_without_its_task_s_state(monkeypatch, tmp_path):
-    """And leaves the training's random numbers alone."""
+    """Opening a teacher does not change the random number generator of training."""
     torch.save({}, tmp_path / "t.pt")
     of_file, given = {"task_state": {"a": 1}, "model": {}}, []
     monkeypatch.setattr(checkpoint_utils, "load_checkpoint_to_cpu", lambda *_: of_file)

@@ -1,4 +1,4 @@
-"""Epochs are the same on every number of ranks."""
+"""An epoch has the same batches on any number of ranks."""
 
 import itertools
 
@@ -34,7 +34,7 @@ def _iterators(kind, ranks, **options):
 
 
 def _take(iterators, steps):
-    """Consume `steps` batches on every rank; return them in global order, without the fill."""
+    """Consume `steps` batches on every rank; return them in global order, without empty batches."""
     rows = zip(*[[next(i._cur_epoch_itr) for _ in range(steps)] for i in iterators], strict=True)
     return [batch for row in rows for batch in row if batch is not None]
 
@@ -67,13 +67,13 @@ def test_every_batch_is_seen_once_in_the_saved_order(legs, grouped):
         assert all(s == states[0] for s in states)
         state = states[0]
     assert seen == expected
-    # Grouped shuffling leaves out the last, incomplete group: stock's choice.
+    # As in fairseq, grouped shuffling leaves out the last, incomplete group.
     assert grouped or sorted(seen) == list(range(NUM_BATCHES))
     assert state["iterations_in_epoch"] == 0
     assert state["epoch"] == 2
 
 
-def test_the_epoch_after_a_resumed_one_is_stock_s():
+def test_the_epoch_after_a_resumed_one_equals_fairseq_s():
     iterators = _iterators(ElasticEpochBatchIterator, 2)
     _begin(iterators)
     _take(iterators, 3)
@@ -90,7 +90,7 @@ def test_the_epoch_after_a_resumed_one_is_stock_s():
 
 
 def _updates(ranks, update_freq, kind=ElasticEpochBatchIterator, consumed=0, **options):
-    """Return the batches of each update of epoch 2, rank by rank; None only fills up."""
+    """Return the batches of each update of epoch 2, rank by rank; None is an empty batch."""
     iterators = _iterators(kind, ranks, epoch=2, **options)
     for iterator in iterators:
         if kind is ElasticEpochBatchIterator:
@@ -105,7 +105,7 @@ def _updates(ranks, update_freq, kind=ElasticEpochBatchIterator, consumed=0, **o
     ("ranks", "update_freq", "updates_done"),
     [(2, 3, 0), (2, 3, 1), (3, 4, 0), (3, 4, 1), (4, 5, 0), (4, 5, 1), (2, 1, 5), (24, 1, 0), (5, 5, 0)],
 )
-def test_an_update_is_of_the_same_batches_and_ends_with_a_real_one(ranks, update_freq, updates_done):
+def test_an_update_has_the_same_batches_and_ranks_end_with_a_real_one(ranks, update_freq, updates_done):
     consumed = updates_done * ranks * update_freq
     found = _updates(ranks, update_freq, consumed=consumed)
     expected = _updates(1, ranks * update_freq, consumed=consumed)

@@ -1,4 +1,4 @@
-"""The moving average of a model with experts, beside fairseq's own."""
+"""The moving average of a model with experts equals fairseq's."""
 
 from types import SimpleNamespace
 
@@ -45,7 +45,7 @@ def _config(wide, freq=1):
     )  # fmt: skip
 
 
-def test_a_model_without_experts_keeps_fairseq_s():
+def test_a_model_without_experts_uses_the_average_class_of_fairseq():
     made = []
     for model in (nn.Linear(2, 2), _Model()):
         trainer = object.__new__(MoETrainer)
@@ -57,7 +57,7 @@ def test_a_model_without_experts_keeps_fairseq_s():
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("wide", [False, True])
-def test_the_arithmetic_is_fairseq_s(wide, half):
+def test_averages_have_the_same_bits_as_fairseq_s(wide, half):
     model = _Model()
     model.draw(1)
     if half:
@@ -77,7 +77,7 @@ def test_the_arithmetic_is_fairseq_s(wide, half):
 
 
 def test_a_resumed_run_averages_after_the_same_updates():
-    """--ema-update-freq 3 averages after updates 3 and 6, as fairseq's own does without a resume."""
+    """--ema-update-freq 3 averages after updates 3 and 6, as fairseq does without a resume."""
     model = _Model()
     model.draw(1)
     ours, stock = ExpertEMA(model, _config(False, 3)), EMA(model, _config(False, 3), skip_keys={"table"})
@@ -95,7 +95,7 @@ def test_a_resumed_run_averages_after_the_same_updates():
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_tied_weights_are_averaged_once(wide):
-    """fairseq's own average decays them once for each of their names."""
+    """fairseq's EMA decays a tied weight once for each of its names."""
     model = _Model(tied=True)
     model.draw(1)
     ema, first = ExpertEMA(model, _config(wide)), model.out.weight.detach().clone()
@@ -107,7 +107,7 @@ def test_tied_weights_are_averaged_once(wide):
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_checkpoint_s_averages_are_not_kept_in_memory(wide):
+def test_restoring_averages_frees_the_averages_of_the_checkpoint(wide):
     saved, model = _Model(), _Model()
     saved.draw(5)
     ema, state = ExpertEMA(model, _config(wide)), dict(saved.state_dict())

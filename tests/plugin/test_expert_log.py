@@ -1,4 +1,4 @@
-"""What is logged of the experts beside their numbers: times of all-to-alls, per micro-batch."""
+"""The logged times of all-to-alls are averages over micro-batches."""
 
 import pytest
 from fairseq.logging import metrics

@@ -1,4 +1,4 @@
-"""Saved and loaded states are finite; a run that reached its limit changes nothing."""
+"""Weights and optimizer states with NaN or infinity are neither saved nor loaded."""
 
 import contextlib
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def trainer_in(folder, updates=7, masters=False):
 
 
 def saves(trainer):
-    """Return the calls of fairseq's function in a save."""
+    """Save a checkpoint; return a list with one entry per call of fairseq's `save_checkpoint`."""
     called = []
     function = save.save_checkpoint(lambda *_: called.append(1))
     no_save = SimpleNamespace(no_save=False)

@@ -1,4 +1,4 @@
-"""Flags are generated from MoEConfig and come back as the same MoEConfig; help says unit and default."""
+"""Flags are made from MoEConfig and parsed to the same MoEConfig; help has unit and default."""
 
 import argparse
 
@@ -92,5 +92,5 @@ def test_a_misspelt_override_is_refused():
         checkpoint_utils.load_checkpoint_to_cpu("nowhere.pt", {"moe_freq": 1, "moe_topk": 1})
 
 
-def test_overrides_of_stock_and_of_users_pass():
+def test_overrides_of_options_of_fairseq_and_of_users_are_accepted():
     refuse_misspelt({"moe_top_k": 1, "world_size": 1, "dropout": 0, "moe_of_my_own": 2})

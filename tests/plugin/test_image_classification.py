@@ -1,4 +1,4 @@
-"""The criterion of images against torch's cross entropy of probabilities; accuracies against a loop."""
+"""image_classification: the loss equals torch's cross entropy, and accuracies equal a loop's."""
 
 import math
 
@@ -13,7 +13,7 @@ from fairseq_tutel.plugin.criterions.image_classification import ImageClassifica
 
 
 class Logits(BaseFairseqModel):
-    """A model whose images are its logits."""
+    """A model that returns the input images as logits."""
 
     def forward(self, images):
         return images
@@ -30,7 +30,7 @@ def batch_of(classes, mixed, seed=1, images=6):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_the_loss_is_the_cross_entropy_of_what_is_aimed_at(smoothing, mixed):
+def test_the_loss_is_the_cross_entropy_with_smoothed_and_mixed_targets(smoothing, mixed):
     sample = batch_of(7, mixed)
     logits, share = sample["net_input"]["images"], torch.ones(6)
     aims = F.one_hot(sample["target"], 7).float()
@@ -40,7 +40,7 @@ def test_the_loss_is_the_cross_entropy_of_what_is_aimed_at(smoothing, mixed):
     criterion = ImageClassificationCriterion(FairseqTask(None), smoothing)
     loss, sample_size, log = criterion(Logits(), sample)
     nll = F.cross_entropy(logits.float(), aims, reduction="sum")
-    # fairseq's smoothing gives the other classes alone their share.
+    # fairseq's smoothing adds probability only to the other classes.
     smoothed = aims * (1 - smoothing) + (1 - aims) * smoothing / 6
     expected = F.cross_entropy(logits.float(), smoothed, reduction="sum")
     assert sample_size == log["nsentences"] == log["ntokens"] == 6
@@ -49,7 +49,7 @@ def test_the_loss_is_the_cross_entropy_of_what_is_aimed_at(smoothing, mixed):
 
 
 @pytest.mark.parametrize("classes", [3, 9])
-def test_accuracies_are_percents_of_all_images(classes):
+def test_accuracies_are_percentages_over_all_images(classes):
     batches = [batch_of(classes, False, seed, images) for seed, images in ((1, 6), (2, 1), (3, 30))]
     criterion = ImageClassificationCriterion(FairseqTask(None), 0.0)
     with metrics.aggregate() as found:

@@ -1,4 +1,4 @@
-"""From a stock model to its MoE variant, in this process."""
+"""Building the MoE variant of a fairseq model, in one process."""
 
 import argparse
 import re
@@ -38,24 +38,24 @@ def configuration(side, *words, **overrides):
 
 
 def task_of_words():
-    """Return what a model needs of a task."""
+    """Return a task with the attributes that a model reads."""
     task = argparse.Namespace(cfg=argparse.Namespace())
     task.source_dictionary = task.target_dictionary = Dictionary()
     return task
 
 
 def build(side, **overrides):
-    """Return (model, its configuration); of four layers of a side the second and the last have experts.
+    """Return a model and its configuration; the second and fourth of `side`'s four layers have experts.
 
     Args:
-        side: which one.
-        overrides: of the command line, as --model-overrides has them.
+        side: encoder or decoder.
+        overrides: options that replace those of the command line, as with --model-overrides.
     """
     cfg = configuration(side, **overrides).model
     return models.build_model(cfg, task_of_words()), cfg
 
 
-def test_an_opened_model_draws_no_experts_and_takes_the_tensors_of_its_file(monkeypatch):
+def test_an_opened_model_initializes_no_experts_and_uses_the_file_s_tensors(monkeypatch):
     saved, cfg = build("decoder")
     state, tokens = saved.state_dict(), torch.tensor([[0, 1, 2, 3]])
     halved = next(key for key in state if key.endswith("experts.fc2_weight"))
@@ -75,9 +75,9 @@ def test_an_opened_model_draws_no_experts_and_takes_the_tensors_of_its_file(monk
 
 @pytest.mark.parametrize("side", SMALL)
 @pytest.mark.parametrize(("kept", "with_experts"), [("1,3", [0, 1]), ("0,2,3", [2])])
-def test_a_pruned_model_takes_the_layers_that_it_keeps(side, kept, with_experts):
+def test_a_pruned_model_loads_the_weights_of_the_kept_layers(side, kept, with_experts):
     whole, _ = build(side)
-    # Stock drops the layers of a side without the option; the decoder of a translation has two.
+    # fairseq drops all layers of a side without the option, and this decoder has two layers.
     keep = {"decoder_layers_to_keep": "0,1", f"{side}_layers_to_keep": kept}
     pruned, cfg = build(side, **keep)
     labels = [layer.label for layer in moe_layers(pruned) if layer.label.startswith(side)]
@@ -89,8 +89,8 @@ def test_a_pruned_model_takes_the_layers_that_it_keeps(side, kept, with_experts)
         assert torch.equal(own[name], tensor), name
 
 
-def test_a_pre_gated_model_gives_step_by_step_what_it_gives_at_once():
-    """In a beam whose hypotheses change places, end and come again after every step."""
+def test_a_pre_gated_model_has_equal_outputs_in_one_call_and_step_by_step():
+    """The hypotheses of the beam are reordered, dropped and duplicated after every step."""
     model, state = build("decoder", moe_pregate=1)[0].eval(), {}
     prefix, generator = torch.empty(3, 0, dtype=torch.int64), torch.Generator().manual_seed(1)
     for order in ([0, 1, 2], [2, 0, 0], [1, 1, 0], [2, 1, 0]):
@@ -103,12 +103,12 @@ def test_a_pre_gated_model_gives_step_by_step_what_it_gives_at_once():
         build("decoder", moe_pregate=2)
 
 
-def test_the_capacity_of_full_sentences_is_that_of_each_side():
+def test_encoder_and_decoder_have_their_own_sentence_length_for_the_capacity():
     fraction = {"moe_eval_capacity_token_fraction": 0.25, "moe_eval_capacity_max_seqlen": True}
     model, _ = build("encoder", max_source_positions=40, max_target_positions=28, **fraction)
     lengths = {layer.label: layer.config.eval_sentence_length for layer in moe_layers(model)}
     assert lengths == {"encoder_1": 40, "encoder_3": 40, "decoder_1": 28}
-    fraction["moe_eval_capacity_token_fraction"] = -1.0  # of the training capacity
+    fraction["moe_eval_capacity_token_fraction"] = -1.0  # use the training capacity
     model, _ = build("encoder", max_source_positions=40, **fraction)
     assert {layer.config.eval_sentence_length for layer in moe_layers(model)} == {0}
     fraction["moe_eval_capacity_token_fraction"] = 0.1
@@ -117,7 +117,7 @@ def test_the_capacity_of_full_sentences_is_that_of_each_side():
 
 
 @pytest.mark.parametrize("sides", ("both", "encoder", "decoder"))
-def test_pre_gating_changes_the_chosen_stacks_alone(sides):
+def test_pre_gating_changes_only_the_chosen_stacks(sides):
     model, _ = build("encoder", moe_pregate=1, moe_freq=1, moe_pregate_sides=sides)
     routed = {layer.label.partition("_")[0] for layer in moe_layers(model) if layer.router is not None}
     assert routed == ({"encoder", "decoder"} if sides == "both" else {sides})
@@ -161,11 +161,11 @@ def test_a_bad_option_is_refused_by_name(words):
     cfg, task = run_of("decoder", "moe_cross_entropy", *words.split())
     with pytest.raises(ValueError, match=re.escape(REFUSED[words])):
         task.build_model(cfg.model)
-    guard.set_timeout(0)  # a training's is the whole process's
+    guard.set_timeout(0)  # reset, because the time-out applies to the whole process
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
-def test_a_frequency_of_one_side_is_refused_by_its_name(side):
+def test_an_error_names_the_option_of_the_side_with_a_bad_frequency(side):
     cfg, task = run_of("encoder", "moe_label_smoothed_cross_entropy", f"--{side}-moe-freq=-3")
     with pytest.raises(ValueError, match=f"^--{side}-moe-freq is -3; give a whole number of layers"):
         task.build_model(cfg.model)
@@ -178,7 +178,7 @@ REFUSED_ON_TWO_RANKS = {
 
 
 @pytest.mark.parametrize("words", REFUSED_ON_TWO_RANKS)
-def test_what_cannot_work_on_several_ranks_is_refused(words):
+def test_options_that_cannot_work_on_several_ranks_are_refused(words):
     ranks = ("--distributed-world-size", "2", "--ddp-backend", "legacy_ddp")
     cfg, task = run_of("decoder", "moe_cross_entropy", *ranks, *words.split())
     model = TransformerLanguageModel.build_model(cfg.model, task)

@@ -1,4 +1,4 @@
-"""A file has literals in the options that fairseq evaluates."""
+"""A checkpoint is refused if an option that fairseq passes to eval() is not a literal."""
 
 import argparse
 import re
@@ -50,7 +50,7 @@ def test_code_in_any_field_at_any_depth_is_refused(key):
             refuse_code(state, "x.pt", {})
 
 
-def test_an_interpolation_may_only_name_what_is_looked_at_itself():
+def test_an_interpolation_may_only_name_an_option_that_is_also_checked():
     model = {"adam_betas": "${optimizer.adam_betas}", "feature_encoder_spec": "${a.feature_encoder_spec}"}
     refuse_code({"cfg": OmegaConf.create({"model": model})}, "x.pt", {})
     for text in ("${name}", "${env:HOME}", "${${adam_betas}}", "${adam_betas}${adam_betas}"):
@@ -58,7 +58,7 @@ def test_an_interpolation_may_only_name_what_is_looked_at_itself():
             refuse_code({"cfg": OmegaConf.create({"model": {"adam_betas": text}})}, "x.pt", {})
 
 
-def test_what_the_user_gives_is_free_and_values_of_a_file_are_not():
+def test_code_is_accepted_from_the_user_but_not_from_a_file():
     state = {"cfg": OmegaConf.create({"model": {"adam_betas": CODE}})}
     refuse_code(state, "x.pt", {"adam_betas": CODE})
     with pytest.raises(ValueError, match="adam_betas"):
@@ -76,8 +76,8 @@ def test_what_the_user_gives_is_free_and_values_of_a_file_are_not():
         ({"model": {1: {"a": Dictionary()}}}, "an object of the class Dictionary as the option a"),
     ],
 )  # fmt: skip
-def test_no_object_and_no_resolver_stands_among_options(cfg, sentence):
-    """fairseq's Dictionary may be in a checkpoint; its attributes come from the file."""
+def test_objects_and_resolvers_in_options_are_refused(cfg, sentence):
+    """A checkpoint may contain fairseq's Dictionary, but not as an option: the file sets its attributes."""
     for state in ({"cfg": cfg}, {"args": argparse.Namespace(**cfg)}):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             refuse_code(state, "x.pt", {})

@@ -1,4 +1,4 @@
-"""A checkpoint's file at the doors by which it comes in: to be used, or to go on training from."""
+"""Loading a checkpoint file, for inference or to resume training."""
 
 import argparse
 import logging
@@ -29,7 +29,7 @@ STATE = {
 
 
 class Hostile:
-    """Unpickled without care, it makes a folder."""
+    """An object whose unpickling would run code that makes a folder."""
 
     def __init__(self, path):
         self.path = path
@@ -43,7 +43,7 @@ def written(folder, **parts):
     return folder / "a.pt"
 
 
-def test_a_file_with_a_flipped_byte_is_used_only_by_the_user_s_word(tmp_path, monkeypatch):
+def test_a_file_with_a_flipped_bit_opens_only_with_the_environment_variable(tmp_path, monkeypatch):
     path = written(tmp_path)
     content = bytearray(path.read_bytes())
     content[content.index(STATE["model"]["weight"].numpy().tobytes()) + 4] ^= 1
@@ -60,7 +60,7 @@ def test_a_file_with_a_flipped_byte_is_used_only_by_the_user_s_word(tmp_path, mo
     ("saved", "read"),
     [({"moe_backend": "grouped_mm"}, {"moe_backend": "auto"}), ({"data": "x"}, {"data": "x"})],
 )
-def test_a_backend_that_is_no_more_is_read_as_auto(kind, saved, read, tmp_path):
+def test_a_removed_backend_is_read_as_auto(kind, saved, read, tmp_path):
     path = written(tmp_path, cfg={**STATE["cfg"], "task": kind(**saved)})
     assert checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["cfg"]["task"] == kind(**read)
 
@@ -83,20 +83,20 @@ def test_a_removed_option_in_a_checkpoint_is_ignored_with_one_log_line(form, wor
 
 @pytest.mark.parametrize("name", ["gate.wg.weight", "experts.3.fc1.weight"])
 @pytest.mark.parametrize("resumes", [None, False], ids=["used", "trained"])
-def test_a_file_of_meta_s_branch_names_its_converter(name, resumes, tmp_path):
+def test_the_error_for_a_file_of_meta_s_branch_names_the_converter(name, resumes, tmp_path):
     path = written(tmp_path, model={f"decoder.layers.0.moe_layer.{name}": torch.ones(2)})
     with pytest.raises(ValueError, match=r"convert meta"):
         checkpoint_utils.load_checkpoint_to_cpu(str(path), {}, load_on_all_ranks=resumes)
 
 
-def test_an_option_that_an_older_file_lacks_is_overridden_all_the_same(tmp_path):
+def test_an_option_that_an_older_file_lacks_can_be_overridden(tmp_path):
     path = written(tmp_path, cfg={**STATE["cfg"], "task": {"data": "x"}})
     overrides = {"moe_expert_store": "on-demand", "seed": 3}
     task = checkpoint_utils.load_checkpoint_to_cpu(str(path), overrides)["cfg"]["task"]
     assert task == {"data": "x", "moe_expert_store": "on-demand"}
 
 
-def test_a_store_that_needs_pregating_is_refused_for_another_model():
+def test_the_pregated_store_is_refused_for_a_model_without_pregating():
     task = argparse.Namespace(moe_expert_store="pregated")
     assert store_options(task, True, True, torch.device("cpu")).moe_expert_tier == "disk"
     with pytest.raises(ValueError, match=r"^--moe-expert-store is pregated, but this model"):
@@ -115,7 +115,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("words", [({},), (None, False)], ids=["to use", "to train on"])
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_a_file_that_fairseq_did_not_save_is_named(kind, words, tmp_path, monkeypatch):
+def test_the_error_for_a_foreign_file_names_the_file(kind, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path, content = tmp_path / "a.pt", FOREIGN[kind]
     if isinstance(content, bytes):
@@ -130,7 +130,7 @@ def test_a_file_that_fairseq_did_not_save_is_named(kind, words, tmp_path, monkey
 
 
 @pytest.mark.parametrize("words", [({},), (None, False)], ids=["to use", "to train on"])
-def test_code_in_an_option_and_what_is_no_file_are_refused(words, tmp_path):
+def test_code_in_an_option_and_paths_of_folders_and_pipes_are_refused(words, tmp_path):
     path = written(tmp_path, cfg={"model": {"adaptive_softmax_cutoff": "[500+0*print(),1000]"}})
     with pytest.raises(ValueError, match="as the option adaptive_softmax_cutoff, which"):
         checkpoint_utils.load_checkpoint_to_cpu(str(path), *words)
@@ -142,7 +142,7 @@ def test_code_in_an_option_and_what_is_no_file_are_refused(words, tmp_path):
 
 @pytest.fixture
 def modules(tmp_path, monkeypatch):
-    """A user-dir with a module that nothing has imported, and another one beside; all on the path."""
+    """Make a user-dir with a module, and a module outside of it; neither is imported yet."""
     source = "import torch\nopen('made', 'w').close()\nclass Gate(torch.nn.Linear): pass\n"
     (tmp_path / "my_user_dir").mkdir()
     (tmp_path / "my_user_dir" / "__init__.py").write_text("")
@@ -159,7 +159,7 @@ def modules(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("form", ["cfg", "args", "Namespace in cfg"])
 @pytest.mark.parametrize("key", ["moe_gate_type", "moe_expert_type"])
-def test_a_file_has_no_module_imported_that_nobody_asked_for(key, form, modules, tmp_path):
+def test_a_file_cannot_import_a_module_that_the_user_did_not_name(key, form, modules, tmp_path):
     options = {"moe_freq": 1, key: "linear, aside.Gate"}
     flat = argparse.Namespace(**options, arch="moe_transformer", task="translation")
     parts = {
@@ -172,7 +172,7 @@ def test_a_file_has_no_module_imported_that_nobody_asked_for(key, form, modules,
         checkpoint_utils.load_checkpoint_to_cpu(path, {})
     assert f"--model-overrides \"{{'{key}': 'linear, aside.Gate'}}\"" in str(e.value)
     checkpoint_utils.load_checkpoint_to_cpu(path, {key: options[key]})
-    # A training's model is what the command line says.
+    # In training, the command line defines the model, so the file's options are not used.
     checkpoint_utils.load_checkpoint_to_cpu(path, load_on_all_ranks=False)
     assert not os.path.exists("made")
     __import__("aside")
@@ -188,7 +188,7 @@ def test_a_file_may_name_a_class_of_the_user_dir(modules, tmp_path):
 @pytest.mark.parametrize(
     "error", [RuntimeError("can't allocate memory"), CommunicationError("rank 1 is gone")]
 )
-def test_too_little_memory_and_lost_ranks_are_no_fault_of_a_file(error, tmp_path, monkeypatch):
+def test_errors_of_memory_and_of_lost_ranks_are_not_blamed_on_the_file(error, tmp_path, monkeypatch):
     def load(*args, **kwargs):
         raise error
 

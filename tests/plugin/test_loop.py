@@ -1,4 +1,4 @@
-"""Functions of fairseq's training loop are wrapped where its main function finds them."""
+"""Functions of fairseq's training loop are wrapped in the globals of its main function."""
 
 import runpy
 import sys
@@ -11,7 +11,7 @@ from fairseq_tutel.plugin.training import loop
 plugin.register()
 
 
-def test_the_loop_of_a_rank_that_was_spawned_by_python_m_is_wrapped(monkeypatch):
+def test_the_training_loop_is_wrapped_in_a_process_spawned_by_python_m(monkeypatch):
     """multiprocessing runs the main module again, and copies its names to another module."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the module is imported already

@@ -1,4 +1,4 @@
-"""The KL term against torch's over whole tables, and its gradient."""
+"""The distillation loss and its gradient equal torch's, which uses tables of probabilities."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def case(num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def by_table(student: Tensor, teacher: Tensor, counts: Tensor, T: float) -> Tensor:
-    """Return T² KL, by torch."""
+    """Return T² KL(teacher || student), computed by torch from tables of probabilities."""
     wide = torch.promote_types(student.dtype, torch.float32)
     q, p = (torch.softmax(table[counts].to(wide) / T, dim=1) for table in (student, teacher))
     return T**2 * F.kl_div(q.log(), p, reduction="sum")
@@ -29,7 +29,7 @@ def by_table(student: Tensor, teacher: Tensor, counts: Tensor, T: float) -> Tens
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("T", (1.0, 2.5))
 @pytest.mark.parametrize("num_rows, elements", [(11, 10**6), (11, 30), (2, 3), (0, 30)])
-def test_loss_and_gradient_are_those_of_the_table(monkeypatch, num_rows, elements, T, dtype):
+def test_loss_and_gradient_equal_those_computed_from_tables(monkeypatch, num_rows, elements, T, dtype):
     monkeypatch.setitem(row_chunks.ELEMENTS, "cpu", elements)
     student, teacher, counts = case(num_rows, dtype)
     expected = by_table(student, teacher, counts, T)
@@ -43,12 +43,12 @@ def test_loss_and_gradient_are_those_of_the_table(monkeypatch, num_rows, element
     close(grad, expected_grad, "gradient")
 
 
-def test_the_gradient_is_that_of_finite_differences():
+def test_the_gradient_equals_finite_differences():
     student, teacher, counts = case(6, torch.float64)
     assert torch.autograd.gradcheck(lambda x: distillation_loss(x, teacher, counts, 2.0), student)
 
 
-def test_nothing_is_kept_but_the_two_tables():
+def test_only_the_scores_of_student_and_teacher_are_saved_for_backward():
     student, teacher, counts = case(50, torch.bfloat16)
     kept = saved_for_backward(lambda: distillation_loss(student, teacher, counts, 1.0))
     tables = {t.data_ptr() for t in kept if t.numel() >= student.numel()}

@@ -29,7 +29,7 @@ class _Numbers(torch.utils.data.Dataset):
 
 
 class _Ranks:
-    """The iterators of all ranks, and the updates that fairseq's trainer makes of them.
+    """The iterators of all ranks, and the updates that fairseq's trainer makes of their batches.
 
     `micro_batches` may be 0, for --update-freq 1 without the option.
     """
@@ -53,7 +53,7 @@ class _Ranks:
         self.updates = zip(*(GroupedIterator(e, rounds, skips) for e in epochs), strict=True)
 
     def take(self, count=None):
-        """Return the next updates: for each rank its batches, None for an empty one."""
+        """Return the next updates: each rank's batches, with None for an empty batch."""
         return list(itertools.islice(self.updates, count))
 
     def state(self):
@@ -138,11 +138,11 @@ def test_another_number_of_micro_batches_continues_with_the_next_batch(before, a
 
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize(("before", "after"), [((1, 4), (2, 8)), ((3, 4), (3, 9)), ((2, 0), (8, 0))])
-def test_a_rest_that_is_less_than_an_update_is_skipped_at_a_resume(before, after, is_dynamic, caplog):
+def test_a_resume_skips_the_rest_of_an_epoch_that_is_less_than_an_update(before, after, is_dynamic, caplog):
     """`before` and `after` are numbers of ranks and of micro-batches; the rest has seven batches."""
     caplog.set_level(logging.INFO)
     options = {"skip_remainder_batch": True}
-    if is_dynamic:  # each epoch has other batches
+    if is_dynamic:  # each epoch has different batches
         numbers = range(NUM_BATCHES)
         options["batch_sampler"] = lambda _, epoch: [[(i + epoch) % NUM_BATCHES] for i in numbers]
     job = _Ranks(*before, **options)
@@ -165,7 +165,7 @@ def _root(count=8, freq=(1,), ranks=3):
 
 def test_the_rounds_of_an_update_replace_update_freq():
     root = _root()
-    for _ in range(2):  # as for each model of an ensemble
+    for _ in range(2):  # the function runs once for each model of an ensemble
         set_update_freq(root, 3)
         assert list(root.optimization.update_freq) == [3]
     root = _root(count=0, freq=(2, 4))
@@ -173,7 +173,7 @@ def test_the_rounds_of_an_update_replace_update_freq():
     assert list(root.optimization.update_freq) == [2, 4]
 
 
-def test_what_contradicts_the_number_of_micro_batches_is_refused():
+def test_options_that_contradict_the_number_of_micro_batches_are_refused():
     with pytest.raises(
         ValueError, match=r"is 2, but this run has 3 ranks.* at least 3, or start at most 2"
     ):

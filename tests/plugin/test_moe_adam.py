@@ -1,4 +1,4 @@
-"""moe_adam is fairseq's Adam: the same 20 updates, and each reads the other's state; fp16 moments."""
+"""moe_adam equals fairseq's Adam, each loads the other's state, and fp16 moments follow fp32 ones."""
 
 import copy
 
@@ -24,7 +24,7 @@ def _parameters(dtype=torch.float32):
 def _step(optimizer, parameters, number):
     generator = torch.Generator().manual_seed(number)
     for i, p in enumerate(parameters):
-        # The last parameter has no gradient in odd steps: its step count falls behind.
+        # The last parameter has no gradient in odd steps, so its step count is lower.
         skipped = i == 2 and number % 2
         p.grad = None if skipped else torch.randn(p.shape, generator=generator).to(p.dtype)
     optimizer.step()
@@ -48,7 +48,7 @@ def _plain(kind):
 
 
 def _resumed(first, second):
-    """Take four steps with each of two optimizers; return the parameters and the second one."""
+    """Take four steps with each of two optimizers; return the parameters and the second optimizer."""
     parameters = _parameters()
     a = first(parameters)
     for number in range(4):
@@ -70,7 +70,7 @@ def _uninterrupted(make):
 
 
 @pytest.mark.parametrize("first", [Adam, FusedAdam])
-def test_each_resumes_the_other_s_state(first):
+def test_moe_adam_and_fairseq_s_adam_resume_each_other_s_state(first):
     second = FusedAdam if first is Adam else Adam
     through, _ = _resumed(_plain(first), _plain(second))
     for x, y in zip(through, _uninterrupted(_plain(first)), strict=True):
@@ -93,12 +93,28 @@ def test_fp16_moments_follow_fp32_ones(dtype):
     for a, b in zip(ours, stock, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
         assert half.state[a]["exp_avg"].dtype == torch.float16
-        # The largest element stands at the largest fp16 number, whatever the gradients' size.
+        # The scale maps the largest moment to the largest fp16 number, for gradients of any size.
         assert half.state[a]["exp_avg_sq"].max() > 6e4
 
 
+def test_the_fp16_moments_of_an_expert_do_not_depend_on_other_experts():
+    whole, part = _parameters()[2:], [torch.nn.Parameter(_parameters()[2][1:].clone())]
+    mark_expert(whole[0])
+    mark_expert(part[0])
+    a, b = _with_fp16_stats(whole), _with_fp16_stats(part)
+    for _ in range(3):
+        whole[0].grad = torch.randn(2, 4, 3) * torch.tensor([100.0, 1.0]).view(2, 1, 1)
+        part[0].grad = whole[0].grad[1:].clone()
+        a.step()
+        b.step()
+    # Up to rounding: the kernel takes a vector's last elements by another instruction.
+    torch.testing.assert_close(whole[0][1:], part[0])
+    for key in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
+        torch.testing.assert_close(a.state[whole[0]][key][1:], b.state[part[0]][key])
+
+
 @pytest.mark.parametrize("fp16_first", [True, False])
-def test_a_run_goes_on_with_moments_of_the_other_precision(fp16_first):
+def test_a_run_resumes_with_moments_of_another_precision(fp16_first):
     make = [_with_fp16_stats, _plain(FusedAdam)]
     through, b = _resumed(*(make if fp16_first else make[::-1]))
     for x, y in zip(through, _uninterrupted(_plain(FusedAdam)), strict=True):
@@ -107,14 +123,14 @@ def test_a_run_goes_on_with_moments_of_the_other_precision(fp16_first):
 
 
 def _mixed_into(*stock):
-    """Return an instance of the mixin before a class, without the construction of either."""
+    """Return an instance of a class with the mixin as first base class; __init__ is not called."""
     twin = type("Twin", (MoEOptimizerMixin, *stock), {})
     return twin.__new__(twin)
 
 
-def test_a_state_of_a_composite_optimizer_passes_through():
+def test_the_state_of_a_composite_optimizer_is_returned_unchanged():
     class Composite:
-        """Has a state for each group, as fairseq's composite optimizer."""
+        """An optimizer with one state per group, like fairseq's composite optimizer."""
 
         params = ()
 
@@ -130,7 +146,7 @@ def test_a_state_of_a_composite_optimizer_passes_through():
     assert twin.loaded == Composite().state_dict()
 
 
-def test_a_scale_per_expert_is_the_same_for_all_its_slices():
+def test_all_shards_of_an_expert_have_the_same_scale():
     place = Topology(world_size=4, rank=3, expert_parallel_size=4)
     parameter = torch.nn.Parameter(torch.zeros(1, 3, 5))  # the second half of expert 1 of 2
     mark_slice(parameter, Slice(2, 1))
@@ -141,10 +157,10 @@ def test_a_scale_per_expert_is_the_same_for_all_its_slices():
     assert own["step"] == 7
 
 
-def test_fp16_gradients_that_are_divided_by_a_root_do_not_overflow_on_the_way(monkeypatch):
+def test_fp16_gradients_do_not_overflow_while_they_are_reduced(monkeypatch):
     class Stock:
         def all_reduce_grads(self, module):
-            """Reduce what is dense, of which there is nothing."""
+            """Do nothing, because the model has no dense parameters."""
 
     place = Topology(world_size=64, expert_parallel_size=64)
     monkeypatch.setattr(RUN, "topology", place)
@@ -153,7 +169,7 @@ def test_fp16_gradients_that_are_divided_by_a_root_do_not_overflow_on_the_way(mo
     mark_root_scaled(parameter)
     parameter.grad = torch.tensor([60000.0], dtype=torch.float16)
     _mixed_into(Stock).all_reduce_grads(torch.nn.ParameterList([parameter]))
-    assert parameter.grad.item() == 7500  # eight times as large it would be infinite
+    assert parameter.grad.item() == 7500  # eight times this gradient would overflow in fp16
 
 
 def test_a_step_drops_the_state_gathered_for_a_checkpoint():
@@ -161,7 +177,7 @@ def test_a_step_drops_the_state_gathered_for_a_checkpoint():
         params = ()
 
         def step(self):
-            """Change nothing."""
+            """A step that changes no parameter."""
 
         def state_dict(self):
             return {"state": {}}

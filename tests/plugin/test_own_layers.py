@@ -1,6 +1,7 @@
 """Layers of a user's own model that a checkpoint could not hold are refused before training."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fairseq_tutel.parallel.groups import Topology
 
 plugin.register()
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward  # noqa: E402
+from fairseq_tutel.plugin.training import own_layers  # noqa: E402
 from fairseq_tutel.plugin.training.own_layers import _topology_of, prepare  # noqa: E402
 
 SPREAD = Topology(world_size=4, expert_parallel_size=2)
@@ -46,12 +48,20 @@ def test_a_buffer_of_the_experts_is_refused_unless_it_is_not_saved(monkeypatch):
         _topology_of({"a": built})
 
 
+def test_generation_in_validation_is_refused_if_experts_are_on_several_ranks(monkeypatch):
+    monkeypatch.setattr(world, "size", lambda: SPREAD.world_size)
+    monkeypatch.setattr(own_layers, "start_together", lambda *_: None)
+    root = SimpleNamespace(task=SimpleNamespace(eval_bleu=True))
+    with pytest.raises(ValueError, match="--eval-bleu is set, but ranks generate different numbers"):
+        own_layers.prepare(root, None, nn.ModuleDict({"own": layer(SPREAD)}))
+
+
 def beside(topology):
-    """Return a model with a layer that the plugin places and a layer of the user, prepared."""
+    """Return a prepared model with a layer that the plugin placed and a layer of the user."""
     config = MoEConfig(model_dim=2, hidden_dim=2, num_experts=4)
     model = nn.ModuleDict({"placed": MoEFeedForward(config, topology, 1, "placed"), "own": layer(topology)})
     for parameter in model["own"].experts.parameters():
-        parameter.expert = True  # as by a `scan_expert_func`
+        parameter.expert = True  # a user's `scan_expert_func` sets this mark
     prepare(None, None, model)
     return model
 

@@ -1,4 +1,4 @@
-"""What loading the plugin does to a process: it looks at fairseq first, and at fairseq's words alone."""
+"""`register` checks fairseq's version, and changes only the command line of fairseq's commands."""
 
 import sys
 
@@ -11,7 +11,7 @@ plugin.register()
 
 @pytest.fixture
 def again(monkeypatch):
-    """Return a function that registers in a process which did not, started by these words."""
+    """Return a function that registers the plugin again, as in a new process with these arguments."""
 
     def register(*words):
         plugin.register.cache_clear()
@@ -21,14 +21,14 @@ def again(monkeypatch):
     return register
 
 
-def test_the_words_of_another_program_are_its_own(again):
+def test_the_command_line_of_another_program_is_not_changed(again):
     again("--arch", "transformer_lm", "--is-moe")
     assert sys.argv[-1] == "--is-moe"
     again("--user-dir=here", "--is-moe")
     assert sys.argv[-1] == "--user-dir=here"
 
 
-def test_another_fairseq_version_is_refused_at_every_try(again, monkeypatch):
+def test_another_fairseq_version_is_refused_at_every_call(again, monkeypatch):
     import fairseq
 
     monkeypatch.setattr(fairseq, "__version__", "1.0.0a0")

@@ -32,7 +32,7 @@ from fairseq_tutel.plugin.training.task import MoETaskMixin
 register()
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of a tiny model, and what a task would add.
+# Options of a tiny model, and options that a task would add.
 SIZES = {
     **{f"{side}_{part}": 2 for side in ("encoder", "decoder") for part in ("layers", "attention_heads")},
     **{f"{side}_embed_dim": 32 for side in ("encoder", "decoder")},
@@ -58,7 +58,7 @@ OF_TASK = {
     "ignore_duration_input": False, "ignore_f0_input": False,
 }  # fmt: skip
 MODELS = [name for name in ARCH_MODEL_INV_REGISTRY if name.startswith("moe_")]
-# Ask for the file of another model, or for a task of their own: tests/e2e/test_variants.py trains them.
+# Models that need another model's file or a special task: tests/e2e/test_variants.py trains them.
 UNBUILT = {
     "moe_transformer_from_pretrained_xlm", "moe_multilingual_transformer", "moe_wav2vec_ctc",
     "moe_wav2vec_seq2seq", "moe_wav2vec2_laser", "moe_wav2vec_classification", "moe_hubert_ctc",
@@ -73,7 +73,7 @@ WITHOUT_VARIANT = {"nacrf_transformer", "unity_conformer", "fastspeech2", "lstm"
 
 
 class _Task:
-    """As much of a task as a model needs while it is built outside a training."""
+    """The attributes of a task that a model reads while it is built."""
 
     def __init__(self, code):
         words = Dictionary()
@@ -105,7 +105,7 @@ def _built(arch, **options):
 
 
 def _run(model, name):
-    """Return a sum over what a model gives for two sentences of different lengths, in training."""
+    """Run a model on two sentences of different lengths, and return the sum of its output."""
     torch.manual_seed(1)
     tokens, lengths = torch.arange(4, 14).view(2, 5), torch.tensor([5, 3])
     tokens[1, 3:] = Dictionary().pad()
@@ -136,7 +136,7 @@ def _run(model, name):
 
 
 def _sizes(layers):
-    """Return how many tokens, padding included, each layer will have seen when it was called first."""
+    """Return a dict that gets each layer's number of tokens, padding included, at its first call."""
     sizes = {}
 
     def note(layer, inputs):
@@ -148,7 +148,7 @@ def _sizes(layers):
 
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - UNBUILT))
-def test_every_variant_builds_and_runs_and_routes_no_padding(name):
+def test_every_variant_builds_and_runs_and_does_not_route_padding(name):
     assert {f"moe_{arch}" for arch in ARCH_MODEL_INV_REGISTRY[name.removeprefix("moe_")]} == set(
         ARCH_MODEL_INV_REGISTRY[name]
     )
@@ -173,18 +173,18 @@ def test_every_variant_builds_and_runs_and_routes_no_padding(name):
         ("moe_cmlm_transformer", True, {"encoder", "decoder"}),
     ],
 )
-def test_experts_begin_as_bert_does_where_their_side_does(arch, asked, sides):
+def test_experts_are_initialized_like_bert_if_the_rest_of_their_side_is(arch, asked, sides):
     layers = moe_layers(_built(arch, apply_bert_init=asked))
     assert {of.name.split(".")[0] for of in layers if of.config.init_std == 0.02} == sides
 
 
-def test_what_experts_fit_has_a_variant_and_no_other():
+def test_only_models_that_support_experts_have_a_variant():
     assert {f"moe_{name}" for name in ("transformer", "bart", "roberta", "transformer_lm")} <= {*MODELS}
     assert not {f"moe_{name}" for name in WITHOUT_VARIANT} & {*MODEL_REGISTRY}
     assert not [name for name in MODELS if "parallel" in name]
 
 
-def test_the_page_of_models_has_every_model_of_fairseq_with_its_variant_or_a_reason():
+def test_docs_list_every_fairseq_model_with_its_variant_or_a_reason():
     page = (ROOT / "docs" / "models.md").read_text().split("why it has no")
     rows = [re.findall(r"^\| (.*) \| (.*) \|$", part, re.M) for part in page]
     variants = {name: sides for sides, names in rows[0] for name in re.findall(r"`(\w+)`", names)}
@@ -203,7 +203,7 @@ def test_every_stock_optimizer_has_a_variant():
 
 
 @pytest.mark.parametrize("name", sorted(n for n in TASK_REGISTRY if not n.startswith("moe_")))
-def test_every_stock_task_has_a_variant(name):  # tests/plugin/test_task_options.py has its options
+def test_every_stock_task_has_a_variant(name):  # test_task_options.py tests the system options
     variant, stock = TASK_REGISTRY[f"moe_{name}"], TASK_REGISTRY[name]
     assert issubclass(variant, MoETaskMixin) and issubclass(variant, stock)
     assert variant.__name__ == f"MoE{stock.__name__}"
@@ -230,7 +230,7 @@ def test_every_stock_criterion_has_a_variant_with_the_balance_loss(name):
 
 
 def test_a_criterion_without_a_dataclass_trains_the_balance_loss():
-    """By the plain command line, and with sums that stock's own does not know."""
+    """The criterion has options on the command line, and logs sums that fairseq's class lacks."""
     parser = argparse.ArgumentParser()
     criterion = CRITERION_REGISTRY["moe_legacy_masked_lm_loss"]
     criterion.add_args(parser)
@@ -251,7 +251,7 @@ def test_a_criterion_without_a_dataclass_trains_the_balance_loss():
     assert logged["moe_gate_loss"].avg > 0.5
 
 
-def test_variants_are_hydra_s_choices_too():
+def test_variants_can_be_chosen_in_hydra():
     store = ConfigStore.instance().repo
     assert "moe_gate_loss_wt" in store["criterion"]["moe_nat_loss.yaml"].node
     assert "moe_zero_stage" in store["task"]["moe_translation_lev.yaml"].node

@@ -46,7 +46,7 @@ def test_the_newest_complete_checkpoint_replaces_a_missing_last_one(tmp_path, ca
     whole = save(tmp_path, "checkpoint_1_4.pt", 4)
     for number, name in enumerate(["checkpoint_best.pt", "checkpoint1.pt", "checkpoint_1_3.pt"], 1):
         save(tmp_path, name, number)
-    save(tmp_path, "checkpoint_2_9.pt", 9, a=RECORD)  # its shards are gone
+    save(tmp_path, "checkpoint_2_9.pt", 9, a=RECORD)  # its shard files are missing
     truncated = save(tmp_path, "checkpoint_1_8.pt", 8)
     os.truncate(truncated, os.path.getsize(truncated) - 1)
     damaged = Path(save(tmp_path, "checkpoint_1_7.pt", 7, a=torch.ones(9)))
@@ -91,14 +91,14 @@ def test_a_pretrained_model_is_used_only_at_the_first_start(tmp_path, flag):
     saved = save(folder, "checkpoint_1_4.pt", 4)
     assert checked(cfg) == saved
     assert (cfg.restore_file, getattr(cfg, flag)) == (saved, None)
-    # A file of the same folder was chosen with the others in sight.
+    # The user named a file of the save folder, so it is used although there are newer ones.
     shutil.copy(begin, folder / "checkpoint_best.pt")
     cfg = config(folder, **{flag: str(folder / "checkpoint_best.pt")})
     assert checked(cfg) == str(folder / "checkpoint_best.pt")
     assert cfg.restore_file == "checkpoint_last.pt"
 
 
-def test_a_given_checkpoint_is_used(tmp_path):
+def test_a_checkpoint_that_the_user_names_is_used(tmp_path):
     save(tmp_path, "checkpoint_1_4.pt", 4)
     older = save(tmp_path, "checkpoint_1_2.pt", 2)
     assert checked(config(tmp_path, restore_file=older)) == older
@@ -116,7 +116,7 @@ def test_an_empty_folder_starts_from_scratch(tmp_path, others):
 
 @pytest.mark.parametrize("flag", ["restore_file", "finetune_from_model", "continue_once", None])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
-def test_a_path_that_is_no_file_is_refused(tmp_path, flag, kind):
+def test_a_checkpoint_path_that_is_not_a_file_is_refused(tmp_path, flag, kind):
     save(tmp_path, "checkpoint_1_4.pt", 4) if flag is None else None
     path = tmp_path / ("given.pt" if flag else "checkpoint_last.pt")
     if kind == "folder":

@@ -29,7 +29,7 @@ CONFIGURATIONS = {"cfg", "root", "distributed", "section", "node", "member"}
 
 
 def set_from_outside(path):
-    """Yield attributes that a file sets on other objects; a classmethod may set those of what it builds."""
+    """Yield the attributes that a file sets on other objects, except on those that a classmethod builds."""
     module = ast.parse(path.read_text())
     builders = [
         node
@@ -45,7 +45,7 @@ def set_from_outside(path):
                 yield node.attr
 
 
-def test_attributes_of_other_objects_are_in_one_table():
+def test_attributes_that_are_set_on_other_objects_are_listed_in_changed():
     files = [*INTEGRATION, *(PACKAGE / "parallel").glob("*.py")]
     found = {(p.relative_to(PACKAGE).as_posix(), name) for p in files for name in set_from_outside(p)}
     assert found == {(file, name) for file, names in CHANGED.items() for name in names.split()}

@@ -1,4 +1,4 @@
-"""A training has its --save-dir to itself. Of several ranks: tests/e2e/test_checkpoints.py."""
+"""A training run locks its --save-dir. tests/e2e/test_checkpoints.py tests several ranks."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ plugin.register()
 
 @pytest.fixture(autouse=True)
 def _sound(monkeypatch):
-    """The trainers here have no weights; tests/plugin/test_finite.py looks at those."""
+    """Disable the check of weights, because these trainers have none; test_finite.py tests it."""
     monkeypatch.setattr(save.finite, "refuse_to_save", lambda trainer: None)
 
 
@@ -65,7 +65,7 @@ def test_incomplete_files_are_removed_and_recent_ones_kept_without_locks(tmp_pat
         assert len(os.listdir(tmp_path / "experts")) == (0 if has_locks else 1)
 
 
-def test_an_error_leaves_no_experts_without_a_checkpoint(tmp_path):
+def test_after_an_error_no_expert_folder_without_a_checkpoint_remains(tmp_path):
     with pytest.raises(OSError, match="a full disk"), save.writing(str(tmp_path)):
         folders.commit(folders.begin(tmp_path), [])
         raise OSError("a full disk")

@@ -1,4 +1,4 @@
-"""Commands on several ranks: what is pickled for them, and which are wrapped."""
+"""Commands on several ranks: which commands are wrapped, and the pickled function that runs them."""
 
 import pickle
 
@@ -21,12 +21,12 @@ def test_only_commands_that_use_models_run_on_several_ranks(path):
     cfg.model = None
     called = []
     wrapped.call_main(lambda cfg, main: called.append(main))(cfg, validate.main)
-    run = pickle.loads(pickle.dumps(called[0])).args[0]  # as a rank gets it that fairseq spawns
+    run = pickle.loads(pickle.dumps(called[0])).args[0]  # as for spawned ranks
     assert (run.func is several_ranks.run_on_several_ranks) == (path is not None)
     assert run.args == (validate.main,)
 
 
-def test_on_one_rank_main_is_called_and_no_more():
+def test_on_one_rank_only_main_is_called():
     said = []
     several_ranks.run_on_several_ranks(
         lambda cfg, **kwargs: said.append((cfg, kwargs, several_ranks.running_command())), 1, a=2

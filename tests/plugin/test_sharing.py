@@ -1,4 +1,4 @@
-"""Members pause at a layer and share what it gives: the values, the gradients, the order, and failures."""
+"""Ensemble members pause at a layer and share its output: values, gradients, order and errors."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ M = 3
 
 
 class Member(nn.Module):
-    """Two maps; what is shared is the first one's output."""
+    """A member with two linear layers; members share the output of the first layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def run(members, x, share, **more):
     return torch.stack(run_and_share(forwards, [member.first for member in members], share))
 
 
-def test_evaluation_takes_the_mean_of_training_s_masks():
+def test_evaluation_uses_the_mean_of_the_masks_of_training():
     features = list(torch.rand(M, 5).double() + 1)
     mixed = shared(features, 0.7, training=False)
     for m in range(M):
@@ -44,11 +44,11 @@ def test_evaluation_takes_the_mean_of_training_s_masks():
     torch.manual_seed(1)
     drawn = torch.stack([torch.stack(shared(features, 0.7, training=True)) for _ in range(4000)])
     torch.testing.assert_close(drawn.mean(dim=0), torch.stack(mixed), rtol=0.02, atol=0)
-    # A mask of its own for every pair and element: all 4 sums of two others, but never without its own.
+    # Each pair and element has its own mask; a member always keeps its own features.
     assert len(drawn[:, 0, 0].unique()) == 4 and (drawn[:, 0] >= features[0]).all()
 
 
-def test_a_shared_forward_is_that_by_hand(members):
+def test_outputs_and_gradients_equal_a_direct_computation(members):
     x = torch.randn(5, 4).double()
     share = partial(shared, keep=0.7, training=False)
     outputs = run(members, x, share)
@@ -63,7 +63,7 @@ def test_a_shared_forward_is_that_by_hand(members):
 
 
 def test_members_run_one_at_a_time_in_order(members):
-    """What they draw is the same each time, and their hooks are gone afterwards."""
+    """The members' random numbers are reproducible, and their hooks are removed afterwards."""
     drawn = []
     for member in members:
         member.first.register_forward_pre_hook(lambda *_: drawn.append(float(torch.rand(()))))
@@ -75,7 +75,7 @@ def test_members_run_one_at_a_time_in_order(members):
     assert all(not member.first._forward_hooks for member in members)
 
 
-def test_threads_take_the_caller_s_modes(members):
+def test_threads_use_the_caller_s_torch_modes(members):
     x = torch.randn(5, 4)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         outputs = run(members.float(), x, list)
@@ -95,7 +95,7 @@ class Broken(Member):
         ("broken", "^broken$"),
     ),
 )
-def test_what_cannot_be_shared_is_said_and_ends(members, kind, said):
+def test_a_forward_that_cannot_be_shared_raises_an_error(members, kind, said):
     x, more = torch.randn(5, 4).double(), {}
     if kind == "broken":
         members[1] = Broken().double()

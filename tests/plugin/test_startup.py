@@ -1,5 +1,6 @@
-"""What is done before fairseq's main, and how it ends."""
+"""The start of a command before fairseq's main function, and its end after an error."""
 
+import argparse
 import contextlib
 import logging
 import sys
@@ -12,14 +13,14 @@ from omegaconf import OmegaConf
 
 from fairseq_tutel import train
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.parallel import rendezvous
+from fairseq_tutel.parallel import guard, rendezvous
 from fairseq_tutel.plugin.registration import wrapped
 from fairseq_tutel.plugin.registration.process import end_readers, excepthook, refusals_are_sentences
-from fairseq_tutel.plugin.training.startup import join_torchrun, note_spawned_ranks
+from fairseq_tutel.plugin.training.startup import join_torchrun, note_spawned_ranks, set_timeout
 
 
 @pytest.mark.parametrize(("visible", "local", "device"), [(4, "2", 2), (1, "2", 0), (4, None, 3)])
-def test_a_rank_takes_its_own_of_the_gpus_that_it_sees(monkeypatch, visible, local, device):
+def test_a_rank_uses_the_visible_gpu_of_its_local_rank(monkeypatch, visible, local, device):
     for name, value in (
         ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1"), ("WORLD_SIZE", "8"), ("RANK", "7"),
         ("LOCAL_RANK", local),
@@ -32,7 +33,7 @@ def test_a_rank_takes_its_own_of_the_gpus_that_it_sees(monkeypatch, visible, loc
     cfg = OmegaConf.create(
         {
             "common": {"cpu": False},
-            # As stock has it by then: no method was found, and the world is what one node sees.
+            # fairseq's values at this point: no init method, and the number of this node's GPUs.
             "distributed_training": {
                 "distributed_init_method": None, "distributed_world_size": visible,
                 "ddp_backend": "pytorch_ddp",
@@ -47,9 +48,9 @@ def test_a_rank_takes_its_own_of_the_gpus_that_it_sees(monkeypatch, visible, loc
 
 
 @pytest.mark.parametrize(("num_procs", "ranks", "expected"), [(8, 16, 8), (8, 2, 2)])
-def test_a_node_has_as_many_ranks_as_fairseq_spawned_there(monkeypatch, num_procs, ranks, expected):
+def test_ranks_per_node_is_the_number_that_fairseq_spawned(monkeypatch, num_procs, ranks, expected):
     monkeypatch.setattr(rendezvous, "_spawned_ranks", 0)
-    slurm = {"SLURM_NTASKS_PER_NODE": "1"}  # as fairseq asks for, to spawn a rank for each GPU
+    slurm = {"SLURM_NTASKS_PER_NODE": "1"}  # fairseq requires 1 task, and spawns a rank per GPU
     cfg = OmegaConf.create(
         {
             "distributed_training": {
@@ -65,7 +66,15 @@ def test_a_node_has_as_many_ranks_as_fairseq_spawned_there(monkeypatch, num_proc
     assert rendezvous.ranks_per_node(slurm) == 1
 
 
-def test_a_criterion_gets_the_data_parallelism_of_the_run(monkeypatch):
+@pytest.mark.parametrize("seconds", [-1, 10**9])
+def test_a_time_out_out_of_bounds_is_refused_and_changes_nothing(seconds):
+    before = guard.timeout_of_groups()
+    with pytest.raises(ValueError, match=f"^--moe-comm-timeout is {seconds}; give "):
+        set_timeout(argparse.Namespace(moe_comm_timeout=seconds))
+    assert guard.timeout_of_groups() == before
+
+
+def test_the_criterion_gets_the_run_s_ddp_backend(monkeypatch):
     for name, value in (
         ("MASTER_ADDR", "127.0.0.1"),
         ("MASTER_PORT", "1"),
@@ -82,7 +91,7 @@ def test_a_criterion_gets_the_data_parallelism_of_the_run(monkeypatch):
 
 
 def _training(**model):
-    """Return as much of a FairseqConfig as is looked at before a training on two ranks."""
+    """Return the sections of a FairseqConfig that are read before training on two ranks."""
     return OmegaConf.create(
         {
             "common": {"cpu": True, "tpu": False, "bf16": False, "model_parallel_size": 1},
@@ -102,7 +111,7 @@ def _called(cfg, original):
     return wrapped.call_main(original)(cfg, print)
 
 
-def test_an_error_of_the_package_is_a_sentence_and_others_keep_their_traceback():
+def test_errors_of_the_package_are_sentences_and_others_have_a_traceback():
     with pytest.raises(SystemExit) as end:
         _called(_training(), lambda *_: MoEConfig(8, 16, 4, top_k=5))
     assert str(end.value).startswith("error: top_k (--moe-top-k) is 5, but a token can choose from 4")
@@ -114,7 +123,7 @@ def test_an_error_of_the_package_is_a_sentence_and_others_keep_their_traceback()
     ("words", "command"), [((), "train"), (("--config-name", "tiny_lm"), "hydra_train")]
 )
 def test_the_log_has_the_format_of_the_command_that_runs(words, command, monkeypatch):
-    """Of the modules of fairseq's commands the first to be imported sets it."""
+    """The module of a fairseq command that is imported first sets the format of the log."""
     imported = []
 
     def import_module(name):
@@ -128,7 +137,7 @@ def test_the_log_has_the_format_of_the_command_that_runs(words, command, monkeyp
 
 
 def _refuse():
-    """Raise a refusal as if it were code of the package, with text of a file in it."""
+    """Raise a user's error as the package does; its message has control characters of a file."""
 
     def refuse():
         raise ValueError("\x1b[31mred.pt is not a checkpoint;\ngive another.")
@@ -138,9 +147,9 @@ def _refuse():
 
 @pytest.mark.parametrize("debug", [True, False])
 @pytest.mark.parametrize("wrapped_main", [True, False])
-def test_a_refusal_is_the_last_line(wrapped_main, debug, capsys, caplog, monkeypatch):
-    """Its traceback is logged under LOGLEVEL=DEBUG alone."""
-    caplog.set_level(logging.DEBUG)  # as a module of fairseq's wav2vec2 sets it
+def test_a_user_s_error_is_the_last_line(wrapped_main, debug, capsys, caplog, monkeypatch):
+    """The traceback is logged only with LOGLEVEL=DEBUG."""
+    caplog.set_level(logging.DEBUG)  # fairseq's wav2vec2 sets the root logger to DEBUG
     monkeypatch.setenv("LOGLEVEL", "DEBUG" if debug else "INFO")
     hook = excepthook(sys.__excepthook__)
     try:
@@ -156,7 +165,7 @@ def test_a_refusal_is_the_last_line(wrapped_main, debug, capsys, caplog, monkeyp
 
 
 class Endless:
-    """Batches of an epoch that a training leaves early, each within torch for a while."""
+    """The batches of an epoch that a run does not finish; torch computes for a while in each batch."""
 
     def __len__(self):
         return 1000
@@ -167,7 +176,7 @@ class Endless:
             yield big @ big
 
 
-def test_a_reader_of_batches_ends_although_its_buffer_is_full():
+def test_a_reader_thread_ends_even_if_its_buffer_is_full():
     batches = BufferedIterator(2, Endless())
     next(batches)
     end_readers()

@@ -1,4 +1,4 @@
-"""A user's error ends a command with one sentence: errors of the package, and some of fairseq's."""
+"""Errors of this package and some errors of fairseq end a command with one sentence."""
 
 import re
 import traceback
@@ -23,7 +23,7 @@ register()
 
 
 def sentence(call):
-    """Return the error with which a command ends that calls this."""
+    """Return the error line of a command that calls `call`."""
     with pytest.raises(SystemExit) as end, refusals_are_sentences():
         call()
     return end.value.code
@@ -50,7 +50,7 @@ def open_without_split(folder):
 
 
 def load_into_another_model(folder):
-    """As fairseq's Trainer does."""
+    """Load a state dict that does not fit, and raise the error as fairseq's Trainer does."""
     try:
         torch.nn.Linear(2, 2).load_state_dict({"weight": torch.zeros(3, 3)})
     except Exception:
@@ -87,7 +87,7 @@ def test_other_errors_keep_their_traceback():
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit("error: done."), KeyError("bug")], ids=repr)
 def test_a_spawned_rank_s_sentence_ends_the_command(error):
-    """As torch does: the process that spawned a rank raises an error with the text of its traceback."""
+    """As in torch, the process that spawned a rank raises an error with the rank's traceback as text."""
 
     def main():
         if isinstance(error, ValueError):

@@ -1,4 +1,4 @@
-"""Any task has the system options and trains by the run's configuration, with a dataclass or without."""
+"""Every task, with or without a dataclass, has the system options and the run's configuration."""
 
 import argparse
 
@@ -36,7 +36,7 @@ def test_every_task_has_the_system_options(name):
 
 
 def _ranking(folder, *extra):
-    """Return the configuration of a stock task that has no dataclass."""
+    """Return the configuration of a fairseq task without a dataclass."""
     for part in ("input0", "label"):
         (folder / part).mkdir(exist_ok=True)
         Dictionary().save(str(folder / part / "dict.txt"))
@@ -52,7 +52,7 @@ def _ranking(folder, *extra):
 
 
 def _experts(cfg):
-    """Return a layer's experts as a training builds them, and what the task knew of it then."""
+    """Build a model as a training run does; return a layer's experts and the task's run configuration."""
     facts = []
 
     def main(cfg):
@@ -64,7 +64,7 @@ def _experts(cfg):
     return facts
 
 
-def test_a_task_that_has_the_plain_command_line_trains_by_the_run_s_configuration(tmp_path):
+def test_a_task_without_a_dataclass_trains_with_the_run_s_configuration(tmp_path):
     cfg = _ranking(tmp_path, "--moe-zero-stage", "0", "--moe-comm-timeout", "77")
     assert isinstance(cfg.task, argparse.Namespace)
     assert cfg.task.moe_comm_timeout == 77
@@ -78,7 +78,7 @@ def test_a_task_that_has_the_plain_command_line_trains_by_the_run_s_configuratio
     assert not torch.isclose(weight, other).any()
 
 
-def test_the_configuration_is_kept_while_main_runs_also_in_a_process_that_fairseq_spawns(tmp_path):
+def test_the_configuration_is_kept_while_main_runs_also_in_spawned_processes(tmp_path):
     task = argparse.Namespace(args=argparse.Namespace())
     assert root_of(task) is None
     cfg = _ranking(tmp_path)

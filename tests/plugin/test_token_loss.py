@@ -1,4 +1,4 @@
-"""The loss of tokens against fairseq's formula over a table of log-probabilities, and its gradient."""
+"""`token_loss` and its gradient equal fairseq's formula on a table of log-probabilities."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def case(num_rows: int, words: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("smoothing", (0.0, 0.1))
 @pytest.mark.parametrize("num_rows, elements", [(11, 10**6), (11, 30), (11, 3), (1, 30), (0, 30)])
-def test_loss_and_gradient_are_those_of_the_table(monkeypatch, num_rows, elements, smoothing, dtype):
+def test_loss_and_gradient_equal_those_from_a_table(monkeypatch, num_rows, elements, smoothing, dtype):
     monkeypatch.setitem(row_chunks.ELEMENTS, "cpu", elements)
     logits, target = case(num_rows, 9, dtype)
     results = []
@@ -50,12 +50,12 @@ def test_loss_and_gradient_are_those_of_the_table(monkeypatch, num_rows, element
         close(got, expected, name)
 
 
-def test_the_gradient_is_that_of_finite_differences():
+def test_the_gradient_equals_finite_differences():
     logits, target = case(6, 5, torch.float64)
     assert torch.autograd.gradcheck(lambda x: token_loss(x, target, 0.2, IGNORED)[0], logits)
 
 
-def test_nothing_is_kept_but_the_logits():
+def test_backward_saves_only_the_logits():
     logits, target = case(50, 40, torch.bfloat16)
     kept = saved_for_backward(lambda: token_loss(logits, target, 0.1, IGNORED))
     assert [t.data_ptr() for t in kept if t.numel() >= logits.numel()] == [logits.data_ptr()]

@@ -1,4 +1,4 @@
-"""Checks of a run's configuration."""
+"""Checks of a training run's configuration."""
 
 import argparse
 import re
@@ -24,7 +24,7 @@ def config(**parts):
     return OmegaConf.merge(cfg, parts)
 
 
-def test_a_sharding_wrapper_is_refused_for_experts_before_fairseq_looks_for_its_package():
+def test_a_sharding_wrapper_is_refused_before_fairseq_imports_its_package():
     cfg, ran = config(distributed_training={"ddp_backend": "fully_sharded"}), []
     wrapped.run_with_root(ran.append, cfg)
     assert ran == [cfg]

@@ -1,4 +1,4 @@
-"""The wrappers are installed once; copies and files are whole or absent."""
+"""The wrappers are installed once; an interrupted copy leaves the old file unchanged."""
 
 import os
 
@@ -27,7 +27,7 @@ def test_a_copy_replaces_its_destination_at_once(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt"]
 
 
-def test_a_copy_goes_where_a_link_leads(tmp_path):
+def test_a_copy_replaces_the_target_of_a_symbolic_link(tmp_path):
     (tmp_path / "disk").mkdir()
     a, b, there = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "disk" / "b.pt"
     a.write_bytes(b"new")

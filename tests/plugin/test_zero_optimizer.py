@@ -1,4 +1,4 @@
-"""Optimizers of shards in fairseq's wrappers, on one rank: the update, the state and the refusals."""
+"""ZeRO and offload in fairseq's optimizer wrappers, on one rank: updates, state and errors."""
 
 import argparse
 import copy
@@ -38,7 +38,7 @@ def _one_rank():
 
 
 def root_of(name="moe_adam", offload=False, **common):
-    """Return the configuration of a training."""
+    """Return the configuration of a training run."""
     root = OmegaConf.structured(FairseqConfig)
     OmegaConf.set_struct(root, False)
     root.common.update(common)
@@ -57,7 +57,7 @@ def parameters_of(dtype=torch.float32):
 
 
 def update(optimizer, parameters, number, clip=0.5, size=1.0):
-    """Run an update as the Trainer does; the last parameter has no gradient in odd ones."""
+    """Run an update as the Trainer does; in odd updates, the last parameter has no gradient."""
     generator = torch.Generator().manual_seed(number)
     optimizer.set_lr(0.01 / (1 + number))
     optimizer.zero_grad()
@@ -72,7 +72,7 @@ def update(optimizer, parameters, number, clip=0.5, size=1.0):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_optimizer_in_host_memory_is_the_optimizer(name):
+def test_an_offloaded_optimizer_has_the_results_of_the_optimizer(name):
     results = []
     for offload in (False, True):
         parameters = parameters_of()
@@ -97,7 +97,7 @@ def test_an_optimizer_in_host_memory_is_the_optimizer(name):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_masters_in_shards_follow_fairseq_s_own(precision):
+def test_sharded_fp32_masters_equal_those_of_fairseq(precision):
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     results = []
     for offload in (False, True):
@@ -106,7 +106,7 @@ def test_masters_in_shards_follow_fairseq_s_own(precision):
             offload=offload, fp16_no_flatten_grads=True, fp16_init_scale=2**12, **{precision: True}
         )
         optimizer = half_optimizer(root, parameters)
-        assert type(optimizer).__name__ == "FP16Optimizer"  # which the Trainer compares
+        assert type(optimizer).__name__ == "FP16Optimizer"  # the Trainer compares this name
         norms = [update(optimizer, parameters, number) for number in range(4)]
         other = half_optimizer(
             root_of(offload=not offload, fp16_no_flatten_grads=True, **{precision: True}), parameters
@@ -135,8 +135,8 @@ def test_masters_in_shards_follow_fairseq_s_own(precision):
         *((name, True) for name in ("fp32", "fp16", "bf16")),
     ],
 )
-def test_clipping_does_not_use_a_gpu_where_the_gradients_are_not(precision, offload, monkeypatch):
-    """As with --cpu on a machine that has a GPU, to which fairseq moves the norm."""
+def test_clipping_does_not_use_a_gpu_if_gradients_are_in_host_memory(precision, offload, monkeypatch):
+    """This happens with --cpu on a machine with a GPU, to which fairseq moves the norm."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("a GPU was used"))
     half = precision.removeprefix("memory_efficient_")
@@ -153,7 +153,7 @@ def test_clipping_does_not_use_a_gpu_where_the_gradients_are_not(precision, offl
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 100])
-def test_clipping_on_a_cpu_has_fairseq_s_bits(count):
+def test_clipping_on_a_cpu_has_the_same_bits_as_fairseq(count):
     generator = torch.Generator().manual_seed(count)
     sets = [[torch.nn.Parameter(torch.zeros(7, 11 + i)) for i in range(count + 1)] for _ in range(2)]
     for a, b in zip(*(parameters[:count] for parameters in sets), strict=True):  # the last has no gradient
@@ -189,7 +189,7 @@ def test_one_rank_and_a_model_without_experts_have_no_shards(monkeypatch):
     assert zero_options(task(2, offload=True)) is None
 
 
-def test_a_backward_with_fp16_sends_its_gradients_when_it_ends(monkeypatch):
+def test_a_backward_with_fp16_finishes_the_reduction_of_gradients(monkeypatch):
     parameters, ended = parameters_of(torch.float16), []
     root = root_of(offload=True, fp16=True, fp16_no_flatten_grads=True)
     optimizer = half_optimizer(root, parameters)

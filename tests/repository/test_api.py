@@ -11,7 +11,7 @@ import fairseq_tutel as ft
 from fairseq_tutel.option import options_in
 
 API = (ROOT / "docs" / "site" / "api.md").read_text()
-# tests/e2e/test_hub.py has a trained model; the other needs ranks that exchange tokens.
+# from_checkpoint is tested in tests/e2e/test_hub.py; UpdateTuner needs several ranks.
 ELSEWHERE = {"from_checkpoint", "UpdateTuner"}
 
 
@@ -29,7 +29,7 @@ def test_the_api_page_has_every_public_name():
         assert re.search(rf"^\.\. auto(class|function):: {name}$", API, re.M), name
 
 
-def test_the_api_page_has_every_name_that_a_page_imports():
+def test_the_api_page_has_every_name_that_other_pages_import():
     found = [
         f"{module}.{name.strip()}"
         for page in PAGES
@@ -42,7 +42,7 @@ def test_the_api_page_has_every_name_that_a_page_imports():
         assert re.search(rf"^\.\. auto(class|function):: {re.escape(name)}$", API, re.M), name
 
 
-def test_help_of_the_configuration_has_each_field_with_its_unit_and_default():
+def test_the_configuration_s_docstring_has_each_field_with_unit_and_default():
     text = inspect.getdoc(ft.MoEConfig)
     assert "\nExample:\n    >>>" in text
     for option in options_in(ft.MoEConfig):

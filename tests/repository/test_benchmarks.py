@@ -1,4 +1,4 @@
-"""Every benchmark runs with --quick; the layer's check, formula and timing; asserts no time."""
+"""Every benchmark runs with --quick; the layer benchmark's formulas are correct. No test compares times."""
 
 import importlib
 import json
@@ -43,7 +43,7 @@ def test_every_benchmark_with_a_command_is_run():
 @pytest.mark.parametrize(
     "name", [*sorted(QUICK), *(pytest.param(name, marks=pytest.mark.long) for name in sorted(LONG))]
 )
-def test_a_quick_run_ends_well_and_leaves_its_rows(name, tmp_path):
+def test_a_quick_run_succeeds_and_writes_its_rows(name, tmp_path):
     path = tmp_path / "out.json"
     words = ["--quick", *WORDS.get(name, [])]
     has_file = name not in ("gpu_speed", "host", "tiles")
@@ -63,7 +63,7 @@ def small(**sizes):
     return layer_cases.replace(case, **sizes)
 
 
-def test_a_wrong_variant_is_found():
+def test_a_variant_with_wrong_results_is_detected():
     built = dict(BUILDERS)
 
     def louder(case, inputs):
@@ -87,7 +87,7 @@ def test_a_wrong_variant_is_found():
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
 @pytest.mark.parametrize("drops", [False, True])
-def test_the_reference_computes_the_layer(activation, drops):
+def test_the_reference_equals_the_layer(activation, drops):
     case = small(tokens=24, top_k=2, activation=activation)
     inputs = layer_inputs.make_inputs(case, torch.device("cpu"), torch.float64)
     capacity = case.top_k * -(-case.tokens // case.num_experts)
@@ -104,7 +104,7 @@ def test_the_reference_computes_the_layer(activation, drops):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 @pytest.mark.parametrize("variant", ["ours/auto", "ours/recompute"])
-def test_the_layer_saves_the_bytes_of_the_formula(activation, dtype, variant):
+def test_the_formula_for_saved_activations_is_correct(activation, dtype, variant):
     case = small(top_k=2, activation=activation, hidden_dim=256)
     inputs = layer_inputs.make_inputs(case, torch.device("cpu"), dtype)
     found = layer.memory_of(BUILDERS[variant](case, inputs), inputs)
@@ -123,7 +123,7 @@ def test_ratios_compare_times_of_one_round():
         "bca",
         "bac",
     ]
-    # A machine that is three times as slow in the last round changes no ratio.
+    # If the machine is three times as slow in the last round, the ratio stays the same.
     summary = timing.against({"a": [1.0, 1.0, 3.0], "b": [2.0, 2.0, 6.0]}, "a")["b"]
     assert (summary["ratio_p20"], summary["ratio"], summary["ratio_p80"]) == (2, 2, 2)
 

@@ -1,4 +1,4 @@
-"""The pages' lists of flags and names are those of the code, and what they name exists."""
+"""The lists of flags in docs/ match the code, and flags, links and files that docs name exist."""
 
 import argparse
 import importlib
@@ -67,7 +67,7 @@ def flags_of_the_package() -> set[str]:
 
 
 def flags_of_fairseq() -> set[str]:
-    """Return the flags of fairseq's commands, with those of every model, task and other part."""
+    """Return the flags of fairseq's commands, and of every fairseq model, task, criterion and optimizer."""
     parsers = [
         options.get_training_parser(), options.get_generation_parser(interactive=True),
         options.get_eval_lm_parser(), options.get_validation_parser(), score.get_parser(),
@@ -124,7 +124,7 @@ def test_every_link_and_anchor_within_the_repository_resolves(page):
         assert not anchor or anchor in _anchors(target), f"{page.name} links to {link}"
 
 
-def test_every_yes_of_the_routing_table_names_a_file_of_tests():
+def test_every_yes_in_the_routing_table_names_an_existing_test_file():
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in (ROOT / "docs" / "routing.md").read_text().splitlines()

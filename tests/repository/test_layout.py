@@ -18,12 +18,12 @@ PACKAGE = Path(__file__).parents[2] / "fairseq_tutel"
 
 # Files of the root that every folder may import; the other files of the root, "", are commands.
 BASE = ("files", "option")
-# From the top down; each folder imports only those before it.
+# Each folder imports only folders that are listed before it.
 CORE = (*BASE, "kernels", "parallel", "plans", "moe", "checkpoint", "inference", "vision")
 EDGE = ("plugin", "models", "tasks", "tools", "convert", "")
 LEVEL = {folder: level for level, folder in enumerate((*CORE, *EDGE))}
 
-# The edge beyond its folders: the commands.
+# The files of commands.
 COMMANDS = {"train.py", "run.py"}
 
 
@@ -43,7 +43,7 @@ def imported_names(path: Path) -> set[str]:
     return names
 
 
-# pathlib does not look behind the link to kernels/ in every Python.
+# In some Python versions, pathlib does not follow the link to kernels/.
 FILES = sorted({*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")})
 IMPORTS = {path: imported_names(path) for path in FILES}
 
@@ -53,7 +53,7 @@ def top_names(path: Path) -> set[str]:
 
 
 def own_folders(path: Path) -> set[str]:
-    """Folders that a file imports from, without the root's version."""
+    """Return the folders of the package that a file imports from; the import of __version__ is ignored."""
     own = {name for name in IMPORTS[path] if name.split(".")[0] == "fairseq_tutel"}
     own -= {"fairseq_tutel.__version__"}
     return {part if (part := name.split(".")[1]) in LEVEL else "" for name in own}
@@ -64,11 +64,11 @@ def against(path: Path) -> set[str]:
     return {there for there in own_folders(path) - {here} if LEVEL[there] >= LEVEL[here]}
 
 
-def test_every_folder_has_its_place():
+def test_every_folder_has_a_level():
     assert {folder_of(path) for path in FILES} == set(LEVEL)
 
 
-def test_a_folder_imports_only_those_above_it():
+def test_a_folder_imports_only_folders_of_lower_level():
     assert {str(path.relative_to(PACKAGE)): against(path) for path in FILES if against(path)} == {}
 
 
@@ -92,7 +92,7 @@ def imported_modules(path: Path, modules: set[str]) -> set[str]:
 def test_no_import_cycle_exists():
     """Imports in functions and for types count, except in kernels, where backends choose each other."""
     paths = {module_of(path): path for path in FILES if folder_of(path) != "kernels"}
-    root = paths.pop("fairseq_tutel")  # its lazy names are those of all folders
+    root = paths.pop("fairseq_tutel")  # it imports lazily from all folders
     assert IMPORTS[root]
     graph = {name: imported_modules(path, set(paths)) for name, path in paths.items()}
     assert graph["fairseq_tutel.parallel.all_to_all"] > {"fairseq_tutel.parallel.collectives"}
@@ -101,7 +101,7 @@ def test_no_import_cycle_exists():
 
 @pytest.mark.long
 def test_every_module_can_be_imported_first(monkeypatch):
-    """Each in a fork of this process, which has torch and fairseq but no module of the package."""
+    """Import each module in a fork of this process, which has imported torch and fairseq only."""
     importlib.import_module("fairseq.trainer")
     for name in [name for name in sys.modules if name.partition(".")[0] == "fairseq_tutel"]:
         monkeypatch.delitem(sys.modules, name)
@@ -120,15 +120,15 @@ def test_the_core_never_imports_fairseq():
     assert found <= COMMANDS
 
 
-def test_triton_is_imported_in_kernels_alone():
+def test_only_kernels_imports_triton():
     assert {folder_of(path) for path in FILES if "triton" in top_names(path)} == {"kernels"}
 
 
-# What predicts the time of a strategy; `fairseq-tutel plan` starts without torch.
+# Modules that predict times; they do not import torch, so `fairseq-tutel plan` starts fast.
 PREDICTION = {"cost.py", "links.py", "machine.py", "strategy.py", "search.py"}
 
 
-def test_predictions_and_plans_need_no_torch_but_for_executors():
+def test_only_executors_of_plans_and_no_predictions_import_torch():
     predicting = {path for path in (PACKAGE / "parallel").glob("*.py") if path.name in PREDICTION}
     assert len(predicting) == len(PREDICTION)
     found = {path for path in FILES if folder_of(path) == "plans"} | predicting
@@ -136,8 +136,8 @@ def test_predictions_and_plans_need_no_torch_but_for_executors():
     assert parents == {"executors"}
 
 
-def test_collectives_have_one_door():
-    """Tensors have parallel/collectives, plans their messages, Python objects parallel/world."""
+def test_only_three_modules_call_torch_distributed():
+    """collectives.py sends tensors, two_sided.py messages of plans, and world.py Python objects."""
     call = re.compile(r"dist\.(all_|reduce|broadcast|gather|scatter|barrier|send|recv|i?send|batch_)")
     found = {str(path.relative_to(PACKAGE)) for path in FILES if call.search(path.read_text())}
     assert found == {"parallel/collectives.py", "plans/executors/two_sided.py", "parallel/world.py"}
@@ -154,7 +154,7 @@ def test_the_public_names_are_the_same_for_type_checkers_and_programs():
     assert fairseq_tutel.__all__ == [*public]
 
 
-def test_nobody_imports_kernels_by_itself():
+def test_kernels_are_not_imported_as_a_top_level_package():
     assert [path for path in FILES if "kernels" in top_names(path)] == []
 
 
@@ -182,13 +182,13 @@ def test_the_core_works_with_torch_and_numpy_alone():
     assert result.returncode == 0, result.stderr
 
 
-# What fairseq brings along.
+# Packages that fairseq depends on.
 BROUGHT = {"fairseq_cli", "hydra", "omegaconf"}
-# Packages that are imported by another name.
+# Packages whose import name differs from the package name.
 IMPORTED_AS = {"pillow": "PIL"}
 
 
-def test_what_is_imported_stands_in_what_users_install():
+def test_every_imported_package_is_a_declared_dependency():
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lists = [project["dependencies"], *(extras[name] for name in extras.keys() - {"test", "dev"})]
@@ -199,18 +199,18 @@ def test_what_is_imported_stands_in_what_users_install():
     assert "fairseq-fixed" in named
 
 
-# What others may tell by a method alone: layers, gates and experts, and what the edge tells them.
+# Files of classes whose attributes other modules must set by methods.
 CLOSED = ("moe/layer.py", "moe/expert_stack.py", "moe/experts.py", "moe/balance.py",
           "moe/gates.py", "plugin/feed_forward.py")  # fmt: skip
 
 
 def assigned_attributes(path: Path) -> set[tuple[str, str]]:
-    """(owner, attribute) of every `owner.attribute = …` in a file."""
+    """Return (owner, attribute) for every assignment `owner.attribute = …` in a file."""
     stored = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
     return {(ast.unparse(n.value), n.attr) for n in stored if isinstance(n.ctx, ast.Store)}
 
 
-def test_nobody_assigns_another_objects_attributes():
+def test_attributes_of_layers_are_set_only_by_methods():
     of_layers = {name for file in CLOSED for owner, name in assigned_attributes(PACKAGE / file)
                  if owner == "self"}  # fmt: skip
     found = {

@@ -1,4 +1,4 @@
-"""The tests' own net: memory that the package allocates and does not fill is seen."""
+"""Tests fill uninitialized tensors of the package with NaN, so missing writes are detected."""
 
 import types
 
@@ -17,15 +17,15 @@ def allocate(module_name: str) -> tuple[torch.Tensor, ...]:
     return module.allocate(torch.zeros(3))
 
 
-def test_what_the_package_allocates_is_nan():
+def test_uninitialized_tensors_of_the_package_are_nan():
     assert all(tensor.isnan().all() for tensor in allocate("fairseq_tutel.somewhere"))
 
 
-def test_what_others_allocate_is_left_alone(monkeypatch):
+def test_uninitialized_tensors_of_other_packages_are_not_changed(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "fill_", None)
     allocate("elsewhere")
 
 
-def test_devices_still_redirect_allocations():
+def test_torch_device_still_sets_the_device_of_allocations():
     with torch.device("meta"):
         assert torch.empty(2).is_meta

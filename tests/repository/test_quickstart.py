@@ -1,4 +1,4 @@
-"""examples/quickstart.sh: bad input ends with one sentence, and leaves everything as it was."""
+"""examples/quickstart.sh: bad input ends with one sentence, and no file is changed."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "quickstart.sh"
-# The script takes the checkout's .venv if there is one; other checkouts use this Python's programs.
+# The script uses .venv of the checkout if it exists, and otherwise the programs in PATH.
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 FILES = {
     "a.de": b"eins\nzwei\n",

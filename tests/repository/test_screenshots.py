@@ -1,4 +1,4 @@
-"""The picture of the README is current, and the pages of the tools have no problem in a real browser."""
+"""The picture in README.md is up to date, and a browser shows the tools' pages without problems."""
 
 import pytest
 
@@ -13,12 +13,12 @@ needs_chromium = pytest.mark.skipif(browser.chromium() is None, reason="not run:
 
 
 @pytest.mark.parametrize("script", [make_performance, make_scaling], ids=lambda script: script.PAGE.name)
-def test_the_tables_of_a_page_are_current(script):
+def test_the_tables_of_a_page_are_up_to_date(script):
     text = script.PAGE.read_text()
     assert script.filled_in(text) == text, f"run python docs/{script.__name__}.py"
 
 
-def test_the_picture_of_the_report_is_current(monkeypatch):
+def test_the_picture_of_the_report_is_up_to_date(monkeypatch):
     monkeypatch.chdir(ROOT)
     page = make_report_picture.report()
     assert make_report_picture.is_current(make_report_picture.PICTURE, page), (

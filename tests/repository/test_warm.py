@@ -1,4 +1,4 @@
-"""The fork server of the tests: what it composed is hydra's, and its children can use a GPU."""
+"""The fork server's prepared configurations equal hydra's, and its children can use a GPU."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ CRITERION = ("--criterion", "moe_label_smoothed_cross_entropy", "--label-smoothi
 
 
 def compare(words):
-    """Return whether a prepared configuration was taken, and whether it is the one that hydra composes."""
+    """Return whether a prepared configuration was used, and whether it equals hydra's."""
     from fairseq import options
     from fairseq.dataclass import utils
 
@@ -31,13 +31,13 @@ def compare(words):
         utils.compose = warm.compose
 
 
-def test_a_prepared_configuration_is_hydra_s(ranks):
+def test_a_prepared_configuration_equals_hydra_s(ranks):
     moved = ("--momentum", "0.9", "--lr", "0.5", "--moe-balance-loss", "gshard_all:1,z:0.1")
     words = (*LM, "--criterion", "moe_cross_entropy", "--optimizer", "moe_sgd", *moved)
     assert ranks(2).run(compare, words) == [(True, True)] * 2
     words = (*MT, *CRITERION, "--optimizer", "moe_adam", "--encoder-layers", "3", "--lr", "0.1,0.2")
     assert ranks(2).run(compare, words) == [(True, True)] * 2
-    assert ranks(2).run(compare, words) == [(False, True)] * 2  # each serves once
+    assert ranks(2).run(compare, words) == [(False, True)] * 2  # each prepared configuration is used once
 
 
 # Imports what the server imports, in a process that claims to have a GPU.

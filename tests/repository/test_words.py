@@ -65,7 +65,7 @@ IN_TESTS = {
     r"stock's": "fairseq's",
     r"stock(?! (?:model|task|layer|class|arch|optim|criterion|fairseq))": "fairseq",
 }
-# Files of tests in which these words remain.
+# Test files that still contain rejected phrases.
 NOT_YET = """
     checkpoint/test_shards convert/test_convert convert/test_prune_dense e2e/cli e2e/models
     e2e/test_background_save e2e/test_checkpoints e2e/test_commands e2e/test_ensemble e2e/test_hub

@@ -1,4 +1,4 @@
-"""What fairseq's iterators make of images: the same batches whatever workers, ranks and resumes."""
+"""fairseq's iterators of images make the same batches for any number of workers, ranks and resumes."""
 
 import multiprocessing
 
@@ -42,7 +42,7 @@ def iterator_of(dataset, epoch=1, ranks=1, rank=0, workers=0):
 
 
 def flat(batch):
-    """Return all of a batch as text, to compare."""
+    """Return all tensors of a batch as bytes, for comparison."""
     tensors = [batch["id"], batch["net_input"]["images"], batch["target"], *batch.get("mixed", {}).values()]
     return [tensor.numpy().tobytes() for tensor in tensors]
 
@@ -53,15 +53,15 @@ def epoch_of(images, epoch, **options):
 
 @pytest.fixture(autouse=True)
 def no_readers_are_left():
-    """Workers of an iterator that is garbage end after 5 seconds each, in another test."""
-    before = set(multiprocessing.active_children())  # of tests of other files
+    """End the workers of iterators; otherwise a later test would wait 5 s for each of them."""
+    before = set(multiprocessing.active_children())  # these belong to tests of other files
     yield
     for worker in set(multiprocessing.active_children()) - before:
         worker.terminate()
         worker.join()
 
 
-def test_an_epoch_is_a_shuffle_of_the_images_in_full_batches(images):
+def test_an_epoch_has_all_images_shuffled_in_full_batches(images):
     dataset = dataset_of(images)
     orders = []
     for epoch in (1, 2):
@@ -71,14 +71,14 @@ def test_an_epoch_is_a_shuffle_of_the_images_in_full_batches(images):
         assert all(batch["target"].equal(batch["id"] % 3) for batch in batches)
         orders.append(torch.cat([batch["id"] for batch in batches]).tolist())
         assert sorted(orders[-1]) == list(range(N)) != orders[-1]
-    # Batches have other images in another epoch; fairseq shuffles only whole batches.
+    # Batches differ between epochs, while fairseq itself shuffles only complete batches.
     assert {frozenset(orders[0][i : i + 4]) for i in range(0, N, 4)}.isdisjoint(
         {frozenset(orders[1][i : i + 4]) for i in range(0, N, 4)}
     )
 
 
 def test_validation_has_one_shuffled_order_for_all_epochs(images):
-    images.labels_N = np.sort(images.labels_N)  # as folders of classes list them
+    images.labels_N = np.sort(images.labels_N)  # sorted by class, like the images of folders
     orders = []
     for epoch in (1, 2):
         iterator = iterator_of(dataset_of(images, None, **AUGMENTED), epoch)
@@ -108,7 +108,7 @@ def test_a_resume_within_an_epoch_continues_with_the_same_batches(images, saved,
     assert [flat(batch) for batch in before + after] == expected
 
 
-def test_mixed_targets_are_those_of_the_next_image(images):
+def test_each_image_is_mixed_with_the_next_image_and_its_target(images):
     batch = next(iterator_of(dataset_of(images, mixup=0.5)).next_epoch_itr())
     alone = next(iterator_of(dataset_of(images)).next_epoch_itr())
     share = batch["mixed"]["share"][:, None, None, None]
@@ -118,7 +118,7 @@ def test_mixed_targets_are_those_of_the_next_image(images):
     assert torch.equal(batch["mixed"]["target"], alone["target"].roll(-1))
 
 
-def test_a_criterion_of_one_class_gets_no_mixed_images():
+def test_a_criterion_that_does_not_support_mixed_images_is_refused():
     options = {"_name": "image_classification", "image_mixup": 1.0}
     task = setup_task(OmegaConf.create(options))
     task.build_criterion(OmegaConf.create({"_name": "image_classification"}))

@@ -1,4 +1,4 @@
-"""`fairseq-tutel average`: which files it takes, their mean, what it keeps and refuses."""
+"""`fairseq-tutel average`: the selected files, their mean, the output's content, and errors."""
 
 import argparse
 
@@ -11,7 +11,7 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor
 
 
 def save(path, seed=0, **changes):
-    """Write what a fairseq checkpoint holds, with experts; `changes` replace top-level entries."""
+    """Write a fairseq checkpoint with experts; `changes` replace its top-level entries."""
     generator = torch.Generator().manual_seed(seed)
     shared = torch.randn(5, 4, generator=generator)
     state = {
@@ -41,7 +41,7 @@ def load(path):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 )
-def test_the_mean_of_copies_is_the_tensor_bit_for_bit(dtype, copies):
+def test_the_mean_of_equal_tensors_has_the_same_bits(dtype, copies):
     tensor = (torch.randn(2000, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
     found = mean([tensor] * copies)
     assert found.dtype == dtype
@@ -49,7 +49,7 @@ def test_the_mean_of_copies_is_the_tensor_bit_for_bit(dtype, copies):
 
 
 def test_the_mean_is_rounded_once_and_integers_round_down():
-    # In float32 the ones would be lost beside 2^24, in float16 the sum would be infinite.
+    # In float32, 2^24 + 1 is rounded to 2^24. In float16, the sum would overflow.
     assert mean([torch.tensor([2.0**24]), torch.ones(1), torch.ones(1)]).item() == pytest.approx(
         (2**24 + 2) / 3, rel=1e-7
     )
@@ -57,7 +57,7 @@ def test_the_mean_is_rounded_once_and_integers_round_down():
     assert mean([torch.tensor([3, -3, 255]), torch.tensor([4, -4, 255])]).tolist() == [3, -4, 255]
 
 
-def test_weights_are_averaged_and_all_else_is_the_first_file_s(tmp_path):
+def test_everything_except_the_weights_is_copied_from_the_first_file(tmp_path):
     files = [save(tmp_path / f"{seed}.pt", seed) for seed in (4, 1, 2)]
     tool("average", *files, "--output", tmp_path / "mean.pt")
     found, states = load(tmp_path / "mean.pt"), [load(file) for file in files]
@@ -120,7 +120,7 @@ def save_dir(tmp_path_factory):
         ),
     ],
 )
-def test_a_folder_s_last_files_are_taken(save_dir, tmp_path, flags, expected):
+def test_the_last_files_of_a_folder_are_averaged(save_dir, tmp_path, flags, expected):
     printed = tool("average", save_dir, "--output", tmp_path / "mean.pt", *flags)
     first, *taken, last = printed.splitlines()
     assert (first, last) == ("averaging", f"wrote {tmp_path / 'mean.pt'}")
@@ -177,13 +177,13 @@ def test_experts_in_shards_are_averaged_one_tensor_at_a_time(tmp_path, monkeypat
     assert found["model"].keys() == expected["model"].keys()
     for key, weight in expected["model"].items():
         assert torch.equal(found["model"][key], weight), key
-    # Of all files but the first the optimizer state is not read.
+    # Shard files with optimizer state are read only for the first checkpoint.
     assert len(read) == kinds.count("sharded") + (kinds[0] == "sharded")
     assert torch.equal(found["last_optimizer_state"]["state"][0]["exp_avg"], torch.ones(3, 6, 4))
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_can_not_be_averaged_is_refused_in_one_sentence(tmp_path, case):
+def test_files_that_cannot_be_averaged_are_refused_in_one_sentence(tmp_path, case):
     good = save(tmp_path / "good.pt")
     (tmp_path / "link.pt").symlink_to(good)
     (tmp_path / "cut.pt").write_bytes(good.read_bytes()[:2000])

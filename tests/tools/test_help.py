@@ -41,7 +41,7 @@ def subcommands(parser):
 
 PARSERS = {"": parser_of("")} | {tool: subcommands(parser_of(tool))[tool] for tool in TOOLS}
 PARSERS |= {f"convert {kind}": each for kind, each in subcommands(PARSERS["convert"]).items()}
-# Actions that the help shows, without -h and subcommands.
+# The arguments in the help of each tool, without -h and subcommands.
 SHOWN = {
     name: [
         action

@@ -1,4 +1,4 @@
-"""`inspect` on files of every kind: what it says, as text and as JSON."""
+"""The output of `inspect` for files of every kind, as text and as JSON."""
 
 import json
 
@@ -9,7 +9,7 @@ from tool_in_process import convert, tool
 
 
 def inspect(*words):
-    """Run the tool; return what it printed, or with --json the facts."""
+    """Run the tool; return its output, parsed if --json is given."""
     text = tool("inspect", *words)
     return json.loads(text) if "--json" in words else text
 
@@ -62,7 +62,7 @@ def test_tied_weights_count_once(tmp_path):
     assert inspect(plain, "--json")["bytes"]["optimizer state"] == 120
 
 
-def test_inspect_lists_the_same_of_shards_and_of_one_file(tmp_path):
+def test_inspect_has_the_same_output_for_shards_and_for_one_file(tmp_path):
     path = save(tmp_path / "a.pt")
     whole = inspect(path, "--json")
     convert("sharded", "--input", path, "--output", tmp_path / "b.pt")
@@ -83,7 +83,7 @@ def flip_last(path):
     path.write_bytes(data)
 
 
-def test_damaged_shards_are_found(tmp_path):
+def test_damaged_shards_are_detected(tmp_path):
     convert("sharded", "--input", save(tmp_path / "a.pt"), "--output", tmp_path / "b.pt")
     assert "checked: all bytes match their checksums\n" in inspect(tmp_path / "b.pt", "--check")
     file = max((tmp_path / "experts").rglob("*.safetensors"))
@@ -100,7 +100,7 @@ def test_damaged_shards_are_found(tmp_path):
         assert str(file) in end.value.code
 
 
-def test_check_finds_a_changed_byte_of_the_file_itself(tmp_path):
+def test_check_detects_a_changed_byte_of_the_checkpoint_file(tmp_path):
     path = save(tmp_path / "a.pt", change=lambda model: model.update(mark=torch.full((64,), 7.5)))
     mark = torch.full((64,), 7.5).numpy().tobytes()
     path.write_bytes(path.read_bytes().replace(mark, b"\1" + mark[1:]))
@@ -111,7 +111,7 @@ def test_check_finds_a_changed_byte_of_the_file_itself(tmp_path):
     assert "not checked: a file from before" in inspect(path, "--check")
 
 
-def test_inspect_lists_no_default(tmp_path):
+def test_inspect_lists_only_options_that_differ_from_the_default(tmp_path):
     path = save(tmp_path / "a.pt", top_k=1)
     state = torch.load(path, weights_only=True)
     state["cfg"]["model"] |= {
@@ -140,7 +140,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_inspect_names_the_kind_of_other_files(kind, tmp_path):
+def test_inspect_names_the_system_that_wrote_a_file(kind, tmp_path):
     torch.save(KINDS[kind], tmp_path / "a.pt")
     facts = inspect(tmp_path / "a.pt", "--json")
     assert facts["kind"] == kind

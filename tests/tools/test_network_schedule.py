@@ -1,4 +1,4 @@
-"""`schedule`: what it prints, writes and refuses."""
+"""`schedule`: its output, its files and its errors."""
 
 import json
 
@@ -10,7 +10,7 @@ from fairseq_tutel.plans.format import from_json
 from fairseq_tutel.plans.network import find
 
 
-def test_it_prints_the_optimum_its_cut_and_its_trees():
+def test_schedule_prints_the_optimum_the_limiting_cut_and_the_trees():
     text = tool("schedule", "dgx_a100:2")
     assert "T* = 3/65 (bytes of a shard / GB/s), algbw 346.667 GB/s" in text
     assert "cut: 15 shard(s) leave gpu0.1, gpu0.2, gpu0.3, gpu0.4, … (15 GPUs) over 325 GB/s" in text
@@ -21,7 +21,7 @@ def test_it_prints_the_optimum_its_cut_and_its_trees():
 @pytest.mark.parametrize(
     ("words", "least", "chunks"),
     [
-        # Of one shard two chunks in each of three slices.
+        # Each shard has three slices of two chunks.
         (
             ("all_reduce", "--trees", 2, "--slices", 3),
             "optimum of a reduce-scatter and an all-gather: T* = 3 (",
@@ -30,7 +30,7 @@ def test_it_prints_the_optimum_its_cut_and_its_trees():
         (("reduce_scatter", "--trees", 1), "arrive as sums in", 1),
     ],
 )
-def test_its_plan_and_its_network_are_files_that_can_be_used(tmp_path, words, least, chunks):
+def test_the_written_plan_and_network_can_be_used(tmp_path, words, least, chunks):
     files = {flag: tmp_path / f"{flag}.json" for flag in ("--output", "--output-network")}
     flags = [word for pair in files.items() for word in pair]
     text = tool("schedule", "torus:1x4", "--collective", *words, *flags)

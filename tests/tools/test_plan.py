@@ -1,4 +1,4 @@
-"""`plan`: what it prints, writes and refuses; the tables of docs/scaling.md."""
+"""`plan`: its output, its files and its errors; the tables of docs/scaling.md."""
 
 import importlib.util
 import json
@@ -19,11 +19,11 @@ MODEL = (
 
 
 def tables(text):
-    """Return the rows of every table as lists of cells, headers first."""
+    """Return the rows of every table in a text as lists of cells; the header is the first row."""
     return [[re.split(r" {2,}", line) for line in block.splitlines()] for block in text.split("\n\n")]
 
 
-def test_plans_are_ranked_by_predicted_time(tmp_path):
+def test_configurations_are_ranked_by_predicted_time(tmp_path):
     text = tool("plan", *CLUSTER, *MODEL, "--top", 5, "--output", tmp_path / "plans.json")
     assert text.startswith("256 x H100 on 32 node(s); 6 MoE layer(s) of 16 experts, ")
     _, ranking, parts, memory = tables(text.split("wrote")[0].rstrip())
@@ -53,13 +53,13 @@ def test_plans_are_ranked_by_predicted_time(tmp_path):
     assert len({(plan[0], plan[1]) for plan in ranking[1:]}) == 5
 
 
-def test_plans_that_need_too_much_memory_are_marked():
+def test_configurations_that_need_too_much_memory_are_marked():
     huge = ("--hidden-dim", 32768, "--model-dim", 8192, "--experts", 512, "--gpus-per-node", 8)
     (*_, last) = tables(tool("plan", *huge))[1]
     assert last[-1] == "no"
 
 
-def test_zero_and_offload_make_room():
+def test_zero_and_offload_reduce_the_predicted_memory():
     def gigabytes(*words):
         _, ranking, _, memory = tables(tool("plan", *CLUSTER, *MODEL, *words))
         return float(ranking[1][6]), float({row[0]: row[1] for row in memory[1:]}[HOST])
@@ -70,7 +70,7 @@ def test_zero_and_offload_make_room():
     assert device < stages[2][0] and host > 0
 
 
-def test_links_of_the_command_line_count():
+def test_options_of_links_and_of_the_gpu_change_the_predicted_time():
     def best_step(*words):
         return float(tables(tool("plan", *CLUSTER, *MODEL, *words))[1][1][4])
 
@@ -81,7 +81,7 @@ def test_links_of_the_command_line_count():
     assert best_step("--glu") > usual
 
 
-def test_the_file_of_the_plans_gives_their_machine(tmp_path):
+def test_the_output_file_can_be_used_as_hardware_profile(tmp_path):
     path = tmp_path / "plans.json"
     text = tool("plan", *CLUSTER, *MODEL, "--inter-gb-s", 45, "--output", path)
     assert text == tool("plan", *CLUSTER[:4], *MODEL, "--machine", path) + f"wrote {path}\n"
@@ -100,7 +100,7 @@ def test_bad_values_are_refused_in_one_sentence(words, sentence):
     assert refusal_of("plan", *words.split()).startswith(sentence)
 
 
-def test_the_tables_of_the_page_are_those_of_the_model():
+def test_the_tables_of_the_page_match_the_cost_model():
     path = Path(__file__).parents[2] / "docs" / "make_scaling.py"
     spec = importlib.util.spec_from_file_location("make_scaling", path)
     make_scaling = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""`fairseq-tutel plan-check`: what it says of a plan, how long it takes, and what it refuses."""
+"""`fairseq-tutel plan-check`: its output for a collective plan, predicted times, and errors."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def written(tmp_path):
     return write
 
 
-def test_what_a_plan_does(written):
+def test_plan_check_prints_the_properties_of_a_plan(written):
     said = tool("plan-check", written(RING), "--bytes", 1000, "--alpha-us", 5, "--gb-s", 0.5)
     assert said.splitlines() == [
         f"ring all_gather: all_gather of 4 ranks, 1 chunks and 0 temporary ones; digest {RING.digest}",
@@ -35,15 +35,15 @@ def test_what_a_plan_does(written):
         "depth: 4 hops in a row; rounds: 3",
         "3 of a rank's input, 3000 bytes: "
         + ", ".join(f"rank {rank} -> rank {(rank + 1) % 4}" for rank in range(4)),
-        # 4 hops of 5 us, 3 rounds of 2 us.
+        # 26 us are 4 hops of 5 us and 3 rounds of 2 us.
         "predicted: 26.0 us (1000 bytes, 5 us a hop, 0.5 GB/s a link)",
     ]
 
 
-def test_loads_of_a_network(written):
+def test_plan_check_prints_the_load_of_the_network_links(written):
     plan = make("one_phase", "all_reduce", 16)
     said = tool("plan-check", written(plan), "--network", "dgx_a100:2", "--alpha-us", 1e-9)
-    # 7 to GPUs of its box by one switch, 8 to others; at 25 GB/s the latter take longest.
+    # A GPU sends 7 shards within its box and 8 to the other box, where 25 GB/s limit the time.
     matrix, vertices = find("dgx_a100:2").matrix, find("dgx_a100:2").vertices
     bandwidths = sorted(set(matrix[0]) - {0})
     assert bandwidths == [25, 300] and "gpu0.0" in vertices
@@ -53,7 +53,7 @@ def test_loads_of_a_network(written):
     assert "torus:1x4, 1 GB/s for 1 of its units)" in ring
 
 
-def test_plans_by_name_and_files_of_msccl(tmp_path):
+def test_plans_can_be_given_by_name_or_as_files_of_msccl(tmp_path):
     path, back = tmp_path / "plan.xml", tmp_path / "plan.json"
     said = tool("plan-check", "two_hops:all_to_all:6:2", "--output", path)
     assert said.endswith(f"wrote {path}\n") and 'coll="alltoall"' in path.read_text()
@@ -82,7 +82,7 @@ def _with(path, before, after):
     return path
 
 
-def test_what_is_refused(written, tmp_path):
+def test_bad_plan_files_and_networks_are_refused(written, tmp_path):
     bad = written(replace(RING, programs=(RING.programs[0][:1], *RING.programs[:3])))
     assert refusal_of("plan-check", bad).startswith(f"{bad}: Plan 'ring all_gather' is malformed: rank ")
     bad.write_text(json.dumps(to_json(RING) | {"ranks": 0}))
@@ -100,7 +100,7 @@ def test_what_is_refused(written, tmp_path):
         assert "is not the network of the plan" in text
 
 
-def test_the_usual_plans_are_a_folder_for_a_training(tmp_path):
+def test_plans_writes_a_folder_that_a_training_run_can_use(tmp_path):
     folder = tmp_path / "plans"
     said = tool("plans", 2, 4, "--output", folder)
     found = read_run(str(folder))

@@ -7,7 +7,7 @@ import pytest
 from fairseq_tutel.tools.arguments import writing
 
 
-def test_a_file_is_whole_or_what_it_was(tmp_path):
+def test_an_error_during_writing_keeps_the_old_file(tmp_path):
     path, link = tmp_path / "a.png", tmp_path / "link.png"
     link.symlink_to(path)
     for into in (path, link):

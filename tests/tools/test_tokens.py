@@ -1,4 +1,4 @@
-"""tokens: statistics against counting, and what the command refuses."""
+"""`tokens`: its statistics equal those of a loop; errors of the command."""
 
 import json
 
@@ -45,7 +45,7 @@ def test_the_number_of_experts_per_token_may_differ():
     assert found.load_E.tolist() == pytest.approx([0.2, 0.2, 0.2, 0.4])
 
 
-def test_languages_have_loads_and_patches_count_as_their_image_s_class():
+def test_loads_by_language_and_patches_that_count_as_their_image_s_class():
     both = [sample(["x"], [[0]], language="de"), sample(["y", "z"], [[1], [0]], language="en")]
     found = statistics(both, LAYER, 2)
     assert found.languages == ["de", "en"] and found.parts_LE.tolist() == [[1, 0], [0.5, 0.5]]
@@ -57,7 +57,7 @@ def test_languages_have_loads_and_patches_count_as_their_image_s_class():
 
 
 @pytest.mark.parametrize("options", ({}, {"choice": "experts"}, {"balance_bias": True}))
-def test_choices_of_gates_are_counted_per_pair_as_a_loop_counts_them(options):
+def test_expert_counts_per_language_pair_equal_those_of_a_loop(options):
     config = ft.MoEConfig(model_dim=4, hidden_dim=4, num_experts=5, top_k=2, **options)
     layer = MoEFeedForward(config, ft.Topology(), 1, "decoder.layers.3.fc1").eval()
     counts, expected = ExpertCounts(), {}
@@ -86,7 +86,7 @@ def test_choices_of_gates_are_counted_per_pair_as_a_loop_counts_them(options):
         assert use.load == pytest.approx(5 * load_E / load_E.sum())
 
 
-def test_probabilities_that_are_not_finite_are_no_statistics():
+def test_probabilities_that_are_not_finite_raise_an_error():
     layer = MoEFeedForward(ft.MoEConfig(4, 4, 5), ft.Topology(), 1, "decoder.layers.3.fc1").eval()
     counts = ExpertCounts()
     counts.add("de-en", layer, ft.route(torch.full((3, 5), torch.nan), 2))
@@ -94,14 +94,14 @@ def test_probabilities_that_are_not_finite_are_no_statistics():
         counts.statistics()
 
 
-def test_the_page_keeps_a_layer_that_some_samples_did_not_see():
+def test_the_page_has_only_layers_that_routed_tokens():
     other = "decoder.layers.0.fc1"
     made = content([sample(["a"], [[1]])], {LAYER: 2, other: 2})
     assert [layer["name"] for layer in made["layers"]] == ["encoder.layers.0"]
     assert json.loads(json.dumps(made))["samples"][0]["experts"] == {LAYER: [[1]]}
 
 
-def test_outputs_are_two_files_that_can_be_written(tmp_path):
+def test_output_files_must_differ_and_be_writable(tmp_path):
     page = tmp_path / "a.html"
     words = ("tokens", tmp_path / "model.pt", "--output", page)
     (tmp_path / "inner").mkdir()

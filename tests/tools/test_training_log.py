@@ -14,7 +14,7 @@ from fairseq_tutel.tools.training_log import Record, find_log, join, read_log
 
 
 def inner(update, loss="3.5", wall=None, **stats):
-    """Return a record of the training since the last one, as fairseq writes it."""
+    """Return a training record (train_inner) of one log interval, as fairseq writes it."""
     stats = {"epoch": 1, "update": 0.1, "loss": loss, "num_updates": str(update), **stats}
     return json.dumps(stats if wall is None else {**stats, "wall": str(wall)})
 
@@ -39,7 +39,7 @@ def seconds(run):
     "form",
     ["{}\n", "2026-01-02 03:04:05 | INFO | TAG | {}\n", "[2026-01-02 03:04:05,678][TAG][INFO] - {}\n"],
 )
-def test_a_record_reads_alike_in_every_form(form):
+def test_a_record_is_read_equally_in_every_log_format(form):
     log = read_log([form.format(inner(10, load=[0.5, 1.5])), form.format(valid(10))])
     assert log.entries == [
         Record("train_inner", 10, {"epoch": 1, "update": 0.1, "loss": 3.5, "num_updates": 10},
@@ -68,7 +68,7 @@ def test_fairseq_s_simple_format_reads_as_its_json_format(prefix, caplog):
     assert repr(found["simple"]) == repr(found["json"])
 
 
-def test_the_wall_of_an_epoch_s_record_is_not_its_train_wall():
+def test_the_time_of_an_epoch_s_record_is_wall_and_not_train_wall():
     stats = {"train_num_updates": "7", "train_train_wall": "3", "train_wall": "5"}
     (record,) = run_of(json.dumps(stats)).training
     assert record.values == {"num_updates": 7, "train_wall": 3, "wall": 5}
@@ -84,14 +84,14 @@ def test_other_lines_are_ignored():
     assert not log.entries
 
 
-def test_the_copies_of_a_line_are_one_record_and_no_restart():
+def test_repeated_lines_are_one_record_and_not_a_restart():
     run = run_of(*[inner(10, wall=5)] * 2, *[valid(10)] * 3, *[inner(20, wall=9)] * 3)
     assert updates(run) == [10, 20]
     assert seconds(run) == [5, 9] and run.notes == []
 
 
 def test_unreadable_records_are_left_out():
-    """Cut off, nested too deep, and with a number that is too large."""
+    """The records are cut off, nested too deeply, or contain a number that is too large."""
     deep, large = '{"epoch": ' + "[" * 200_000, '{"epoch": ' + "9" * 5000 + "}"
     assert updates(run_of(inner(10), inner(20)[:40], deep, large, inner(30), inner(40)[:-1])) == [10, 30]
 
@@ -102,7 +102,7 @@ def test_values_that_are_not_finite_are_kept(value):
     assert not math.isfinite(run.training[1].values["loss"])
 
 
-def test_nan_in_a_list_is_kept_and_text_is_no_number():
+def test_nan_in_a_list_is_kept_and_text_is_ignored():
     run = run_of(inner(10, moe_load_decoder_0=[1.0, math.nan, None], mood="good", empty=None))
     (record,) = run.training
     assert record.values.keys() == {"epoch", "update", "loss", "num_updates"}
@@ -110,12 +110,12 @@ def test_nan_in_a_list_is_kept_and_text_is_no_number():
     assert load[0] == 1 and math.isnan(load[1]) and math.isnan(load[2])
 
 
-def test_the_later_record_of_an_update_wins():
+def test_the_later_of_two_records_of_an_update_is_kept():
     run = run_of(inner(10, loss="4"), inner(20, loss="3"), inner(20, loss="2"))
     assert [record.values["loss"] for record in run.training] == [4, 2]
 
 
-def test_a_resumed_process_replaces_what_it_repeats_and_its_time_adds_up():
+def test_a_resumed_process_replaces_repeated_updates_and_its_time_is_added():
     run = run_of(
         "training on 2 devices (GPUs/TPUs)", inner(10, wall=6), inner(20, wall=9), valid(20),
         inner(30, wall=14),
@@ -123,7 +123,7 @@ def test_a_resumed_process_replaces_what_it_repeats_and_its_time_adds_up():
     )  # fmt: skip
     assert updates(run) == [10, 20, 40]
     assert seconds(run) == [6, 14 + 5, 14 + 25]
-    assert "valid" not in run.records  # of the weights that were lost
+    assert "valid" not in run.records  # this validation was of weights that were lost
     assert run.training[1].values["loss"] == 1
     assert run.ranks == [2, 4]
     assert run.notes == ["Resumed: a new process logs from update 20 on."]
@@ -150,14 +150,14 @@ def test_updates_per_second_give_the_time_if_wall_stays_0():
     assert seconds(run) == [6, 9, 9 + 10 / 2, 9 + 10 / 2 + 10 / 0.5]
 
 
-def test_a_validation_is_dated_by_the_last_known_time():
+def test_a_validation_has_the_time_of_the_last_record_with_a_time():
     run = run_of(valid(5), inner(10, wall=6), valid(12))
     first, second = run.records["valid"]
     assert math.isnan(first.seconds)
     assert second.seconds == 6
 
 
-def test_training_falls_back_on_the_records_of_epochs():
+def test_without_interval_records_training_has_the_records_of_epochs():
     run = run_of(
         json.dumps({"train_loss": "4", "train_num_updates": "59"}), valid(59), valid(59, subset="test")
     )
@@ -186,7 +186,7 @@ def test_the_summary_of_a_run():
     assert list(row.values()) == ["one", "5", "–", "9.50 (test)", "9.50 at update 5", "–", "–", "–", "–"]
 
 
-def test_the_summary_has_accuracies_beside_perplexities():
+def test_the_summary_has_accuracies_and_perplexities():
     log = [
         json.dumps({"epoch": 1, "valid_accuracy": a, "valid_num_updates": u})
         for u, a in (("3", "87.5"), ("6", "80"))
@@ -212,7 +212,7 @@ def test_a_folder_is_searched_for_its_log(tmp_path):
     assert found == file and [entry.update for entry in log.entries] == [10]
 
 
-def test_a_captured_output_beside_the_log_is_no_second_run(tmp_path):
+def test_a_captured_output_next_to_the_log_is_not_a_second_run(tmp_path):
     lines = [inner(10, gnorm="nan"), inner(20), inner(30)]
     (tmp_path / "train.json").write_text("\n".join(lines))
     (tmp_path / "a.log").write_text("\n".join(f"INFO | train_inner | {line}" for line in lines[:2]))

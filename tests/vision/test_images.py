@@ -21,7 +21,7 @@ RAMP = np.arange(48, dtype=np.uint8).reshape(6, 8) * 5
 
 
 def folder_of(tmp_path, files, split="train"):
-    """Write {name: Pillow's image, or bytes} and return the data folder."""
+    """Write a dict {name: Pillow image or bytes} as files; return the data folder."""
     for name, image in files.items():
         path = tmp_path / split / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def test_classes_differ_by_name_and_order_if_they_have_names():
     assert different_class(["ant", "bee"], ["bee", "ant"]) == (0, "ant", "bee")
     assert different_class(["ant"], ["ant", "bee"]) == (1, "none", "bee")
     assert different_class(["0", "1"], ["ant", "bee"]) is None is different_class(["b", "a"], ["0", "1"])
-    numbers = [str(i) for i in range(11)]  # folders are sorted as words
+    numbers = [str(i) for i in range(11)]  # folder names are sorted as text
     assert different_class(numbers, sorted(numbers)) == (2, "2", "10")
 
 
@@ -76,7 +76,7 @@ def test_every_mode_becomes_grey_or_rgb(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["truncated", "empty", "text"])
-def test_an_unreadable_image_is_an_error_with_its_name(tmp_path, kind):
+def test_the_error_for_an_unreadable_image_has_its_name(tmp_path, kind):
     Image.effect_noise((64, 64), 50).save(tmp_path / "whole.png")
     content = {"truncated": (tmp_path / "whole.png").read_bytes()[:900], "empty": b"", "text": b"no image"}
     images = open_images(folder_of(tmp_path, {"a/x.png": content[kind]}), "train")
@@ -84,7 +84,7 @@ def test_an_unreadable_image_is_an_error_with_its_name(tmp_path, kind):
         images.read(0, 1)
 
 
-def test_an_image_covers_its_size_and_is_cropped_around_its_center():
+def test_an_image_is_resized_to_cover_the_input_and_cropped_around_its_center():
     image = Image.effect_noise((64, 40), 50)
     assert torch.equal(tensor_of(fitted(image, 40, 64)), tensor_of(image))
     half = tensor_of(image.resize((32, 20), Image.Resampling.BILINEAR))[:, :, 6:26]
@@ -104,7 +104,7 @@ OK = {"images": np.zeros((2, 4, 4), np.uint8), "labels": np.array([0, 1])}
         {"classes": np.array(["a"])},
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(tmp_path, wrong):
+def test_arrays_with_wrong_shapes_or_types_are_refused(tmp_path, wrong):
     with pytest.raises(ValueError, match=r"train\.npz has images of .* labels from"):
         open_images(arrays_of(tmp_path, **{**OK, **wrong}), "train")
 
@@ -128,13 +128,13 @@ def each(function, count=60):
     return [function(draws_of(1, 2, i)) for i in range(count)]
 
 
-def test_no_option_changes_and_draws_nothing():
+def test_without_augmentation_options_the_image_is_unchanged():
     draws = draws_of(1, 2, 3)
     assert augmented(IMAGE, ImageConfig(), draws) is IMAGE
     assert draws.random() == draws_of(1, 2, 3).random()
 
 
-def test_only_seed_epoch_and_image_decide():
+def test_augmentation_depends_only_on_seed_epoch_and_image():
     keys = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
     made = {key: augmented(IMAGE, ALL, draws_of(*key)).tobytes() for key in keys}
     assert all(augmented(IMAGE, ALL, draws_of(*key)).tobytes() == made[key] for key in reversed(keys))

@@ -1,4 +1,4 @@
-"""Swin V2's parts in float64, against a loop over all pairs of tokens and finite differences."""
+"""Swin V2's modules equal a loop over all pairs of tokens; gradients equal finite differences."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ TINY = SwinConfig(form="v2", patch_size=2, embed_dim=4, depths="2,1", heads="2,1
 
 
 def drawn(module, seed=0):
-    """Return a module whose every parameter is drawn: norms begin at 0 in one form."""
+    """Set all parameters of a module to random numbers, because some norms are initialized to 0."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.double().parameters():
         draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -29,7 +29,7 @@ def drawn(module, seed=0):
 
 
 def window_and_region(i, side, window, shifted):
-    """Return of a row (or column) in which window it is, and on which side of the image's edge."""
+    """Return the window of a row (or column), and whether the shift moved it from the opposite edge."""
     if side <= window:
         return 0, 0
     shift = window // 2 if shifted else 0
@@ -38,7 +38,7 @@ def window_and_region(i, side, window, shifted):
 
 
 def attention_by_pairs(attn, x, window, shifted):
-    """Return what attention gives for an image [height, width, D], query by query."""
+    """Compute the attention output of an image [height, width, D], one query at a time."""
     H, W, D = x.shape
     heads, dim = attn.heads, D // attn.heads
     tokens = [(i, j) for i in range(H) for j in range(W)]
@@ -86,10 +86,10 @@ def attention_by_pairs(attn, x, window, shifted):
     ("size", "window", "shifted"),
     [((4, 4), 2, True), ((4, 4), 4, True), ((5, 7), 3, False), ((5, 7), 3, True), ((2, 5), 4, True)],
 )
-def test_attention_is_that_of_all_pairs_in_a_window(form, size, window, shifted):
+def test_attention_equals_a_loop_over_all_pairs_in_a_window(form, size, window, shifted):
     attn = drawn(WindowAttention(8, 2, form))
     if form == "v2":
-        attn.logit_scale.data.copy_(torch.tensor([1.0, 7.0]).view(2, 1, 1))  # one beyond the bound
+        attn.logit_scale.data.copy_(torch.tensor([1.0, 7.0]).view(2, 1, 1))  # the second is above the bound
     x = torch.randn(1, *size, 8, dtype=torch.float64, requires_grad=True)
     windows = windows_of(*size, window, shifted, CPU)
     same_function(
@@ -105,7 +105,7 @@ def test_a_position_bias_keeps_the_scale_of_the_window_it_was_trained_with():
     torch.testing.assert_close(large[:, :4, :4, :4, :4].reshape(2, 16, 16), small)
 
 
-def test_patches_and_merging_fill_edges_with_0():
+def test_patch_embedding_and_merging_pad_edges_with_zeros():
     embedding, images = drawn(PatchEmbedding(1, 4, 3)), torch.randn(2, 1, 4, 5).double()
     whole = F.pad(images, (0, 1, 0, 2))
     x, size = embedding(images)
@@ -119,7 +119,7 @@ def test_patches_and_merging_fill_edges_with_0():
 
 
 @pytest.mark.parametrize("form", ["v2", "moe"])
-def test_a_model_has_the_gradients_of_finite_differences(form):
+def test_gradients_of_a_model_equal_finite_differences(form):
     model = drawn(SwinV2(replace(TINY, form=form), 1, 3))
     images = torch.randn(2, 1, 9, 7, dtype=torch.float64, requires_grad=True)
     names, values = zip(*model.named_parameters(), strict=True)
@@ -142,7 +142,7 @@ def test_drop_path_rises_with_depth_and_keeps_the_mean():
     assert torch.equal(block.eval()._added(x, 2 * x), 3 * x)
 
 
-def test_tensors_made_in_inference_mode_can_be_trained_with():
+def test_tensors_cached_in_inference_mode_can_be_used_in_training():
     windows_of.cache_clear(), _offsets.cache_clear()
     with torch.inference_mode():
         windows, offsets = windows_of(3, 5, 2, True, CPU), _offsets(2, 3, 0, CPU)

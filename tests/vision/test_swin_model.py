@@ -1,4 +1,4 @@
-"""Swin V2 as a model of fairseq, built as fairseq builds it."""
+"""Swin V2 as a fairseq model, built by fairseq's build_model."""
 
 import argparse
 import re
@@ -17,18 +17,18 @@ register()
 
 
 def build(arch, channels=1, num_classes=10, **options):
-    """Return the model of an architecture, as a task of such images asks for it."""
+    """Build the model of an architecture for images with these numbers of channels and classes."""
     task = argparse.Namespace(cfg=argparse.Namespace(), channels=channels, num_classes=num_classes)
     torch.manual_seed(1)
     return models.build_model(OmegaConf.create({"_name": arch, **options}), task)
 
 
-# Million parameters that an image meets in the released models, at ImageNet-22K's 21,841 classes.
+# Millions of active parameters of the released models, with ImageNet-22K's 21,841 classes.
 PUBLISHED = {"small": 65.8, "base": 109.3}
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
-def test_parameters_are_as_published(size):
+def test_numbers_of_parameters_are_as_published(size):
     with torch.device("meta"):
         dense = build(f"swin_v2_{size}", 3, 21841, swin_form="moe")
         model = build(f"swin_v2_moe_{size}", 3, 21841)
@@ -40,7 +40,7 @@ def test_parameters_are_as_published(size):
     assert labels == [f"stages_2_{i}" for i in range(1, 18, 2)] + ["stages_3_1"]
 
 
-def test_linear_layers_begin_as_the_released_configurations_say():
+def test_linear_layers_are_initialized_as_in_the_released_configurations():
     small = {"swin_depths": "1,1", "swin_heads": "1,2", "swin_embed_dim": 32}
     for arch, std, loss in (
         ("swin_v2_moe_small", 0.005, "load_importance_tutel:1"),
@@ -55,7 +55,7 @@ def test_linear_layers_begin_as_the_released_configurations_say():
             assert moe_layers(model)[0].config.balance_loss == loss
 
 
-def test_blocks_with_experts_are_counted_within_a_stage():
+def test_blocks_with_experts_are_numbered_within_a_stage():
     model = build("swin_v2_moe_tiny", swin_depths="3,2", moe_expert_count="2,4")
     found = [(layer.label, layer.config.num_experts) for layer in moe_layers(model)]
     assert found == [("stages_0_1", 2), ("stages_1_1", 4)]
@@ -71,7 +71,7 @@ def test_images_of_any_size_train_every_parameter(arch, size):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_size_s_name_brings_its_options_under_hydra():
+def test_the_name_of_a_size_sets_its_options_under_hydra():
     cfg = OmegaConf.create({"model": {"_name": "swin_v2_moe_base", "swin_window": 8}})
     add_defaults(cfg)
     found = [cfg.model[key] for key in ("swin_embed_dim", "swin_form", "swin_window", "moe_top_k")]
@@ -79,7 +79,7 @@ def test_a_size_s_name_brings_its_options_under_hydra():
 
 
 @torch.no_grad()
-def test_half_precision_is_near_single():
+def test_half_precision_outputs_are_close_to_fp32():
     model, images = build("swin_v2_moe_tiny").eval(), torch.randn(3, 1, 28, 30)
     logits = model(images)
     with torch.autocast("cpu", torch.bfloat16):
@@ -89,14 +89,14 @@ def test_half_precision_is_near_single():
     torch.testing.assert_close(halved.float(), logits, rtol=0, atol=2e-3)
 
 
-def test_empty_positions_train_in_fp16():
-    """Their keys are rows of zeros, which have no norm to divide by."""
+def test_empty_positions_have_finite_gradients_in_fp16():
+    """The keys of empty positions are zeros, so their norm is 0."""
     model = build("swin_v2_tiny").half()
     model(torch.randn(2, 1, 22, 34).half()).float().logsumexp(1).sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-def test_what_contradicts_itself_is_refused():
+def test_inconsistent_options_are_refused():
     for options, sentence in (
         ({"swin_heads": "1,3"}, "--swin-heads is 1,3; give divisors of 16, 32"),
         ({"swin_depths": "2,2,2"}, "--swin-depths 2,2,2; give one number for each stage"),
@@ -107,7 +107,7 @@ def test_what_contradicts_itself_is_refused():
             build("swin_v2_moe_tiny", **options)
 
 
-def test_members_share_features_after_a_layer_that_they_have():
+def test_the_layer_after_which_members_share_features_must_exist():
     build("ensemble_of", ensemble_share_after="stages.0.blocks.0", ensemble_arch="swin_v2_tiny")
     with pytest.raises(AttributeError, match="has no attribute"):
         build("ensemble_of", ensemble_share_after="stages.7", ensemble_arch="swin_v2_tiny")

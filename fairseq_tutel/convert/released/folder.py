@@ -24,18 +24,18 @@ INDEX = ".index.json"
 
 
 class ReleasedFolder:
-    """An open folder. One weight file is open at a time; its tensors stay valid after that.
+    """An open folder. One weight file is open at a time; tensors stay valid after their file is closed.
 
     Raises:
-        ValueError: in all methods, if a file is missing or corrupt; the message is one sentence.
+        ValueError: all methods raise it with one sentence if a file is missing or corrupt.
     """
 
     def __init__(self, path: Path, flag: str = "INPUT") -> None:
         self.path, self.flag = path, flag
         if not path.is_dir():
             raise ValueError(f"{flag} is {path}, which is not a folder; give a folder with {CONFIG}.")
-        self._open: tuple[str, Any] | None = None  # file name, content
-        self._verified: set[str] = set()  # files whose checksums were compared
+        self._open: tuple[str, Any] | None = None  # name and content of the open weight file
+        self._verified: set[str] = set()  # names of files with verified checksums
 
     def json(self, name: str) -> dict[str, Any]:
         """Return the content of a JSON file in the folder, which must be an object."""
@@ -69,13 +69,13 @@ class ReleasedFolder:
         content = self._content(file)
         try:
             found: Tensor = content[name] if isinstance(content, dict) else content.get_tensor(name)
-        except Exception as error:  # safetensors raises its own type
+        except Exception as error:  # safetensors raises its own exception type
             raise _corrupt(self.path / file, error) from error
         return found
 
     @cached_property
     def _files(self) -> Mapping[str, str]:
-        """The file of each tensor."""
+        """Dictionary from each tensor's name to its file."""
         for whole in WHOLE:
             if self.has(whole):
                 return dict.fromkeys(self._content(whole).keys(), whole)

@@ -36,8 +36,8 @@ from fairseq_tutel.files import shown
 from fairseq_tutel.tools.arguments import refuse_output_folder
 
 CHECKPOINT = "model.pt"
-# Entries of config.json that do not change the outputs of a model: of generation, training, or of
-# transformers itself.
+# Entries of config.json that do not change the outputs of a model: options for generation, for training,
+# or for transformers itself.
 UNUSED = (
     r"_.*|.*_token_id|.*_version|add_bias_logits|add_cross_attention|architectures|bad_words_ids"
     r"|begin_suppress_tokens|chunk_size.*|classif.*|cross_attention_hidden_size|diversity_penalty"
@@ -53,7 +53,7 @@ UNUSED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Options of the import of experts."""
+    """Options for importing experts."""
 
     expert_dtype: str = ""  # fp32, or one of EXPERT_DTYPES; by default the dtype of the input
     keep: Path | None = None  # JSON file that lists the experts to keep; by default all
@@ -65,7 +65,7 @@ class ReleasedStack:
     """A stacked tensor [E, ...] whose experts are read from a released folder on demand."""
 
     folder: ReleasedFolder
-    names: tuple[str, ...]  # E names in the folder
+    names: tuple[str, ...]  # names of the E tensors in the folder
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -97,8 +97,8 @@ def convert(
 
     Args:
         folder: the released model.
-        output: the folder to write; it gets its name when it is complete.
-        how: options of the experts, if the model has experts.
+        output: the folder to write; it has a temporary name until it is complete.
+        how: options for importing experts; no effect for dense models.
 
     Returns:
         The checkpoint, and notes to print.
@@ -139,7 +139,7 @@ def convert(
 def _experts(
     folder: ReleasedFolder, family: Family, options: dict[str, Any], how: Experts, weights: Tensors
 ) -> dict[str, ReleasedStack]:
-    """Return the stacked tensors of the experts to keep; remove the gates' rows of others in `weights`.
+    """Return the stacked tensors of the experts to keep; remove other experts' gate rows from `weights`.
 
     `options` gets the numbers of experts.
     """
@@ -231,9 +231,9 @@ def write_vocabulary(saved: SavedModel, vocabulary: Vocabulary, source: Path, ou
 def full_names(folder: ReleasedFolder, family: Family, known: Collection[str]) -> dict[str, str]:
     """Return the names of all tensors in the order of the files, and their names with the prefix.
 
-    Names in `known` are complete.
+    Names in `known` get no prefix.
     """
-    # A model that was saved without head has names without the prefix.
+    # The tensor names of a model that was saved without its head lack the prefix.
     has_prefix = any(name.startswith(family.prefix) for name in folder.names())
     return {name: name if has_prefix or name in known else family.prefix + name for name in folder.names()}
 
@@ -243,7 +243,7 @@ def weights_of(
 ) -> Tensors:
     """Return the tensors of a folder under fairseq's names, memory-mapped.
 
-    `skipped` are the names of further tensors that the folder may have.
+    `skipped` has the names of further tensors that the folder may have.
 
     Raises:
         ValueError: a tensor is missing or has no counterpart.
@@ -317,9 +317,9 @@ def check_sizes(
 
 
 def shape_of(name: str, tensor: Tensor, options: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of a tensor of ours according to our options; None if they do not determine it.
+    """Return the shape of a fairseq tensor from fairseq's options; None if they do not determine the shape.
 
-    `tensor` gives the number of tokens or experts, which are not among the options.
+    The number of tokens or experts, which the options lack, is read from `tensor`.
     """
     side = name.partition(".")[0]
     if side not in ("encoder", "decoder"):
@@ -331,7 +331,7 @@ def shape_of(name: str, tensor: Tensor, options: Mapping[str, Any]) -> tuple[int
         return (*tensor.shape[:1], dim) if kind == "weight" else tuple(tensor.shape[:1])
     if part == "embed_positions":
         key = "max_target_positions" if side == "decoder" else "max_source_positions"
-        # The first positions are those of padding.
+        # The first rows of the position table are for padding.
         return int(options.get(key) or options["max_positions"]) + 2, dim
     if part.endswith("layer_norm") or part == "layernorm_embedding":
         return (dim,)

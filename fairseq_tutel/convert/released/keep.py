@@ -3,8 +3,8 @@
 The file has one of these forms:
 
 - [0, 5, 130, …]: global IDs; layer n of the MoE layers (encoder first) has the IDs n * E to n * E + E - 1.
-- {"eng_Latn": [0, 5, …], …} or {"eng_Latn-fra_Latn": […], …}: global IDs per language or pair. The experts
-  of some pairs are kept: in the encoder, those of the source languages; in the decoder, of the target's.
+- {"eng_Latn": [0, 5, …], …} or {"eng_Latn-fra_Latn": […], …}: global IDs per language or pair. For the
+  given pairs, the encoder keeps the source languages' experts, and the decoder the target languages'.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ def _of_pairs(
     checked: Callable[[Any], list[int]],
     refusal: Callable[[str], ValueError],
 ) -> list[int]:
-    """Return the global IDs of all pairs. IDs below `border` belong to the encoder."""
+    """Return the global IDs for the given pairs. IDs below `border` belong to the encoder."""
     if not isinstance(content, dict):
         raise refusal("which has no languages, so --keep-for does not apply")
     found: set[int] = set()

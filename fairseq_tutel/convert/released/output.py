@@ -1,6 +1,6 @@
 """Writes a folder: under a temporary name until it is complete, with weights in safetensors files.
 
-The weights are in model-00001-of-0000N.safetensors, and model.safetensors.index.json has the file of each
+The weights are in model-00001-of-0000N.safetensors. model.safetensors.index.json lists the file of each
 weight.
 """
 
@@ -46,7 +46,7 @@ def new_folder(output: Path) -> Iterator[Path]:
     except OSError as error:
         raise not_written(output, error) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # exists only after an error
+        shutil.rmtree(folder, ignore_errors=True)  # the temporary folder still exists only after an error
 
 
 def write_weights(weights: Weights, folder: Path, limit: int) -> None:

@@ -32,13 +32,13 @@ class Names:
     """A pattern of tensor names in both systems; `rows` expands it.
 
     - {a,b} stands for a or b, as in a shell; the two names must have the same number of expansions.
-    - * is the index of a layer, below the number in our option `layers`, or below the result
-      of this function.
+    - * stands for the index of a layer. The number of layers is in our option `layers`, or the function
+      `layers` returns it.
     - Spaces separate the names of a tied tensor. The first name is preferred.
 
     Attributes:
-        when: our options and their values for which the model has these tensors.
-        only: returns the indices of the layers that have these tensors, from our options; by default all.
+        when: the model has these tensors only if our options have these values.
+        only: function from our options to the indices of the layers with these tensors; by default all.
     """
 
     theirs: str
@@ -61,8 +61,8 @@ class Names:
 
 
 def expanded(pattern: str) -> list[str]:
-    """Expand {a,b} in a pattern, the last braces fastest."""
-    parts = BRACES.split(pattern)  # text and the content of braces alternate
+    """Expand {a,b} in a pattern; the last braces vary fastest."""
+    parts = BRACES.split(pattern)  # `split` alternates between text and the content of braces
     choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
     return ["".join(chosen) for chosen in itertools.product(*choices)]
 
@@ -75,7 +75,7 @@ class Option:
         theirs: a key of config.json.
         ours: one or several fairseq options, separated by spaces; all have the same value. a|b means the
             option a, or b if a is not set.
-        default: the value if config.json lacks the key, as in transformers' configuration class.
+        default: the value if config.json lacks the key: the default of transformers.
         values: their value -> our value; empty if the values are equal.
         offset: their number minus our number.
     """
@@ -90,7 +90,7 @@ class Option:
         """Return our options for a config.json.
 
         Raises:
-            ValueError: their value has no counterpart, or is a number that no model has.
+            ValueError: transformers' value has no counterpart, or is an impossible number.
         """
         value = config.get(self.theirs)
         value = self.default if value is None else value
@@ -105,7 +105,7 @@ class Option:
                     f"the supported values are {', '.join(map(str, self.values))}."
                 )
             value = found[0]
-        elif not isinstance(value, int | float) or not least <= value <= most:  # NaN is outside, too
+        elif not isinstance(value, int | float) or not least <= value <= most:  # this also refuses NaN
             raise ValueError(
                 f"config.json has {self.theirs} {shown(value)}; give a number from {least} to {most}."
             )
@@ -113,7 +113,7 @@ class Option:
         return dict.fromkeys(keys, value - self.offset if self.offset else value)
 
     def keys(self, options: Mapping[str, Any]) -> list[str]:
-        """Return the keys of `ours` that are set in these options."""
+        """Return the fairseq options in `ours` that are set in these options."""
         choices = (word.split("|") for word in self.ours.split())
         own = ([key for key in keys if options.get(key) is not None] for keys in choices)
         return [keys[0] for keys in own if keys]
@@ -122,7 +122,7 @@ class Option:
         """Return the entry of config.json for our options.
 
         Raises:
-            ValueError: our options differ from each other, or their system has no such value.
+            ValueError: the options in `ours` have different values, or transformers has no such value.
         """
         keys = self.keys(options)
         found = {key: options[key] for key in keys}
@@ -149,7 +149,7 @@ class Option:
 
 
 def switch(theirs: str, ours: str, default: bool, opposite: bool = False) -> Option:
-    """Return an option whose values are True and False; with `opposite`, our value is the opposite."""
+    """Return an option that is True or False; with `opposite`, our value is the negation of theirs."""
     return Option(theirs, ours, default, OPPOSITE if opposite else {True: True, False: False})
 
 
@@ -158,7 +158,7 @@ class Setup(NamedTuple):
 
     options: dict[str, Any]  # our options of the model
     config: Mapping[str, Any]  # config.json
-    tokenizer: str  # class of their tokenizer; empty if unknown
+    tokenizer: str  # class of transformers' tokenizer; empty if unknown
     languages: list[str]  # codes of the languages in the dictionary
     normalizes: bool = False  # whether audio is normalized to mean 0 and variance 1
 
@@ -170,11 +170,11 @@ class Family:
     Attributes:
         name: model_type in config.json, which is the value of --family.
         architectures: classes that config.json may name; to-hf writes the first.
-        prefix: start of the names of all tensors except the head's; a model that was saved without head
-            lacks it.
+        prefix: start of all tensor names except the head's; if a model was saved without its head, its
+            names lack this prefix.
         arch: our architecture, whose defaults apply.
         task: our task, which the checkpoint names.
-        words: further words of the command line of fairseq-train.
+        words: further command-line arguments of fairseq-train.
         names: the tensors.
         options: the options that both systems have.
         fixed: our options that must have these values.
@@ -184,16 +184,16 @@ class Family:
         dropped: pattern of their tensors without a counterpart, such as position tables that are computed.
         zeros: shapes of their tensors that must be zero, because our model does not have them; a word of a
             shape is a number or a key of `vocabulary_sizes`.
-        unused: our tensors that their model does not have, and the shapes of the zeros to write; to-hf
-            leaves out these tensors.
-        summed: our tensor -> their tensor whose only row is added to it.
+        unused: our tensors that transformers' model lacks -> shapes of zeros to write; to-hf omits these
+            tensors.
+        summed: our tensor -> their tensor whose only row is added to our tensor.
         constants: our tensors that have no counterpart, such as the version of an encoder.
-        vocabulary_sizes: key of config.json for a number of tokens -> our embedding table.
+        vocabulary_sizes: key of config.json for a vocabulary size -> our embedding table.
         form: form of the symbol of a language in our dictionary, such as __{}__; empty without languages.
         vocabulary: kind of tokenizer.
-        setup: returns further options of the task, such as its languages.
-        read_more: returns further options of our model for a config.json.
-        write_more: returns further entries of config.json for the options of our model and task.
+        setup: function that returns further options of the task, such as its languages.
+        read_more: function that returns further options of our model for a config.json.
+        write_more: function (options of our model and task) -> further entries of config.json.
     """
 
     name: str
@@ -225,7 +225,7 @@ class Family:
         return [row for names in self.names for row in names.rows(options)]
 
     def stacks(self, options: Mapping[str, Any]) -> dict[str, tuple[list[str], tuple[int, ...]]]:
-        """Return, for our stacked tensors of experts, their E names and the shape of an expert's tensor."""
+        """Return our name of each stacked tensor -> its E names in transformers, and one expert's shape."""
         return {}
 
     def notes(self, options: Mapping[str, Any]) -> list[str]:
@@ -250,7 +250,7 @@ class Family:
         return found | self.read_more(config)
 
     def sizes(self, weights: Mapping[str, Any]) -> dict[str, int]:
-        """Return the numbers of tokens in config.json for our tensors."""
+        """Return the vocabulary sizes that config.json must have for our tensors."""
         return {key: len(weights[name]) for key, name in self.vocabulary_sizes.items()}
 
     def differing(self, options: Mapping[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.tools.arguments import refuse_output_folder
 
 LAYERS = ("encoder_layers", "decoder_layers")
-# Our tensors that hold no weights.
+# fairseq tensors that are not weights.
 BUFFERS = ("version", "_float_tensor")
 
 
@@ -65,10 +65,10 @@ def convert(saved: SavedModel, output: Path, limit: int, tokenizer: Path | None 
 
 
 def _family(saved: SavedModel) -> Family:
-    """Return the only dense family that has the model's options and tensors.
+    """Return the dense family that matches the model's options and tensors.
 
     Raises:
-        ValueError: no family has them.
+        ValueError: no family matches.
     """
     dense = [family for family in FAMILIES.values() if family is not NLLB_MOE]
     fitting, reasons = [], {}
@@ -96,7 +96,7 @@ def _family(saved: SavedModel) -> Family:
 
 
 def weights_of(ours: Mapping[str, Any], family: Family, options: Mapping[str, Any]) -> Weights:
-    """Return the tensors of a checkpoint under their names; a tied tensor has one name.
+    """Return the tensors of a checkpoint with their names in transformers; a tied tensor has one name.
 
     Experts in shard files become `ShardedExpert`s.
 
@@ -153,9 +153,9 @@ def _dtype(weights: Mapping[str, Any]) -> str:
 
 
 def _moe_options(saved: SavedModel) -> dict[str, Any]:
-    """Return the model's options in the form that the family's table has.
+    """Return the model's options with the names of the family's table.
 
-    Older names of options and options for both sides are replaced by the options that they set.
+    Older names, and options for both encoder and decoder, are replaced by the options that they set.
     """
     configs = configs_of(saved)
     config = next(iter(configs.values()))
@@ -172,7 +172,7 @@ def _moe_options(saved: SavedModel) -> dict[str, Any]:
 def _options_of_side(
     side: str, layers: list[Layer], configs: Mapping[Layer, MoEConfig], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options of the layers of a side: which of them have experts, and their width.
+    """Return our options for the MoE layers and the FFN width of the encoder or decoder (`side`).
 
     Raises:
         ValueError: transformers cannot express these layers.

@@ -21,7 +21,7 @@ SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 SENTENCEPIECE = "sentencepiece.bpe.model"
 # Codes of languages in M2M100 (__en__), NLLB (eng_Latn) and mBART (en_XX).
 LANGUAGE = re.compile(r"__(\w+)__|([a-z]{2,3}_[A-Z][A-Za-z]{1,3})")
-# Added tokens that fairseq has too, or that stand for unused rows.
+# Added tokens that fairseq has too, or that are placeholders for unused rows.
 OWN = re.compile(rf"{LANGUAGE.pattern}|<mask>|<?madeupword\d+>?")
 # Files of tokenizers, which are copied in both directions.
 TOKENIZER_FILES = (
@@ -44,13 +44,13 @@ class Vocabulary:
     """The dictionary and BPE of a model.
 
     Attributes:
-        files: content of the files to write, by name.
-        links: further names of files.
+        files: file name -> content to write.
+        links: further names of these files, written as links.
         languages: codes of the languages that the dictionary has a symbol for.
-        bpe: saved options of the BPE, with its name as `_name`.
-        tokenizer: the same for the tokenizer that is used before the BPE.
+        bpe: saved options of the BPE; its name is the option `_name`.
+        tokenizer: saved options of the tokenizer that runs before the BPE.
         markers: special tokens that keep their IDs, but that our BPE cannot find in a text.
-        kind: class of the tokenizer; empty without one.
+        kind: class of the tokenizer; empty if the folder has no tokenizer.
     """
 
     files: dict[str, str]
@@ -99,7 +99,7 @@ def vocabulary_of(
 
 
 def _tokenizer(folder: ReleasedFolder, is_fast: bool) -> Any:
-    """Return the tokenizer of a folder as transformers reads it; no code of the folder runs."""
+    """Read the tokenizer of a folder with transformers; no code of the folder runs."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -113,7 +113,7 @@ def _tokenizer(folder: ReleasedFolder, is_fast: bool) -> Any:
         return AutoTokenizer.from_pretrained(
             folder.path, use_fast=use_fast, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # transformers and tokenizers raise many types
+    except Exception as error:  # transformers and tokenizers raise many exception types
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
             f"INPUT {folder.path} has tokenizer files that transformers cannot read "
@@ -122,13 +122,13 @@ def _tokenizer(folder: ReleasedFolder, is_fast: bool) -> Any:
 
 
 def _special(tokenizer: Any) -> dict[str, int]:
-    """Return the IDs of the special tokens; M2M100's list of these lacks the languages."""
+    """Return the IDs of the special tokens; languages are added because M2M100's list lacks them."""
     found = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
     return found | getattr(tokenizer, "lang_token_to_id", {})
 
 
 def _tokens(tokenizer: Any) -> dict[int, str]:
-    """Return the tokens by their IDs, special tokens included."""
+    """Return a dictionary from IDs to tokens, including special tokens."""
     return {i: token for token, i in (tokenizer.get_vocab() | _special(tokenizer)).items()}
 
 
@@ -170,7 +170,7 @@ def _gpt2_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
 def _pair_vocabulary(tokenizer: Any, languages: list[str], sizes: list[int]) -> Vocabulary:
     """Return the vocabulary of a model that has a dictionary for each of its two languages (FSMT).
 
-    Their tokens end with </w> at the end of a word. Our symbols end with @@ within a word.
+    In transformers, a token at the end of a word ends with </w>. In fairseq, any other token ends with @@.
     """
     files = {}
     sides = {i: token for token, i in tokenizer.encoder.items()}, tokenizer.decoder
@@ -192,7 +192,7 @@ def _subword(token: str) -> str:
 
 
 def _codes(merges: Iterable[tuple[str, ...]]) -> str:
-    """Return the content of a file of BPE merges."""
+    """Return the content of subword-nmt's file of BPE merges."""
     return "\n".join(["#version: 0.2", *(" ".join(pair) for pair in merges), ""])
 
 

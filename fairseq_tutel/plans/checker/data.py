@@ -6,8 +6,9 @@ bits. The first two terms may be swapped, because a + b = b + a for floats, too.
 run does not change the reads, because the plan has passed `check_races`.
 
 The number of chunks need not divide a shard, and each block of an all_to_all has its own size. So the
-length of a chunk depends on its kind. A place in `out` is as long as its final chunk, and a chunk of
-another kind does not fit there. A slot of `tmp` is as long as the longest chunk that is written to it.
+length of a chunk depends on its kind. A place in `out` has the length of its final chunk, so a chunk of
+another kind must not be written there. A slot of `tmp` is as long as the longest chunk that is written to
+it.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
 Steps are numbered by rank, lane and index. A lane runs its steps in order. The k-th wait on a channel
 depends on its k-th signal, and the k-th pend on the k-th post. Nothing else depends on timing, so if one
-run ends, all runs end. A put's transfer ends with the wait for the next signal. Its source has been read
-after that wait or after the next flush.
+run ends, all runs end. A put's transfer ends with the wait for the next signal. After that wait, or
+after the next flush, the put has read its source.
 
 Rounds are for two-sided messages. All ranks go through the rounds together. In each round, a rank first
 runs its own steps, then sends and receives at the same time. The round of a put is the length of the
@@ -27,7 +27,7 @@ class Order:
         self.steps: list[Step] = []
         self.sites: list[tuple[int, int, int]] = []  # (rank, lane, index) of each step
         self.lanes: list[int] = []  # the lane of each step, numbered over all ranks
-        self.rank_lanes: list[list[int]] = []  # at least one of each rank
+        self.rank_lanes: list[list[int]] = []  # the lanes of each rank, at least one
         self._by_lane: list[range] = []
         for rank, program in enumerate(plan.programs):
             self.rank_lanes.append([])
@@ -37,13 +37,13 @@ class Order:
                 self._by_lane.append(range(len(self.steps), len(self.steps) + len(steps)))
                 self.steps += steps
                 self.sites += [(rank, lane, index) for index in range(len(steps))]
-        self.cause: dict[int, int] = {}  # for a wait its signal, for a pend its post
-        self.arrival: dict[int, int] = {}  # for a put, the wait that ends it
-        self.release: dict[int, int] = {}  # for a put, the next flush, if any
+        self.cause: dict[int, int] = {}  # maps a wait to its signal, and a pend to its post
+        self.arrival: dict[int, int] = {}  # maps a put to the wait that ends the put
+        self.release: dict[int, int] = {}  # maps a put to the next flush, if there is one
         self._match()
         self.run = self._run(plan.name)
         # `rounds`: the round of each put, or the number of rounds that end before another step.
-        # `depth`: the most signals in a row.
+        # `depth`: the most signals on a chain of dependent steps.
         self.rounds, self.depth = self._levels()
 
     def name(self, number: int) -> str:

@@ -1,15 +1,15 @@
 """Race check of collective plans by vector clocks: finds accesses to a chunk that have no fixed order.
 
 A lane's clock has, for each lane, the number of steps that have certainly ended. This array changes only
-when the lane waits. Signals share the array and add the count of their own lane. A put reads its source and
-writes its destination at any time after it is issued. The read ends with the wait for the next signal or
-with the next flush. The write ends with that wait. If two steps access a chunk and one of them writes,
-they must be ordered.
+when the lane waits. The clock of a signal is this array plus the step count of the signal's lane. A put
+reads its source and writes its destination at any time after it is issued. The read ends with the wait for
+the next signal or with the next flush. The write ends with the wait for the next signal. If two steps
+access a chunk and one of them writes, they must be ordered.
 
 Calls follow each other without a pause, so three calls in a row are checked. The second call uses the
-other `tmp` buffer. Between calls, the caller may write a rank's `in` and `out`. This is one step at the
-start of each call, after all lanes of the rank's previous call. Three calls are enough: a call waits for
-all data for its rank, and an order between two calls holds for all such pairs.
+other `tmp` buffer. Between calls, the caller may write a rank's `in` and `out`. The check models this as
+one step at the start of each call, after all lanes of the rank's previous call. Three calls are enough: a
+call waits for all data for its rank, and an order between two calls holds for all such pairs.
 """
 
 from collections import defaultdict
@@ -21,7 +21,8 @@ import numpy as np
 from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Plan, PlanError
 
-# For each buffer, the calls to check, which use the same memory. More calls would find no more races.
+# For each buffer, the numbers of the calls to check. These calls use the same memory of the buffer. More
+# calls would find no more races.
 CALLS = {"in": (0, 1), "out": (0, 1), "tmp": (0, 2)}
 Counts = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -79,7 +80,8 @@ def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bo
     """Yield all reads and writes of chunks in three calls of a plan, in one possible order.
 
     The items are (rank, buffer, first chunk, number of chunks, whether the access writes, access, clock at
-    its start). The start of a call is a step in each lane of the rank. A clock includes the step itself.
+    its start). The start of a call counts as one step of each lane of the rank. A clock includes the step
+    itself.
     """
     length = [1] * sum(map(len, order.rank_lanes))
     for lane in order.lanes:

@@ -12,7 +12,7 @@ from fairseq_tutel.plans.format import BUFFERS, Place, Plan, PlanError, Step
 
 # The limit for the chunks of all buffers. A check with 2 ranks at this limit takes 11 s and 541 MiB.
 MOST = 1 << 20
-# For each operation on a channel, the end whose rank runs it.
+# For each operation on a channel, the end of the channel whose rank runs the operation.
 ENDS = {"put": "source", "signal": "source", "flush": "source", "wait": "target"}
 # The two operations of a pair, and the field that they share.
 PAIRS = (("signal", "wait", "channel"), ("post", "pend", "semaphore"))

@@ -36,7 +36,7 @@ class PlanBackend:
 
     def __init__(self, plans: Iterable[PlacedPlan], local: int = 0) -> None:
         self.plans, self.local = tuple(plans), local
-        # By group, then by the plan's digest and whether the tensors are on a CPU.
+        # The programs by group, then by the plan's digest and whether the tensors are on a CPU.
         self._programs: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], Program]]
         self._programs = WeakKeyDictionary()
         self._logged: set[str] = set()
@@ -99,8 +99,8 @@ def _ranks(group: Group) -> Sequence[int]:
 class _InSharedMemory:
     """Runs a collective plan in shared memory or, if the ranks cannot share memory, by messages.
 
-    A call runs in `wait`, not in `start`. In shared memory it needs all ranks at once, and `start` may be
-    inside a backward pass in which other ranks still need this rank for another collective.
+    A call runs in `wait`, not in `start`. A call in shared memory needs all ranks at the same time. `start`
+    may be called in a backward pass while other ranks still need this rank for another collective.
     """
 
     def __init__(self, plan: Plan, group: Group) -> None:

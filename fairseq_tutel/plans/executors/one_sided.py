@@ -2,17 +2,17 @@
 
 A call divides each chunk into slices, and the plan runs once per slice. So regions are small and stay in
 the processor's caches. The division into chunks does not depend on the slices, so neither does the order
-of a sum. A signal raises a counter. `Program` makes the steps of a slice, once per size. Lanes take turns:
-if a lane would have to wait, the next lane runs.
+of a sum. A signal raises a counter. `Program` makes the steps of a slice, once per size. If a
+lane would have to wait, the next lane runs.
 
 Each rank has a memory region to which the other ranks write:
 
 - `tmp`, twice, for even and odd calls;
-- `staged`, which replaces `out` if the plan puts into another rank's `out`. It is copied to the caller's
-  `out` at the end.
+- `staged`, which replaces `out` if the plan puts into another rank's `out`. At the end of a call, `staged`
+  is copied to the caller's `out`.
 
-`in` and, without `staged`, `out` are the caller's tensors. A put is a copy that finishes at once, so a
-flush needs no step.
+`in` is the caller's tensor. So is `out`, unless `staged` replaces it. A put is a copy that finishes at
+once, so a flush needs no step.
 """
 
 from collections import defaultdict
@@ -46,12 +46,14 @@ MOST_SIZES = 64  # the number of sizes for which a plan stays compiled
 
 COPY, REDUCE, SIGNAL, WAIT, POST, PEND = range(6)
 CODES = {"signal": SIGNAL, "wait": WAIT, "post": POST, "pend": PEND}
-# The code of an operation; the number of its target view, channel or semaphore; its source views' numbers.
+# A step: the code of the operation; the number of the target view, channel or semaphore; the numbers of
+# the source views.
 Step = tuple[int, Any, Any]
 # A range of elements in the caller's tensors (`in`, `out`) or in shared memory (`tmp`, `staged`): buffer,
-# rank, first element, length. A plain tuple, because ragged rows need new views in every call.
+# rank, first element, length. This is a plain tuple for speed, because rows of varying sizes need new views
+# in every call.
 View = tuple[str, int, int, int]
-# Lists by the number of a view: its bytes, and its tensor if it is part of a sum.
+# Two lists by view number: the view's bytes, and the view's tensor if the view is part of a sum.
 Views = tuple[list[Any], list[Any]]
 
 
@@ -156,7 +158,8 @@ class Call:
 class OneSided:
     """Runs one rank's part of a collective plan in memory that the ranks of a host share.
 
-    The checker must have accepted the plan. All ranks must construct this together, and call it together.
+    The checker must have accepted the plan. All ranks must construct this object together, and call it
+    together.
 
     Raises:
         SharedMemoryError: the ranks cannot share memory; all ranks raise this error.
@@ -175,7 +178,7 @@ class OneSided:
         self._share(min(FIRST_BYTES, self._most))
 
     def _share(self, slot: int, is_large: bool = False) -> None:
-        """Share new memory with `slot` bytes in each slot; a slower rank still has its former memory."""
+        """Share new memory with `slot` bytes in each slot; slower ranks may still use the old memory."""
         channels = len(self.plan.channels)
         self.memory = SharedMemory(self.group, channels, self._bytes(slot), is_large)
         # The count of each channel is a word that the channel's source writes.

@@ -2,7 +2,7 @@
 
 The file has int64 words and a region of bytes for each rank. Each word has its own cache line, and only one
 rank writes it. The other ranks put data into a rank's region. The file has a name only until all ranks have
-opened it, and is empty until then. So killed ranks leave at most an empty file. Then its bytes are
+opened it, and is empty until then. So killed ranks leave at most an empty file. After that, all bytes are
 allocated, because a write to unallocated memory would end the process.
 
 Words need no lock, because an x86 processor shows its writes to other processors in order. Other types of
@@ -45,9 +45,9 @@ class SharedMemoryError(OSError):
 class SharedMemory:
     """Memory that ranks of a host share: int64 `words`, and a region of bytes for each of these ranks.
 
-    All ranks of the group must construct this together. The caller can use `lines` cache lines of words,
-    and `size` bytes of each region. With `is_large`, at least half of the folder must stay free for other
-    users, such as data loaders.
+    All ranks of the group must construct this object together. The caller can use `lines` cache lines of
+    words, and `size` bytes of each region. With `is_large`, at least half of the folder must stay free for
+    other users, such as data loaders.
 
     Raises:
         SharedMemoryError: the ranks cannot share memory; the message has the reason.

@@ -1,8 +1,8 @@
 """Executor that runs collective plans by two-sided messages (send and receive), over gloo or NCCL.
 
-The plan runs in rounds. In each round, a rank sends at most one message to each other rank. The message has
-all chunks for that rank, one after another. Between rounds, the rank copies and sums in the plan's order.
-Only a rank itself writes its memory, so each call has its own `tmp`.
+The plan runs in rounds. In each round, a rank sends at most one message to each other rank. A message has
+all chunks for one rank, one after another. Between rounds, the rank copies and sums in the plan's order.
+A rank's memory is written only by this rank, so each call has a separate `tmp`.
 
 There is no thread. `start` sends the first round, and `wait` sends the later rounds. So all ranks of a
 group must start calls, and wait for them, in the same order. On a GPU the host never waits.
@@ -45,7 +45,7 @@ class Call:
         self, rounds: Sequence[Round], buffers: dict[str, Tensor], group: dist.ProcessGroup | None
     ) -> None:
         self.rounds, self.buffers, self.group = rounds, buffers, group
-        self.current = 0  # the index of the round whose messages are on their way
+        self.current = 0  # the index of the round whose messages are being sent
         self.works: list[dist.Work] = []
         self.outgoing: list[Tensor] = []  # kept until the sends have ended
         self.incoming: list[tuple[Tensor, list[Run]]] = []  # to be copied to several runs of elements
@@ -150,7 +150,7 @@ class TwoSided:
         `own` is the plan's `in`. Both tensors are contiguous, with elements along the first dimension.
         """
         if self.is_new and own.is_cuda:
-            # NCCL needs all ranks in the first call of a group, but a round may have no message for a rank.
+            # NCCL's first call in a group needs all ranks, but a round may have no message for some rank.
             dist.all_reduce(own.new_zeros(1), group=self.group)
         self.is_new = False
         rounds, slots = self._for_sizes(sizes)

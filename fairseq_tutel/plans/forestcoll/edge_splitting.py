@@ -6,7 +6,8 @@ switch can be replaced, in any order (Bang-Jensen, Frank and Jackson, Preserving
 edge-connectivity in mixed graphs, 1995).
 
 Consider a set T of vertices with a rank and without the source. Its spare capacity (room) is the capacity
-into T minus k N. Splitting reduces it for sets with w but without u and t, and with u and t but without w.
+into T minus k N. Splitting reduces the room of sets with w but without u and t, and of sets with u and t
+but without w.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,7 @@ class _Splitting:
     def remove(self, switch: int) -> None:
         """Replace all links of a switch by links between its neighbours.
 
-        Links are split evenly first, which gives lower trees. A vertex gets links to itself last.
+        Links are split evenly first, which gives lower trees. Links from a vertex to itself are made last.
         """
         self._split_evenly(switch, list(self._even(switch)))
         into, out = self._neighbours(switch)
@@ -72,7 +73,7 @@ class _Splitting:
     def _partners(self, u: int, out: Sequence[int]) -> list[int]:
         """Return the vertices of `out` to which the links from u should lead.
 
-        These are the ranks with the local rank of u on other hosts. Without such ranks, all but u.
+        These are the ranks with the local rank of u on other hosts or, without such ranks, all except u.
         """
         places = dict(enumerate(self.network.places))
         alike = [t for t in out if u in places and t in places and places[u][1] == places[t][1]]
@@ -100,7 +101,7 @@ class _Splitting:
             graph.add(u, t, amount)
 
     def _room(self, switch: int, u: int, t: int, most: int) -> int:
-        """Return how much capacity of a switch's links from u and to t can be replaced, at most `most`."""
+        """Return the capacity of a switch's links from u and to t that can be replaced, up to `most`."""
         # First sets with the switch but without u and t, then sets with u and t but without the switch.
         for start, end in ((u, switch), (switch, t)):
             if most:

@@ -6,8 +6,8 @@ these bounds. Trees reach it (Edmonds 1973): with a source that sends x to each 
 rank. All numbers are integers or fractions.
 
 Source: Zhao et al., ForestColl: Throughput-Optimal Collective Communications on Heterogeneous Network
-Fabrics, 2024. They find 1/x by bisection. This module uses Newton's method (Dinkelbach 1967): each cut that
-is too narrow gives the next, larger 1/x. It needs few steps.
+Fabrics, 2024. The paper finds 1/x by bisection. This module uses Newton's method (Dinkelbach 1967): each
+cut that is too narrow gives the next, larger 1/x. Few steps are needed.
 """
 
 import math
@@ -64,7 +64,7 @@ def optimum(network: Network) -> Optimum:
         key=lambda found: found.seconds,
     )
     for rank in range(network.ranks):
-        # A rank that passes with some 1/x also passes with a larger 1/x, so each rank is tried once.
+        # A rank without a narrower cut for some 1/x has none for a larger 1/x, so each rank is tried once.
         while cut := _too_narrow(network, rank, best.seconds):
             best = _narrow(network, cut)
     return best
@@ -132,7 +132,7 @@ def fixed_share(network: Network, best: Optimum, trees: int) -> Share:
     least = most = best.seconds * trees
     while not is_enough(network, _share(network, trees, most)):
         most *= 2
-    # At the least U, some link gets one more tree, so U is a whole number divided by this link's width.
+    # At the least U, some link gets one more tree, so U is an integer divided by this link's bandwidth.
     too_low = Fraction(0)
     for width in {link.bandwidth for link in network.links}:
         first = max(math.ceil(least * width), math.floor(too_low * width) + 1)

@@ -5,7 +5,7 @@ copies that can take a link (x, y): the link's remaining capacity, and the spare
 ranks with y and without x. The spare capacity is the capacity into T minus the other trees that must still
 reach T (Edmonds 1973; Berczi and Frank, Packing arborescences, 2009). The remaining copies become a
 separate tree with the edges so far. A link for at least one copy always exists. A set without spare
-capacity never gets any, because its capacity and its demand shrink together.
+capacity never gets spare capacity later, because its capacity and its demand decrease together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,7 +77,7 @@ class _Packing:
         return tree, others
 
     def _next(self, depths: Mapping[int, int], reached: int) -> tuple[int, int]:
-        """Return the next link for a tree: the nearest to the root among links that a copy can use.
+        """Return the next link for a tree: the link nearest to the root that at least one copy can use.
 
         Of several links, the link with the largest capacity is returned.
         """
@@ -99,7 +99,7 @@ class _Packing:
     def _with_demands(self, others: Sequence[Tree]) -> Flow:
         """Return the graph of remaining links, with more vertices for the demands of the other trees.
 
-        It has a source, a vertex for each other tree, and edges from this vertex to the tree's vertices.
+        The graph has a source, and a vertex for each other tree with edges to the tree's vertices.
         """
         size = len(self.links.out)
         graph = Flow.of(self.links.left, 1 + len(others))

@@ -5,8 +5,8 @@ in the same order.
 
 Calls in a row need no extra signals, because `tmp` alternates between calls. A rank's result needs a part
 of each other rank's `in`. So when a rank ends a call, all ranks have begun this call and ended the previous
-one. A put to another rank's `out` needs a signal that this rank has begun the call. In the second phase of
-all pairs and of ring, the first phase is this signal. The ring of all_gather and the trees send it first. A
+one. Before a put to another rank's `out`, that rank must signal that it has begun the call. In two-phase
+plans and in ring all_reduce, the first phase is this signal. The ring all_gather and the trees send it. A
 put from `in` or `out` is flushed, unless a later signal from the receiver makes the flush unnecessary.
 """
 

@@ -7,7 +7,7 @@ root. When data is summed, it sends in the round of its distance from the farthe
 runs one round behind the previous slice. So there are depth + P - 1 rounds, each with 1/P of the bytes, and
 links wait less.
 
-A rank puts only to ranks that have begun the call: they have sent a signal, or the sum has their data.
+A rank puts only to ranks that have begun the call. Such ranks have sent a signal, or data for the sum.
 """
 
 from collections import Counter, defaultdict
@@ -112,7 +112,7 @@ def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
         places[branch.chunk, branch.child] = Place("tmp", used[branch.parent])
         used[branch.parent] += branch.n
         children[branch.chunk, branch.parent].append(branch)
-    # Sums by the first round after all their terms have arrived.
+    # The sums, by the first round after all terms of a sum have arrived.
     sums: dict[int, list[list[_Branch]]] = defaultdict(list)
     for parts in children.values():
         sums[1 + max(part.height for part in parts)].append(sorted(parts, key=lambda p: p.child))

@@ -10,7 +10,7 @@ depends. The buffers i, o and s are input, output and scratch.
 | r    | receive to dst     | rrs  | receive, add src, send             | re   | add src to dst      |
 | rcs  | same as r, and send| rrcs | receive, add src, write dst, send  | nop  | wait for a step     |
 
-In MSCCL, the receiver chooses where to write a message when it receives the message, and the sender may be
+In MSCCL, the receiver chooses the place of a message when it receives the message, and the sender may be
 ahead. A put to this place would race with earlier accesses. So each message has its own chunks of `tmp`,
 and the receiver's step copies or adds from them. Each block becomes a lane, and dependencies become posts
 and pends. A put's source is flushed before it is overwritten.
@@ -39,8 +39,8 @@ BUFFERS = {"i": "in", "o": "out", "s": "tmp"}
 TYPES = ("s", "r", "rcs", "rrc", "rrs", "rrcs", "cpy", "re", "nop")
 RECEIVING = ("r", "rcs", "rrc", "rrs", "rrcs")
 SENDING = ("s", "rcs", "rrs", "rrcs")
-READING = ("s", "rrc", "rrs", "rrcs", "cpy", "re")  # of src
-STORING = ("r", "rcs", "rrc", "rrcs", "cpy", "re")  # to dst
+READING = ("s", "rrc", "rrs", "rrcs", "cpy", "re")  # step types that read src
+STORING = ("r", "rcs", "rrc", "rrcs", "cpy", "re")  # step types that write dst
 LARGEST = 1 << 16  # chunks, ranks and steps
 Cell = tuple[str, int]
 Way = tuple[int, int, int]  # source, target, channel

@@ -61,7 +61,7 @@ class CMCLCriterion(FairseqCriterion):
         return loss, sample["ntokens"], log
 
     def _member_logits(self, net_output: Any) -> Tensor:
-        """Return the logits [M, …, C] of all members; refuse another model than a large enough ensemble."""
+        """Return the logits [M, …, C] of all members; refuse models other than large enough ensembles."""
         extra = net_output[1] if isinstance(net_output, tuple) and len(net_output) > 1 else None
         logits_MXC = extra.get("member_logits") if isinstance(extra, dict) else None
         if logits_MXC is None:

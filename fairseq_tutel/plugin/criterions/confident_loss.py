@@ -1,4 +1,4 @@
-"""Confident multiple choice learning: K members learn a sample, the others learn to predict uniformly.
+"""Confident multiple choice learning: K members learn a sample, and M - K learn to predict uniformly.
 
 The largest tensors are the members' logits and their gradients. Intermediate values are computed for one
 member at a time, in fp32 or wider, and again in backward.
@@ -59,9 +59,9 @@ def confident_loss(
     """Return the loss of confident multiple choice learning, and a mask of the members that learn a sample.
 
     The loss is in nats, summed over samples and members. The loss of a member that learns a sample is the
-    cross entropy. The loss of other members is beta * KL(U || P) or, with labels, beta * CE at the label:
-    the mean of CE over uniform labels is KL + log C, with KL's gradient. With K = M, members are
-    independent. With beta 0, this is multiple choice learning.
+    cross entropy. The loss of other members is beta * KL(U || P) or, with labels, beta * CE at the label.
+    Averaged over uniform labels, CE is KL + log C, so its gradient equals KL's. With K = M, members are
+    independent. With beta = 0, the method is multiple choice learning.
 
     Args:
         logits_MNC: any float dtype.

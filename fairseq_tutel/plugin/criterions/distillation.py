@@ -1,7 +1,7 @@
 """The criterion moe_distillation, which adds a distillation loss to another criterion's loss.
 
 --distill-criterion names the other criterion; its class is combined with `DistillationMixin`. The
-distillation loss is T² KL(teacher || student), and is added until --distill-until.
+distillation loss is T² KL(teacher || student). It is added until the update --distill-until.
 N tokens of a micro-batch, padding included, V words.
 """
 
@@ -32,7 +32,8 @@ from fairseq_tutel.plugin.training.task import give_mixin
 logger = logging.getLogger(__name__)
 
 # Criterions that can be combined with distillation. They call the model once and sum the loss over rows of
-# scores, one row per target. Their MoE variants work, too. docs/ensembles.md explains why others do not.
+# scores, one row per target. Their MoE variants can be combined, too. docs/ensembles.md explains why other
+# criterions cannot.
 STOCK = (
     "cross_entropy",
     "label_smoothed_cross_entropy",
@@ -107,7 +108,7 @@ class DistillationMixin:
 
     def _counting(self, target: Tensor) -> Tensor:
         """Return a bool mask [...] of targets that are neither padding nor part of an ignored prefix."""
-        if hasattr(self, "classification_head_name"):  # one class has the same number as padding
+        if hasattr(self, "classification_head_name"):  # a class may have the number of padding
             return torch.ones_like(target, dtype=torch.bool)
         counts = target != self.padding_idx
         counts[..., : getattr(self, "ignore_prefix_size", 0)] = False
@@ -155,4 +156,9 @@ class MoEDistillationCriterion(FairseqCriterion):
         name = plain(cfg.distill_criterion)
         if name not in _WITH_MIXIN:
             raise ValueError(f"--distill-criterion is {name}; choose one of {', '.join(_WITH_MIXIN)}.")
+        if "sentence" in name and cfg.regression_target:
+            raise ValueError(
+                "--regression-target is set, so the model returns numbers, but distillation needs "
+                "probabilities; remove --regression-target or --criterion moe_distillation."
+            )
         return _WITH_MIXIN[name].build_criterion(cfg, task)  # type: ignore[attr-defined]

@@ -45,7 +45,7 @@ class _Distillation(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         scores_NV, teacher_NV, counts_N = ctx.saved_tensors
         dscores_NV = torch.empty_like(scores_NV)
-        # T is the product of T² from the loss and 1 / T from the scores.
+        # The factor T is T² (from the loss) times 1 / T (from the scores).
         scales_N = torch.where(counts_N, dloss * ctx.temperature, 0.0)
         for rows, q_nV, p_nV in _logs(scores_NV, teacher_NV, ctx.temperature):
             d_nV = q_nV.exp_().sub_(p_nV.exp_())

@@ -1,8 +1,8 @@
 """Logs metrics of the experts: averages over layers and, if enabled, values of each layer and expert.
 
 fairseq sums logged values with the same key over micro-batches and ranks. It passes the sums to a class
-method, which has no access to the model. Therefore one entry holds all numbers as a vector, and its key is
-the `Layout` of the vector as JSON. A vector of any length needs one addition and one host read.
+method, which has no access to the model. Therefore one log entry holds all numbers as a vector, and the key
+of the entry is the `Layout` of the vector as JSON. A vector needs only one addition and one host read.
 
 L MoE layers, E experts, N metrics of a layer.
 """
@@ -18,8 +18,8 @@ import torch
 from fairseq.logging import metrics
 from torch import Tensor
 
-from fairseq_tutel.moe.capacity import capacity_of
 from fairseq_tutel.moe.metrics import METRICS, metric_names, metric_rows
+from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, MoERecord
 
 PREFIX = "moe_numbers "
@@ -27,7 +27,7 @@ PREFIX = "moe_numbers "
 OURS = ("moe_", "all_to_all_")
 # Priority of the numbers in a log line: after fairseq's own numbers.
 PRIORITY = 900
-# A function from sums to a list; the value of a layer without tokens is None.
+# A function that converts sums to a list; the list has None for a layer without tokens.
 View = Callable[[Tensor], list[float | None]]
 
 
@@ -157,7 +157,7 @@ def _log_numbers(layout: Layout, numbers: Tensor, index: int) -> None:
 
 
 def _views(layout: Layout) -> Iterator[tuple[str, str, int, View]]:
-    """Yield how to compute and log each metric that has one value per layer or one value per expert.
+    """Yield a description of each metric that has one value per layer or one value per expert.
 
     Yields:
         The key of the table of sums, the name of the list, the number of decimal places, and a function

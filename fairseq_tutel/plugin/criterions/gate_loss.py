@@ -31,7 +31,7 @@ class GateLossMixin:
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
         """Build the fairseq criterion with the options of the balance loss."""
         refuse_bad_values(read(CriterionConfig, cfg))
-        # The model, which is built earlier, sets this attribute. fairseq's own tasks do not have it.
+        # A model with experts sets this attribute when it is built. Tasks of fairseq do not define it.
         if not getattr(task, "_has_experts", False):
             name = getattr(cfg, "_name", None) or cfg.criterion
             raise ValueError(
@@ -114,7 +114,7 @@ class GateLossMixin:
 def _logged(value: Any) -> Any:
     """Return a value of the logging output without a graph, because fairseq's meters keep such values.
 
-    Half precision becomes fp32, because the sum over micro-batches would be rounded on one rank only.
+    Half precision becomes fp32: a half-precision sum over one rank's micro-batches would be rounded.
     """
     if not torch.is_tensor(value):
         return value
@@ -124,7 +124,7 @@ def _logged(value: Any) -> Any:
 class _Term(NamedTuple):
     """A loss that is combined over layers and added to the criterion's loss."""
 
-    name: str  # in the log
+    name: str  # name in the log
     kind: str  # BALANCE or BUDGET
     weight: float
     value: Tensor

@@ -27,7 +27,7 @@ class ImageClassificationCriterionConfig(FairseqDataclass):
 class ImageClassificationCriterion(FairseqCriterion):
     """Criterion that sums the cross entropy over the images of a batch."""
 
-    takes_mixed = True  # the task mixes images only for criterions with this attribute
+    takes_mixed = True  # the task applies mixup only with criterions that have this attribute
 
     def __init__(self, task: Any, label_smoothing: float) -> None:
         super().__init__(task)

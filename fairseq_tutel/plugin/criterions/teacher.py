@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Teacher:
-    """The frozen teacher model, in eval mode; neither criterion nor checkpoints have its parameters."""
+    """The frozen teacher model in eval mode; its parameters are not in the criterion or in checkpoints."""
 
     def __init__(self, options: DistillationConfig, task: Any) -> None:
         self.options, self.task = options, task

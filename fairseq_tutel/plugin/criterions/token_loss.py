@@ -25,7 +25,7 @@ def token_loss(
     loss = (1 - s - s / (V - 1)) nll - s / (V - 1) * sum over words of log p. Both are scalars in fp32 or
     wider; nll has no gradient.
 
-    Source: Szegedy et al. 2016, section 7, in fairseq's form, which gives the target no more than 1 - s.
+    Source: Szegedy et al. 2016, section 7, but as in fairseq, the target's weight is exactly 1 - s.
     """
     return _TokenLoss.apply(logits_NV, target_N, float(smoothing), ignored)
 
@@ -47,7 +47,7 @@ class _TokenLoss(torch.autograd.Function):
             if smoothing:
                 spread -= logs_nV.sum(dim=1).masked_fill(~counts_N[rows], 0.0).sum()
         ctx.save_for_backward(logits_NV, at_target_N, counts_N)
-        # The weight of each word's log-probability, and the additional weight of the target's.
+        # The weight of each word's log-probability, and the weight that is added for the target word.
         of_each = smoothing / (logits_NV.shape[1] - 1) if smoothing else 0.0
         of_target = 1 - smoothing - of_each
         ctx.factors = of_target, of_each

@@ -53,7 +53,7 @@ SPECIAL: dict[str, tuple[tuple[type, ...], dict[str, Any]]] = {
     "cross_entropy": ((_PerplexityMixin, TokenLossMixin), {}),
     "label_smoothed_cross_entropy": ((GateLossMixin, TokenLossMixin), {}),
     "masked_lm": ((_PerplexityMixin,), {"predicted": "sample_size"}),
-    # This criterion treats any logged key that ends with _loss as its own.
+    # This criterion treats every log key that ends with _loss as one of its losses.
     "speech_dlm_criterion": ((GateLossMixin,), {"keeps_loss": False}),
 }
 # composite_loss passes a substitute model to another criterion, which may be a MoE variant. The task

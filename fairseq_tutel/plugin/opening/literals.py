@@ -1,7 +1,7 @@
 """Refuses checkpoints whose options contain code, because fairseq passes some options to eval().
 
-fairseq evaluates these options when it builds the task, model or criterion. Without this check, a file
-could run code even if it contains no pickled code.
+fairseq evaluates these options when it builds the task, model or criterion. Without this check, a
+checkpoint could run code even if it contains no pickled code.
 """
 
 import argparse
@@ -33,7 +33,7 @@ EVALUATED = frozenset({
 })  # fmt: skip
 # fairseq passes the options encoder_KEY and decoder_KEY as KEY to its encoder and decoder.
 PREFIXES = ("encoder_", "decoder_")
-# Parts of a literal. Lists are added and multiplied in wav2vec's options.
+# Node types of a literal. Addition and multiplication are included, because wav2vec's options use them.
 LITERAL = (
     ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.UAdd, ast.USub,
     ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Load,
@@ -74,7 +74,7 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
 def is_literal(text: str) -> bool:
     """Return whether eval(text) runs no code: the text consists of numbers, strings and containers."""
     if not text.strip():
-        return True  # eval() raises an error
+        return True  # accepted, because eval() raises an error for this text
     try:
         parsed = ast.parse(text.lstrip(" \t"), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -98,6 +98,6 @@ def _is_harmless(value: Any) -> bool:
     if isinstance(value, str):
         is_reference = REFERENCE.fullmatch(value) is not None
         return is_literal(value) or (is_reference and value[2:-1].rpartition(".")[2] in EVALUATED)
-    # Other types are not harmless, because eval() also accepts bytes and code objects.
+    # Other types are refused, because eval() also runs bytes and code objects.
     is_plain = value is None or isinstance(value, bool | int | float | np.generic | list | tuple | dict)
     return is_plain or OmegaConf.is_config(value)

@@ -51,8 +51,8 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
     def wrapper(path: str, arg_overrides: Any = None, load_on_all_ranks: Any = None) -> Any:
         overrides = arg_overrides or {}
         refuse_misspelt(overrides)
-        # Only the Trainer gives this argument. Its file is already checked, and its options come from the
-        # command line.
+        # Only the Trainer passes load_on_all_ranks. The Trainer's file was already checked, and its options
+        # come from the command line.
         is_for_use = load_on_all_ranks is None
         if is_not_a_file(path):
             raise ValueError(f"{path} is {NOT_A_FILE}, not a checkpoint; give a file.")
@@ -73,7 +73,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             if is_for_use:
                 _refuse_unknown_classes(state, path, overrides)
                 if mark_as_opened(state):
-                    refuse_code(state, path, overrides)  # again: the conversion parsed the options
+                    refuse_code(state, path, overrides)  # again, for the converted options
                 _update_task(state, overrides)
             else:
                 _begin_average(state)
@@ -88,9 +88,9 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
 
 @contextmanager
 def _mapped_files() -> Iterator[None]:
-    """Map files into memory in the block, so that the weights are not in memory beside the model's.
+    """Context manager in which torch.load maps files, so only the model's copy of the weights is in memory.
 
-    fairseq gives torch.load an open file, which torch cannot map; it needs the path.
+    fairseq passes an open file to torch.load, but torch can map a file only by its path.
     """
     load = torch.load
 

@@ -94,7 +94,7 @@ def for_loading(model_cfg: Any, task: Any) -> Iterator[None]:
 class _SkipLargeDraws(TorchFunctionMode):
     """Mode in which random numbers are not drawn for large matrices.
 
-    Drawing them takes longer than loading the weights, and makes the system allocate their memory.
+    Drawing random numbers for them takes longer than loading the weights, and allocates their memory.
     """
 
     def __torch_function__(
@@ -115,14 +115,14 @@ def inference_dtype(model_cfg: Any, task: Any) -> torch.dtype | None:
 
 
 def quantize_when_loaded(model: nn.Module, task: Any, device: torch.device) -> None:
-    """Register a hook that quantizes the decoder's linear layers once the model is loaded, if asked.
+    """With --moe-inference-dtype int8, quantize the decoder's linear layers as soon as they are loaded.
 
     Raises:
         ValueError: --moe-inference-dtype is int8 on a GPU, or for a model without a decoder.
     """
     if read(StoreConfig, config_of(task)).moe_inference_dtype != "int8":
         return
-    # In fairseq, the class of an encoder's attention is also a subclass of FairseqDecoder.
+    # In fairseq, MultiheadAttention of an encoder is also a subclass of FairseqDecoder.
     decoders = [
         module
         for module in model.modules()
@@ -150,7 +150,7 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
     """Register a hook that adds the experts of the next loaded state dict to the expert store."""
 
     def attach(module: nn.Module, keys: Any) -> None:
-        if any(".experts." in key for key in keys.missing_keys):  # torch raises an error afterwards
+        if any(".experts." in key for key in keys.missing_keys):  # torch will raise an error
             return
         store, layers = _store_of(options), moe_layers(module)
         sources = [layer.experts.take_sources() for layer in layers]

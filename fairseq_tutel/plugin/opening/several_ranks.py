@@ -35,7 +35,7 @@ class Command:
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
-        # The command line's value holds for all models; the value in a checkpoint is ignored.
+        # All models use the value of the command line; the value in a checkpoint is ignored.
         self.expert_parallel_size = read(TaskConfig, cfg.task).moe_expert_parallel_size or 1
         self.lockstep: Lockstep | None = None
         self._turns: dict[MoEFeedForward, int] = {}
@@ -67,7 +67,7 @@ class Command:
             self.lockstep.rest()
 
     def end(self) -> None:
-        """Run this rank's experts for other ranks until all finish."""
+        """Run this rank's experts for other ranks until all ranks finish."""
         if self.lockstep is not None:
             self.lockstep.end()
             logger.info(
@@ -76,7 +76,7 @@ class Command:
             )
 
 
-# The command that runs in this process, if it uses models on several ranks.
+# Contains the running command if it uses models on several ranks; otherwise empty.
 _running: list[Command] = []
 
 
@@ -114,7 +114,7 @@ def topology_of_opened(
     `requested` is the --moe-expert-parallel-size of the model's task; it has no effect in a command on one
     rank. For the other arguments and the errors, see `make_topology`.
     """
-    if is_teacher:  # training calls the teacher in step; RUN.topology stays the student's
+    if is_teacher:  # all ranks call a teacher in step; RUN.topology is for the student
         return make_topology(expert_counts, requested or 1, ranks_per_node)
     command = running_command()
     if command is None or command.expert_parallel_size == 1:

@@ -112,7 +112,7 @@ class FusedAdam(Adam):
     ) -> None:
         """Update parameters and moments in place; all have the same device, dtype and step count."""
         beta1, beta2 = group["betas"]
-        # Created on the device: a copy from the host would synchronize.
+        # The tensor is created on the device, because a copy from the host would synchronize.
         step_tensor = torch.full((), float(step), device=params[0].device)
         torch._fused_adamw_(
             params,
@@ -144,15 +144,15 @@ def _widened(state: dict[str, Any], key: str, device: torch.device) -> Tensor:
 class MoEFairseqAdam(MoEOptimizerMixin, FairseqAdam):
     """fairseq's Adam (decoupled weight decay) for experts on several ranks, with a fused fp32 kernel.
 
-    On a GPU with apex, fairseq uses apex's fused class, and so does this class. There are two exceptions:
+    On a GPU with apex, this class uses apex's fused class, as fairseq does, except with these options:
 
-    - --fp16-adam-stats: apex has one scale for all experts of a rank.
-    - ZeRO and offload: partitions may be in host memory.
+    - --fp16-adam-stats, because apex has one scale for all experts of a rank;
+    - ZeRO and offload, because partitions may be in host memory.
     """
 
     def __init__(self, cfg: FairseqAdamConfig, params: Any) -> None:
         if cfg.fp16_adam_stats:
-            FairseqOptimizer.__init__(self, cfg)  # FairseqAdam.__init__ would need apex
+            FairseqOptimizer.__init__(self, cfg)  # skips FairseqAdam.__init__, which needs apex
             self._optimizer = FusedAdam(params, True, **self.optimizer_config)
             return
         super().__init__(cfg, params)

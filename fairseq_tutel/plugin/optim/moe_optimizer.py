@@ -1,7 +1,7 @@
 """A mixin that adds experts on several ranks, ZeRO and offload to fairseq's optimizers.
 
-fairseq's fp16 and memory-efficient wrappers use the result like an ordinary optimizer of the model's
-parameters. A checkpoint has an ordinary optimizer state.
+fairseq's fp16 and memory-efficient wrappers use such an optimizer like any optimizer of the model's
+parameters. Its state in a checkpoint has the same format as fairseq's.
 """
 
 import logging
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class MoEOptimizerMixin:
     """Adds experts on several ranks and ZeRO to a FairseqOptimizer class; it is the first base class.
 
-    It changes nothing for a model without experts, or on one rank without offload.
+    The mixin changes nothing for a model without experts, or on one rank without offload.
     """
 
     optimizer: Any  # torch's optimizer
@@ -93,8 +93,9 @@ class MoEOptimizerMixin:
     def all_reduce_grads(self, module: Any) -> None:
         """Reduce the gradients of dense parameters and experts over the ranks. Collective.
 
-        Under ZeRO, each rank gets the part that it owns, also of a criterion's gradients. Otherwise the
-        data-parallel wrapper or a collective plan reduces dense gradients, before expert gradients.
+        Under ZeRO, each rank gets the sum of the gradients that it owns, including a criterion's gradients.
+        Otherwise the data-parallel wrapper or a collective plan reduces dense gradients, and then this
+        method reduces expert gradients.
         """
         if self.zero is not None and self.zero.stage > 0:
             self.zero.reducer.reduce()
@@ -197,8 +198,8 @@ class MoEOptimizerMixin:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer state for a checkpoint.
 
-        It includes fp32 masters. fairseq saves only half-precision weights, from which a run could not
-        resume exactly.
+        The state includes fp32 masters. fairseq saves only half-precision weights, from which a run could
+        not resume exactly.
         """
         state_dict = super().state_dict()  # type: ignore[misc]
         state = state_dict.get("state", {})  # a composite optimizer has one state per group
@@ -216,12 +217,12 @@ class MoEOptimizerMixin:
     def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None) -> None:
         """Load a complete optimizer state; keep this rank's part, and restore fp32 master weights."""
         topology = RUN.topology
-        # Changed in place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
+        # The dict is changed in place, because fairseq's memory-efficient fp16 wrapper reads it afterwards.
         state = state_dict.get("state", {})
         for index, parameter in enumerate(self.model_params()):
             if topology.expert_parallel_size > 1 and gradients.is_expert(parameter) and index in state:
                 state[index] = own_part(state[index], parameter, topology)
-        unbind(state)  # reads the remaining tensors
+        unbind(state)  # reads the tensors that are still in shard files
         if self.zero is not None:
             for index in state.keys() & range(len(self.zero.partitions)):
                 state[index] = self.zero.own_state(index, state[index])
@@ -235,7 +236,7 @@ class MoEOptimizerMixin:
 def _reduces_here(module: Any) -> bool:
     """Return whether a collective plan, instead of torch's wrapper, sums dense gradients."""
     while not isinstance(module, LegacyDistributedDataParallel):
-        module = getattr(module, "module", None)  # inside fairseq's other wrappers
+        module = getattr(module, "module", None)  # the model inside one of fairseq's wrappers
         if module is None:
             return False
     return not module.accumulate_grads and is_replaced("all_reduce", None)

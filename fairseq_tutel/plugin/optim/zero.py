@@ -42,8 +42,8 @@ def zero_options(cfg: Any) -> ZeroOptions | None:
 class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
     """The fp16 and bf16 optimizer for ZeRO, which replaces fairseq's FP16Optimizer.
 
-    fairseq's class copies all parameters and gradients to fp32. The arithmetic is the same, but the wrapped
-    optimizer gets half-precision parameters and keeps fp32 partitions.
+    FP16Optimizer copies all parameters and gradients to fp32. In this class, the wrapped optimizer gets
+    half-precision parameters and keeps fp32 partitions. The results are the same.
     """
 
     def backward(self, loss: Tensor) -> None:
@@ -60,9 +60,9 @@ class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
 def half_optimizer(cfg: Any, params: list[Any]) -> Any:
     """Build the MoE optimizer of half-precision parameters that a FairseqConfig names.
 
-    FP16Optimizer copies all parameters to fp32 before it builds the inner optimizer, which may keep only a
-    shard of them. --memory-efficient-fp16 does not copy, but saves another optimizer name. Runs with and
-    without shards must be able to read each other's checkpoints.
+    fairseq's two wrappers do not work with ZeRO. FP16Optimizer copies all parameters to fp32, although a
+    rank needs only its partition. The wrapper of --memory-efficient-fp16 saves another optimizer name, so
+    runs with and without ZeRO could not read each other's checkpoints.
     """
     if zero_options(cfg) is not None:
         return ZeroFP16Optimizer.build_optimizer(cfg, params)
@@ -71,5 +71,5 @@ def half_optimizer(cfg: Any, params: list[Any]) -> Any:
     return optimizer
 
 
-# fairseq's Trainer rejects a checkpoint of an optimizer with another name. These two can read each other's.
+# fairseq's Trainer rejects a checkpoint if the optimizer's class name differs. Both classes can read it.
 ZeroFP16Optimizer.__name__ = "FP16Optimizer"

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 # Maximum time that the exit waits for reader threads, which may hang in a file system.
 SECONDS_FOR_READERS = 10.0
 REASON = 300  # maximum number of characters of an original error that a message quotes
-# Bad options and files; NaN in training; files that cannot be written; lack of memory or another failure of
-# one of the ranks.
+# Errors whose message is for users: bad options and files, NaN in training, failed writes, lack of memory,
+# and failures of other ranks.
 FOR_USERS = (ValueError, FloatingPointError, OSError, MemoryError, CommunicationError)
 MEMORY = re.compile(r"out of memory|can't allocate memory|Unable to allocate", re.DOTALL)
 LANGUAGES = re.compile("Could not infer language pair")
@@ -79,9 +79,9 @@ class RankError(Exception):
 def end_readers() -> None:
     """Stop the threads in which fairseq prefetches batches, before the Python interpreter exits.
 
-    A training run that stops in the middle of an epoch leaves such a thread. If the thread is inside a
-    torch operation at finalization, the process aborts with exit code 134 ("terminate called without an
-    active exception").
+    If a training run stops in the middle of an epoch, such a thread is still running. If the thread is
+    inside a torch operation when the interpreter exits, the process aborts with exit code 134 ("terminate
+    called without an active exception").
     """
     deadline = time.monotonic() + SECONDS_FOR_READERS
     for reader in threading.enumerate():
@@ -109,7 +109,7 @@ def refusals_are_sentences() -> Iterator[None]:
 def run_as_spawned(main: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `main` in a rank that fairseq spawned; raise RankError for a user's error.
 
-    The process that spawned the ranks gets an exception as a traceback in text, and prints the sentence.
+    The process that spawned the ranks gets the traceback as text, and prints only the error sentence.
     """
     try:
         with refusals_are_sentences():
@@ -149,7 +149,8 @@ def _last_line(error: BaseException) -> str | None:
     # The logger's level cannot be used, because fairseq's wav2vec2 sets the root logger to DEBUG.
     if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
         logger.debug("traceback of the error", exc_info=error)
-    # A data set that fairseq could not open prints an error when it is deleted: delete it before the line.
+    # A data set that fairseq could not open prints an error when it is deleted, so delete it before the
+    # last line is printed.
     traceback.clear_frames(error.__traceback__)
     return error_line(sentence.removeprefix(f"[Errno {getattr(error, 'errno', None)}] "))
 
@@ -169,7 +170,7 @@ def _explained(error: BaseException) -> str | None:
     """Return the sentence of `EXPLAINED` for an error of fairseq or torch; None for other errors."""
     for kind, pattern, sentence in EXPLAINED:
         if isinstance(error, kind) and (found := pattern.search(str(error))):
-            cause = " ".join(str(error.__context__ or error).split())[:REASON]
+            cause = " ".join(str(error.__context__ or error).split())[:REASON].rstrip(".")
             return sentence.format(*found.groups(), cause=cause)
     return None
 

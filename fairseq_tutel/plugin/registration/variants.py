@@ -18,7 +18,7 @@ def change_class(instance: Any, cls: type) -> None:
 
 
 def variant_of(stock: type, *before: type, module: str, **attributes: Any) -> type:
-    """Make the MoE variant of a fairseq class; its name is the class's name with the prefix MoE."""
+    """Make the MoE variant of a fairseq class; the variant's name has the prefix MoE."""
     name = f"MoE{stock.__name__}"
     variant = type(name, (*before, stock), {"__doc__": stock.__doc__, "__module__": module, **attributes})
     setattr(sys.modules[module], name, variant)

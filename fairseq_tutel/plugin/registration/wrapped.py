@@ -4,25 +4,26 @@
    first gathers the experts, or lets all ranks write them. `Trainer.consolidate_optimizer` cannot do this:
    it also runs if nothing is saved, and before crash.pt is saved, when other ranks may be gone.
 2. `checkpoint_utils.load_checkpoint_to_cpu`: fairseq loads every checkpoint with it. Shard files of experts
-   are next to the checkpoint file, but the loaded state does not contain the path. The wrapper refuses
-   damaged and foreign files, and marks models that are opened for use.
+   are next to the checkpoint file, but the loaded state does not contain the file's path. The wrapper
+   refuses damaged and foreign files, and marks models that are opened for use.
 3. `checkpoint_utils.torch_persistent_save`: fairseq retries a failed write by appending to the same file,
-   which then cannot be opened. Two jobs also use the same temporary name.
+   which then cannot be opened. Two jobs also write to the same temporary file.
 4. `PathManager.copy`: fairseq overwrites checkpoint_last and checkpoint_best in place. A kill during the
    copy leaves a truncated file. The wrapper's copy shares disk blocks where the file system can.
-5. `distributed.utils.call_main`: it runs before everything else that the plugin can change.
+5. `distributed.utils.call_main`: it runs first in every command, so the wrapper can make these changes:
    - Under torchrun on CPU, fairseq divides by the number of GPUs, or trains N models into one folder. On
-     GPU, it takes the GPU RANK % count, which is another rank's if nodes have different numbers of ranks.
+     GPU, it uses the GPU RANK % count, which is wrong if nodes have different numbers of ranks.
    - fairseq-train treats --bf16 as a request for a TPU.
    - Errors of the rendezvous and of fairseq's collectives name the missing ranks.
    - If a rank fails, the other ranks end; otherwise all ranks end together.
-   - Ranks of an EP group keep serving each other until all have finished.
-   - Training locks its --save-dir and chooses its checkpoint.
+   - Each rank keeps running its experts for the other ranks of its EP group until all have finished.
+   - A training run locks its --save-dir, and chooses the checkpoint from which it resumes.
    - A signal makes training save a checkpoint before it ends.
    - Tasks without a dataclass get access to the run's configuration.
-The package makes these other changes to the process, in addition to the attributes in `CHANGED`:
+The package also changes the process in these ways, in addition to the attributes in `CHANGED`:
 
-- at import: thresholds of malloc, and the classes that torch.load accepts (`plugin.register`);
+- at import: names that newer numpy lacks (`NUMPY_NAMES`); thresholds of malloc, and the classes that
+  torch.load accepts (`plugin.register`);
   sys.excepthook (`process.py`); MoE variants in fairseq's and hydra's registries (`optim`, `criterions`,
   `models`, `tasks`); options of every task (`variants.py`); --is-moe is removed from sys.argv (`flags.py`);
 - when a command runs: `train` and `run` change sys.argv; fairseq's main function uses a subclass of its
@@ -40,8 +41,10 @@ import atexit
 import functools
 import inspect
 import sys
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
@@ -65,7 +68,7 @@ from fairseq_tutel.plugin.training import preemption, save, startup
 
 
 def call_main(original: Any) -> Any:
-    """Wrap fairseq's `call_main`, which starts every command; item 5 of the module's docstring says why."""
+    """Wrap fairseq's `call_main`, which starts every command; see item 5 of the module's docstring."""
 
     @functools.wraps(original)
     @refusals_are_sentences()
@@ -121,7 +124,7 @@ def _check_model(cfg: Any) -> None:
     name = getattr(cfg.model, "ensemble_arch", None) or getattr(cfg.model, "_name", None)
     model = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name))
     if not getattr(model, "has_experts", model is None):
-        return  # the model may have experts of its own, which `own_layers.prepare` finds
+        return  # a user's model may have experts, which `own_layers.prepare` finds
     startup.refuse_stock_options(cfg)
 
 
@@ -134,6 +137,9 @@ WRAPPED = (
     (distributed_utils, "call_main", call_main),
 )
 
+# Names of numpy that fairseq uses and that numpy 1.24 and 2.0 removed; they were Python's types.
+NUMPY_NAMES = {"int": int, "long": int, "float": float, "compat": SimpleNamespace(long=int)}
+
 # For each file, the attributes that it sets on objects that fairseq or torch constructs or reads.
 # Configurations, and data and gradients of tensors, are not listed.
 CHANGED = {
@@ -145,19 +151,19 @@ CHANGED = {
     # fairseq's tasks read the languages, and one reads args, which it does not set; bpe may be None.
     "plugin/hub_interfaces.py": "args source_langs target_langs bpe",
     "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore max_epoch",  # of DDP; ends a run
-    # What fairseq's save_checkpoint reads of a trainer, in a thread.
+    # A copy of a trainer, with the attributes that fairseq's save_checkpoint reads in a thread.
     "plugin/training/background_save.py": "get_checkpoint_dict no_save save_checkpoint",
-    "plugin/opening/load.py": "load",  # of torch, while fairseq opens a file: maps the file
+    "plugin/opening/load.py": "load",  # torch.load, which maps a file while fairseq opens it
     # A signal ends a validation. No hook exists for the sums over ranks. `training/loop.py` also replaces
     # functions of fairseq's training loop, because no hooks exist before an epoch and after an update.
     "plugin/training/preemption.py": "valid_step _aggregate_logging_outputs",
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list puts them on a GPU
-    "plugin/criterions/teacher.py": "is_of_teacher",  # of the copy of a task that builds a teacher
+    "plugin/criterions/teacher.py": "is_of_teacher",  # set on the copy of a task that builds a teacher
     # fairseq would replace the loaded state; the Trainer compares the name with the name in a checkpoint.
     "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__ holds_masters",
     "parallel/groups.py": "param_group",  # the only attribute that fairseq copies to fp32 masters
     "parallel/gradients.py": "expert _tutel_expert root_scaled",  # marks of experts' parameters
-    "parallel/call_id.py": "_torchdynamo_disable count",  # torch does not trace it; counts a layer's calls
+    "parallel/call_id.py": "_torchdynamo_disable count",  # disables tracing; counts a layer's calls
     "parallel/rendezvous.py": "daemon",  # a timer must not keep the process alive
     "parallel/zero_state.py": "zero_hook",  # fairseq may build another optimizer, with its own hook
 }
@@ -171,6 +177,9 @@ def install() -> None:
             setattr(owner, name, type(static)(wrap(static.__func__)))
         else:
             setattr(owner, name, wrap(static))
+    for name, value in NUMPY_NAMES.items():
+        if name not in vars(numpy):  # hasattr would print a warning
+            setattr(numpy, name, value)
     atexit.register(end_readers)
     sys.excepthook = excepthook(sys.excepthook)
 

@@ -28,7 +28,7 @@ from fairseq_tutel.plugin.training.expert_states import ExpertStates
 logger = logging.getLogger(__name__)
 
 PENDING = "pending"  # in the state of rank 0, marks a record whose shard files are not yet written
-# How often the end of a thread is awaited after an error, half a second each.
+# After an error, how many times to wait half a second for the end of the thread.
 LAST_LOOKS = 20
 
 
@@ -110,13 +110,13 @@ class BackgroundSave:
                 return
 
     def _check(self, advance: object = None) -> None:
-        """Raise an error if the process ends; writing calls this often, with a number of bytes."""
+        """Raise an error if the process is ending; called for every write, with its number of bytes."""
         if self._is_stopped:
             raise _CancelledError
 
 
 def _held(trainer: Any, epoch_itr: Any) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """Return what fairseq's save_checkpoint reads of rank 0's trainer and of an iterator, as it is now."""
+    """Return copies of the trainer's and the iterator's state that fairseq's save_checkpoint reads."""
     task, updates = SimpleNamespace(), trainer.get_num_updates()
     if hasattr(trainer.task, "get_checkpoint_dict"):
         state = copy.deepcopy(trainer.task.get_checkpoint_dict())
@@ -135,10 +135,10 @@ def _held(trainer: Any, epoch_itr: Any) -> tuple[SimpleNamespace, SimpleNamespac
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's content in host memory, without memory in common with the model."""
+    """Copy a checkpoint's content to host memory; no tensor of the copy shares memory with the model."""
     in_use = {id(value) for _, _, value in walk(state)}
     moved = utils.move_to_cpu(state)
-    # Tensors from a GPU, and widened ones, are copies already.
+    # Tensors that were moved from a GPU or converted to a wider dtype are already copies.
     copies = {id(v): v for _, _, v in walk(moved) if torch.is_tensor(v) and id(v) not in in_use}
     return copy.deepcopy(moved, copies)
 

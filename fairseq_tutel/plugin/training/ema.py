@@ -49,7 +49,8 @@ class ExpertEMA(EMA):
     def step(self, new_model: nn.Module, updates: int | None = None) -> None:
         """Average the weights if the number of updates is a multiple of --ema-update-freq.
 
-        fairseq counts from the start of the process, so a resumed run would average at other updates.
+        fairseq counts updates from the start of the process, so a resumed run would average after different
+        updates.
         """
         if updates is not None and self.config.ema_update_freq > 1:
             self.update_freq_counter = (updates - 1) % self.config.ema_update_freq
@@ -57,7 +58,7 @@ class ExpertEMA(EMA):
 
     @torch.no_grad()
     def _step_internal(self, new_model: nn.Module, updates: Any = None) -> None:
-        """Update the averages in place; fairseq would load them as if from a checkpoint."""
+        """Update the averages in place; fairseq would load them like a checkpoint, with all experts."""
         current, seen = self.model.state_dict(), set[int]()
         averages = self.fp32_params or current
         for key, value in new_model.state_dict().items():
@@ -83,7 +84,7 @@ class ExpertEMA(EMA):
 
     @contextlib.contextmanager
     def saved_with(self, records: Mapping[tuple[str, str], Any]) -> Iterator[None]:
-        """Context manager in which checkpoints have these records in place of this rank's experts.
+        """Context manager in which checkpoints contain these records instead of the averages of experts.
 
         `records` has the records of shard files by layer and name, such as "fc1_weight.ema".
         """

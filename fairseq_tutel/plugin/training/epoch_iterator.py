@@ -3,9 +3,9 @@
 fairseq saves the number of batches that each rank consumed. This iterator saves the number that all ranks
 consumed, and drops that many batches before sharding.
 
-If the ranks get unequal numbers of batches, some ranks end an update with an empty batch. fairseq's trainer
-then adds up that update's gradients on such a rank, but does not count its tokens. This iterator therefore
-puts empty batches before a rank's last full batch.
+If the ranks get unequal numbers of batches, some ranks end an update with an empty batch. On such a rank,
+fairseq's trainer uses the gradients of the update's earlier batches, but does not count their tokens. This
+iterator therefore puts empty batches before a rank's last full batch.
 
 With --moe-micro-batches N, update k has the global batches kN to kN + N - 1 on any number of ranks. The
 order of batches is then that of fairseq on N ranks. An update takes ceil(N / W) rounds on W ranks.
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Resumed(NamedTuple):
-    """The position in a resumed epoch, if it is not the same number of batches for each rank."""
+    """The position in a resumed epoch, if ranks have consumed different numbers of batches."""
 
     epoch: int
     consumed: int
@@ -55,7 +55,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         self._update_freq = (rounds_of(micro_batches, self.num_shards),) if micro_batches else update_freq
 
     def start_in(self, epoch: int) -> None:
-        """Start in this epoch, with the batches that were made for an earlier one."""
+        """Start in this epoch, with the batches that were made for an earlier epoch."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -95,7 +95,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         )
         self._next_epoch_itr = None
         if callable(self.batch_sampler):
-            self._frozen_batches = None  # each epoch has other batches
+            self._frozen_batches = None  # each epoch has different batches
         self.epoch += 1
 
     def _get_iterator_for_epoch(
@@ -117,11 +117,11 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
 
     @property
     def _order_shards(self) -> int:
-        """The number of ranks on which fairseq has this order of batches."""
+        """The number of ranks on which fairseq has the same order of batches as this iterator."""
         return self._micro_batches or self.num_shards
 
     def _batches_in(self, rounds: int) -> int:
-        """Return the number of batches that all ranks consume in so many rounds of one batch each."""
+        """Return the number of batches that all ranks consume in `rounds` rounds of one batch per rank."""
         if self._micro_batches:
             return rounds // self._update_freq[0] * self._micro_batches
         return rounds * self.num_shards
@@ -180,12 +180,12 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
 
 
 def rounds_of(micro_batches: int, ranks: int) -> int:
-    """Return the rounds of one micro-batch per rank that so many micro-batches take."""
+    """Return how many rounds of one micro-batch per rank are needed for `micro_batches` micro-batches."""
     return math.ceil(micro_batches / ranks)
 
 
 def set_update_freq(root: Any, ranks: int) -> None:
-    """Set --update-freq of a FairseqConfig to the rounds that --moe-micro-batches takes on these ranks."""
+    """Set --update-freq of a FairseqConfig to the number of rounds that --moe-micro-batches needs."""
     count = read(TaskConfig, root.task).moe_micro_batches
     if not count:
         return

@@ -14,7 +14,7 @@ from fairseq_tutel.plugin.training.ema import AVERAGE, WIDE_AVERAGE, ExpertEMA
 
 
 class ExpertStates:
-    """The tensors of a trainer's experts that are saved besides the parameters.
+    """The saved tensors of a trainer's experts other than parameters: optimizer state and averages.
 
     Args:
         trainer: fairseq's trainer.
@@ -30,7 +30,7 @@ class ExpertStates:
         self._index_of = {id(parameter): index for index, parameter in enumerate(trained)}
 
     def of(self, parameter: Any) -> Mapping[str, Tensor]:
-        """Return the stacked tensors of the optimizer and averages for an expert parameter. Collective."""
+        """Return an expert parameter's optimizer state and averages as stacked tensors. Collective."""
         index = self._index_of.get(id(parameter))
         state = {} if self.inner is None or index is None else self.inner.expert_state(index)
         return {**state, **self._averages.get(id(parameter), {})}
@@ -38,7 +38,7 @@ class ExpertStates:
     def by_index(self, records: Mapping[tuple[str, str], Any]) -> dict[int, dict[str, Any]]:
         """Return the records of optimizer state by the index of the parameter and the state's key.
 
-        The keys of `records` are (qualified name of the stack, tensor name).
+        The keys of `records` are (qualified name of the layer's experts, tensor name).
         """
         stacks = {layer: m for layer, m in self._model.named_modules() if isinstance(m, ExpertStack)}
         found: dict[int, dict[str, Any]] = {}
@@ -51,9 +51,9 @@ class ExpertStates:
 
     @contextlib.contextmanager
     def saved_as(self, records: Mapping[tuple[str, str], Any], topology: Topology) -> Iterator[None]:
-        """Context manager in which a checkpoint has these records, by layer and name of the tensor.
+        """Context manager in which checkpoints have records in place of experts' optimizer state and EMA.
 
-        They replace the optimizer's state and the averages of the experts. Collective.
+        The keys of `records` are (layer, tensor name). Collective.
         """
         if self.inner is not None:
             self.inner.save_state(self.by_index(records), topology)

@@ -34,7 +34,7 @@ def first_bad(named: Iterable[tuple[str, Tensor, Measure]]) -> str | None:
         for name, tensor, measure in named
         if tensor.is_floating_point() and not tensor.is_meta
     ]
-    # All measures are started before the first is read, so a GPU computes them without a pause.
+    # All measures are computed before the host reads the first result, so a GPU need not wait for the host.
     return next((name for name, value in measured if not math.isfinite(value.item())), None)
 
 
@@ -77,7 +77,7 @@ def mismatch(trainer: Any) -> str | None:
     for optimizer in optimizers_of(trainer):
         for parameter, state in optimizer.state.items():
             for key in SHAPED:
-                moment = state.get(key)  # None for SGD without momentum
+                moment = state.get(key)  # SGD without momentum has None
                 fits = getattr(moment, "shape", None) == parameter.shape and moment.is_floating_point()
                 if moment is not None and not fits:
                     shape = tuple(parameter.shape)

@@ -8,8 +8,8 @@ from typing import Any
 def globals_of(main: Any) -> dict[str, Any] | None:
     """Return the global names of fairseq's training loop if `main` is its main function, otherwise None.
 
-    They are not read from the module of `main`: in a process that multiprocessing spawned for
-    `python -m fairseq_cli.train`, the module has a copy of them.
+    The names must not be read from the module of `main`: in a process that multiprocessing spawned for
+    `python -m fairseq_cli.train`, the module only has copies of the names.
     """
     names = getattr(main, "__globals__", {})
     module = getattr(names.get("__spec__"), "name", "")
@@ -20,7 +20,7 @@ def globals_of(main: Any) -> dict[str, Any] | None:
 def wrapping(main: Any, **wrappers: Callable[[Any], Any]) -> Iterator[None]:
     """Context manager that wraps functions that `main` calls, if it is fairseq's main function.
 
-    A wrapper returns the wrapped form of the function, or class, of its name.
+    The name of an argument is the name of a function or class; its value is a function that wraps it.
     """
     names = globals_of(main) or {}
     before = {name: names[name] for name in wrappers if names}

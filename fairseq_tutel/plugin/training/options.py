@@ -91,7 +91,7 @@ class TaskConfig:
         "CPU; the result is the same",
     )
     moe_comm_timeout: int = communication(
-        1800, unit="seconds",
+        1800, unit="seconds", rule=whole(0, 1_000_000),
         help="how long a collective waits for another rank before the job ends with an error that names "
         "that rank; 0 uses torch's limits",
     )

@@ -1,7 +1,7 @@
-"""Prepares a user's own fairseq model with layers of this package, such as `ft.moe_layer`, for training.
+"""Prepares a user's fairseq model that contains layers of this package, such as `ft.moe_layer`.
 
-`install_experts` prepares a model whose layers the plugin places. Here the model is built already, by code
-of the user, and its layers have created their process groups.
+`install_experts` prepares models in which the plugin replaces FFNs. Here, the user's code has already built
+the model, and its MoE layers have created their process groups.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ def prepared(main: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def prepare(root: Any, task: Any, model: Any) -> None:
-    """Let a model with layers of this package train, save and resume on any number of ranks. Collective.
+    """Prepare a user's model with MoE layers for training and saving on any number of ranks. Collective.
 
     Raises:
         ValueError: a checkpoint could not hold all experts, or an option does not work with experts.
@@ -97,8 +97,13 @@ def prepare(root: Any, task: Any, model: Any) -> None:
         start_together(root, model, task)
     topology = _topology_of(layers)
     _prepare_experts(model, layers.values(), topology)
-    if are_placed:  # by install_experts; other layers may be beside them
+    if are_placed:  # by install_experts; a user's layers may be in the same model
         return
+    if topology.expert_parallel_size > 1 and getattr(root.task, "eval_bleu", False):
+        raise ValueError(
+            "--eval-bleu is set, but ranks generate different numbers of words, so they would wait for "
+            "each other's experts forever; remove it, or give an --arch whose name begins with moe_."
+        )
     RUN.update(topology=topology)
     set_update_freq(root, topology.world_size)
     talks = any("gshard_global" in layer.balance_weights for layer in layers.values())
@@ -110,13 +115,13 @@ def prepare(root: Any, task: Any, model: Any) -> None:
 
 
 def _prepare_experts(model: Any, layers: Iterable[MoELayer], topology: Topology) -> None:
-    """Let the user's layers save all experts; let data parallelism skip the experts of one rank."""
+    """Unmark experts that every rank holds; exclude all marked experts from data parallelism."""
     for layer in layers:
-        if isinstance(layer, MoEFeedForward):  # of `install_experts`
+        if isinstance(layer, MoEFeedForward):  # placed by `install_experts`
             continue
         for parameter in layer.experts.parameters() if topology.expert_parallel_size == 1 else ():
-            unmark_expert(parameter)  # a `scan_expert_func` marks the experts on any number of ranks
-    # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
+            unmark_expert(parameter)  # every rank has all experts; a `scan_expert_func` has marked them
+    # torch's DistributedDataParallel does not broadcast or reduce the parameters in this list.
     model._ddp_params_and_buffers_to_ignore = [n for n, p in model.named_parameters() if is_expert(p)]
 
 

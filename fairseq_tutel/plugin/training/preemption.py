@@ -1,8 +1,8 @@
 """Ends a run after a signal: all ranks finish the same update, save a checkpoint, and exit with EXIT_CODE.
 
-A signal may reach one rank only. In each update and validation step, the sums that fairseq computes for its
-log also count the ranks that received one. So all ranks stop after the same update, without another
-collective.
+A signal may reach one rank only. In each update and validation step, fairseq sums values for its log over
+the ranks. The number of ranks that received a signal is added to these sums. So all ranks stop after the
+same update, without another collective.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[SignalWatch 
         return
     options = read(PreemptionConfig, cfg.task)
     refuse_bad_values(options)
-    # Ranks of model parallelism that share a batch add up no numbers with each other.
+    # With model parallelism, fairseq does not sum values over ranks that share a batch.
     if not options.names or cfg.common.model_parallel_size > 1 or cfg.common.tpu:
         yield None
         return
@@ -69,7 +69,7 @@ class Preemption:
 
     def __init__(self, watch: SignalWatch, count_saves: Callable[[], int]) -> None:
         self._watch, self._count_saves = watch, count_saves
-        self._count: Any = 0.0  # ranks with a signal; on several ranks, as a tensor that is read on demand
+        self._count: Any = 0.0  # number of ranks with a signal; a tensor if there are several ranks
         self.result = ""  # text for the log about what was saved, if a signal ended the run
 
     @contextlib.contextmanager
@@ -112,7 +112,7 @@ class Preemption:
         return bool(self._count) if world.size() > 1 else self._watch.received is not None
 
     def _end_validation(self, trainer: Any) -> None:
-        """End validations after the step in which a signal comes."""
+        """Make validations end after the step in which a signal arrives."""
         original = trainer.valid_step
 
         def valid_step(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ class Preemption:
             except ValidationEndedError:
                 logger.info("ended the validation after a signal")
             is_saved = self._count_saves() > saves
-            # A signal may have come during the save, in which ranks add up no numbers.
+            # A signal may have come during the save, when no values are summed over ranks.
             if not (self._is_ending() or (is_saved and self._received_by_any())):
                 return losses, False
             if not is_saved:

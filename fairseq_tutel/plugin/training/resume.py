@@ -19,7 +19,7 @@ from fairseq_tutel.parallel.world import run_on_rank_zero
 
 logger = logging.getLogger(__name__)
 
-# Results of a rank that finds no complete local file.
+# Results of a rank whose local file is missing, corrupt or on another file system.
 NOTHING, CORRUPT, ELSEWHERE = "nothing", "corrupt", "no local file"
 KINDS = (NOTHING, CORRUPT, ELSEWHERE, NOT_A_FILE)
 CHECK = "the check of the checkpoint"  # for the errors of collectives
@@ -41,7 +41,7 @@ def check_checkpoint(cfg: Any) -> None:
     mine = _found(path), socket.gethostname()
     of_ranks = world.all_gather_object(mine, CHECK)
     found = [identity for identity, _ in of_ranks]
-    # The first rank of each machine reads all of its file.
+    # The first rank of each machine reads the complete file.
     reads = mine[0] not in KINDS and of_ranks.index(mine) == world.rank()
     if CORRUPT in found or not all(world.all_gather_object(not reads or files.is_whole(path), CHECK)):
         others = set(glob.glob(os.path.join(os.path.dirname(path), "checkpoint*.pt"))) - {path}
@@ -58,9 +58,9 @@ def check_checkpoint(cfg: Any) -> None:
         )
     if found[0] == NOT_A_FILE:
         raise ValueError(f"{flag} is {path}, which is {found[0]}; give a checkpoint file.")
-    # Scripts that restart a job may give checkpoint_last.pt at the first start, when it does not exist.
+    # checkpoint_last.pt may be missing, because scripts that restart jobs name it even at the first start.
     if found[0] == NOTHING and os.path.abspath(path) != os.path.abspath(_last(cfg)):
-        # fairseq would train from scratch.
+        # Without this error, fairseq would train from scratch.
         raise ValueError(
             f"{flag} is {path}, which does not exist; give an existing file (relative to the current "
             f"folder), or remove {flag}."

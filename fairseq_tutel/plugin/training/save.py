@@ -1,4 +1,4 @@
-"""Saves complete checkpoints with all ranks' experts, and keeps other runs from writing to --save-dir.
+"""Saves checkpoints with all ranks' experts, and prevents other runs from writing to --save-dir.
 
 Rank 0 locks --save-dir. Without the lock, two runs would remove each other's experts and overwrite each
 other's files. Functions with the parameter `original` wrap a fairseq function; see
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class SaveSession:
-    """The saves of a training run, to which fairseq's function save_checkpoint has no other access."""
+    """The saves of a training run; fairseq's save_checkpoint has no argument that could contain them."""
 
     def __init__(self) -> None:
         self.background: BackgroundSave | None = None  # with --moe-save-async
@@ -77,7 +77,8 @@ SESSION = SaveSession()
 def run_training(main: Any, cfg: Any, signals: SignalWatch | None = None, **kwargs: Any) -> Any:
     """Run fairseq's training `main` while no other run may write to --save-dir.
 
-    The checkpoint from which the run resumes is checked first. `signals` end the run after an update.
+    First, the checkpoint from which the run resumes is checked. A signal of `signals` ends the run after an
+    update.
     """
     save_dir = cfg.checkpoint.save_dir
     writes = not (cfg.checkpoint.no_save or PathManager.path_requires_pathmanager(save_dir))
@@ -101,7 +102,7 @@ def run_training(main: Any, cfg: Any, signals: SignalWatch | None = None, **kwar
 
 @contextlib.contextmanager
 def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
-    """Context manager that keeps other runs from writing to a folder. Collective when it is entered."""
+    """Context manager that prevents other runs from writing to a folder. Entering it is collective."""
     with contextlib.ExitStack() as stack:
 
         def lock() -> None:
@@ -117,7 +118,7 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
         finally:
             if writes and world.is_first():
                 try:
-                    # Also after an error: a full disk needs the space of experts without a checkpoint file.
+                    # Also after an error: unused expert folders may be the reason for a full disk.
                     folders.collect(Path(save_dir))
                 except OSError as error:
                     logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)
@@ -135,7 +136,7 @@ def _remove_temporary(save_dir: Path) -> None:
 def save_checkpoint(original: Any) -> Any:
     """Wrap fairseq's save_checkpoint to include the experts and optimizer state of all ranks.
 
-    They are gathered on rank 0, or with --moe-checkpoint sharded written by each rank.
+    They are gathered on rank 0 or, with --moe-checkpoint sharded, written by each rank.
     """
 
     @functools.wraps(original)
@@ -173,7 +174,7 @@ def _completed(cfg: Any, trainer: Any, states: ExpertStates | None) -> Iterator[
 
 
 def _states_in_shards(cfg: Any, trainer: Any) -> ExpertStates | None:
-    """Return the tensors that shard files have besides the parameters; None if no experts are sharded."""
+    """Return the optimizer state and averages to write to shard files; None if no experts are sharded."""
     options = read(TaskConfig, config_of(trainer.task))
     if options.moe_checkpoint != "sharded" or not experts.expert_modules(trainer.get_model()):
         return None
@@ -190,7 +191,7 @@ def copy(original: Any) -> Any:
     def wrapper(src_path: str, dst_path: str, overwrite: bool = False) -> Any:
         if not PathManager.supports_rename(dst_path):
             return original(src_path, dst_path, overwrite)
-        # Replace the target of a link, because fairseq also writes to the target.
+        # If the destination is a link, replace the link's target, to which fairseq would also write.
         with atomic_save.replacing(os.path.realpath(dst_path)) as temporary:
             copied = original(src_path, temporary, True)
             with open(temporary, "rb") as file:

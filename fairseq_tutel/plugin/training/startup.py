@@ -1,6 +1,6 @@
 """Starts a run: reads the ranks from torchrun's environment, checks options, and sets time-outs.
 
-While the model is built, the root of the task's configuration is the FairseqConfig that the Trainer uses.
+While the model is built, `root_of(task)` is the FairseqConfig that the Trainer will use.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from omegaconf import OmegaConf, open_dict
 from torch import nn
 
 from fairseq_tutel import __version__
-from fairseq_tutel.option import flag_of, plain, read
+from fairseq_tutel.option import flag_of, plain, read, refuse_bad_values
 from fairseq_tutel.parallel import guard, rendezvous
 from fairseq_tutel.parallel.agreement import agree
 from fairseq_tutel.parallel.groups import Topology
@@ -33,7 +33,7 @@ from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
 
-# Optimizers whose update of an element depends on others: a rank with some of them would diverge.
+# Optimizers whose update of an element depends on other elements, so shards would be updated differently.
 NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
 
 
@@ -45,7 +45,7 @@ def drop_tpu(cfg: Any) -> None:
 
 
 def _set_everywhere(cfg: Any, key: str, value: Any) -> None:
-    """Set an option in every section of a FairseqConfig that has it, because sections have copies."""
+    """Set an option in every section of a FairseqConfig that has it, because sections copy options."""
     for section in cfg.values():
         if OmegaConf.is_dict(section) and key in section:
             section[key] = value
@@ -68,7 +68,7 @@ def join_torchrun(cfg: Any) -> None:
         distributed.distributed_num_procs = 1
         if on_cpu:
             distributed.distributed_backend = "gloo"
-            # Both are names of the default backend, which needs a GPU. Other backends are kept or refused.
+            # The default backend, which has two names, needs a GPU. Other backends are kept or refused.
             if distributed.ddp_backend in ("pytorch_ddp", "c10d"):
                 _set_everywhere(cfg, "ddp_backend", "legacy_ddp")
     if not on_cpu:
@@ -76,7 +76,7 @@ def join_torchrun(cfg: Any) -> None:
 
 
 def note_spawned_ranks(cfg: Any) -> None:
-    """Record how many ranks fairseq spawned on each node, which no environment variable says."""
+    """Record how many ranks fairseq spawned on each node, because no environment variable contains it."""
     distributed = cfg.distributed_training
     spawned = distributed.distributed_init_method is not None and not distributed.distributed_no_spawn
     count = min(distributed.distributed_num_procs, distributed.distributed_world_size) if spawned else 0
@@ -86,7 +86,7 @@ def note_spawned_ranks(cfg: Any) -> None:
 def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager for the rendezvous, in which all ranks find each other at the start.
 
-    The context does nothing if this process is the only rank or spawns the others.
+    The context does nothing if this process is the only rank or spawns the other ranks.
     """
     distributed = cfg.distributed_training
     if distributed.distributed_init_method is None or not distributed.distributed_no_spawn:
@@ -96,7 +96,7 @@ def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     return rendezvous.meeting(distributed.distributed_rank, distributed.distributed_world_size, seconds)
 
 
-# Options that may differ between ranks: those of the rank itself. Values that are paths may also differ.
+# Options that may differ between ranks because they describe one rank. Paths may also differ.
 OF_ONE_RANK = {
     *("distributed_rank", "device_id", "shard_id", "distributed_init_method", "distributed_port"),
     *("distributed_no_spawn", "distributed_num_procs", "nprocs_per_node"),
@@ -117,7 +117,9 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
 
 def set_timeout(task_cfg: Any) -> None:
     """Set the time-out of all process groups that are created later, from --moe-comm-timeout."""
-    guard.set_timeout(read(TaskConfig, task_cfg).moe_comm_timeout)
+    options = read(TaskConfig, task_cfg)
+    refuse_bad_values(options)  # before ranks wait for each other
+    guard.set_timeout(options.moe_comm_timeout)
 
 
 def limit_fairseq_groups() -> None:
@@ -203,8 +205,9 @@ def refuse_run(
 ) -> None:
     """Raise an error if the options of a training run do not work with experts.
 
-    `model` is still the stock model. `in_step`: layers communicate even if each rank holds all experts;
-    `sliced`: ranks hold shards of experts; `ahead`: the value of --moe-pregate.
+    `model` is the stock model, whose FFNs are not replaced yet. `in_step` is true if layers communicate
+    even if each rank holds all experts. `sliced` is true if ranks hold shards of experts. `ahead` is the
+    value of --moe-pregate.
     """
     refuse_stock_options(root)
     common, options, zero = root.common, read(TaskConfig, root.task), zero_options(root)
@@ -213,11 +216,8 @@ def refuse_run(
         _layerdrop_of(model),
         topology.expert_parallel_size > 1,
     )
-    # fairseq's layers have `precheckpoint_forward`; Swin's stages have `checkpoints`.
-    recomputes = any(
-        hasattr(module, "precheckpoint_forward") or getattr(module, "checkpoints", False)
-        for module in model.modules()
-    )
+    # A layer that fairseq recomputes has the attribute `precheckpoint_forward`.
+    recomputes = any(hasattr(module, "precheckpoint_forward") for module in model.modules())
     local_drop = float(getattr(root.model, "moe_local_drop", 0.0))
     half = next((key for key in ("memory_efficient_fp16", "fp16") if common[key]), "")
     # These have no fp32 master weights.

@@ -83,7 +83,7 @@ class MoETaskMixin(InferenceMixin):
     moe_tuner: UpdateTuner | None = None
     _micro_batches = 0  # --moe-micro-batches
     _seed = 1  # --seed
-    _update = (-1, -1)  # identifies the current update, also if an overflow repeats its number
+    _update = (-1, -1)  # identifies the update; after an overflow, fairseq repeats the number
     _ran_in_update = 0  # micro-batches of this rank in the current update, without dummy batches
 
     def take_experts(self, layers: Sequence[MoELayer], tuner: UpdateTuner | None) -> None:
@@ -145,7 +145,7 @@ class MoETaskMixin(InferenceMixin):
                 sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
             )
         if self.moe_tuner is not None:
-            self.moe_tuner.end()  # the tuner's choices do not affect the time after the last backward
+            self.moe_tuner.end()  # the tuner measures until the end of the backward pass
         if ignore_grad:
             # The trainer itself ignores a dummy batch only at the end of an update.
             loss, sample_size, log = result
@@ -234,9 +234,9 @@ class MoETaskMixin(InferenceMixin):
         update_epoch_batch_itr: bool = False,
         **others: Any,
     ) -> bool:
-        """Return whether all epochs have the batches that fairseq makes in epoch 1, but has not made yet.
+        """Return whether fairseq makes batches once, for all epochs, and has not made them yet.
 
-        fairseq makes other batches, with the random numbers of the current epoch, if a run resumes later.
+        In a resumed run, fairseq would make different batches, with random numbers of the current epoch.
         """
         is_cached = dataset in self.dataset_to_epoch_iter
         never = disable_iterator_cache or update_epoch_batch_itr or is_cached
@@ -247,7 +247,7 @@ class MoETaskMixin(InferenceMixin):
 def _refused_on_several_ranks(what: str) -> Iterator[None]:
     """Context manager that makes an out-of-memory error end the job if there are several ranks.
 
-    fairseq would skip the batch on this rank only, and the others would wait in an all-to-all for ever.
+    fairseq would skip the batch on this rank only, and the other ranks would wait in an all-to-all forever.
     """
     try:
         yield

@@ -17,7 +17,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", ":", "-.")
 LINE_LETTERS = 70  # characters per line of a legend, including gaps and line samples
-MOST_POINTS, MOST_COLUMNS = 400, 200  # of a curve and of a map; neighbours of longer ones are averaged
+MOST_POINTS, MOST_COLUMNS = 400, 200  # of a curve and of a heat map; longer ones are averaged
 FEW_POINTS = 40  # a curve with at most this many points has markers
 
 
@@ -34,7 +34,7 @@ _STYLE: dict[Any, Any] = {
     "figure.facecolor": "none",  # the page's background
     "axes.facecolor": "none",
     "figure.constrained_layout.use": True,
-    # A dollar sign in the name of a run is not a formula.
+    # A dollar sign in the name of a run must not start a formula.
     "text.parse_math": False,
     # Text is stored as text and shown in the reader's fonts. Equal values give equal files.
     "svg.fonttype": "none",
@@ -94,7 +94,7 @@ def heat_map(updates: Sequence[int], loads_UE: Sequence[Sequence[float]]) -> str
     step = -(-len(right) // MOST_COLUMNS)
     first = 2 * right[0] - right[1] if len(right) > 1 else 0
     edges = np.concatenate([[max(first, 0)], right[step - 1 :: step]])
-    if len(edges) == loads_EU.shape[1]:  # the last block is not full
+    if len(edges) == loads_EU.shape[1]:  # the last block is shorter
         edges = np.append(edges, right[-1])
     figure = Figure(figsize=(4, 2.7))
     axes = figure.add_subplot(xlabel="updates", ylabel="expert")

@@ -161,11 +161,11 @@ def of_texts(model: Any, opened: Any, texts: Sequence[str], counts: ExpertCounts
 def of_data(model: Any, task: Any, split: str, limit: int, counts: ExpertCounts) -> Iterator[Sample]:
     """Run the model on a loaded split; yield `Sample`s.
 
-    Of each language pair of a split, the first `limit` sentences or images are read. `counts` counts the
-    choices of all gates.
+    Only the first `limit` sentences (of each language pair) or images of the split are read. `counts`
+    counts the choices of all gates.
     """
     for languages, dataset in parts_of(task, split):
-        dataset.ordered_indices()  # without it, fairseq's data sets of several languages cannot be indexed
+        dataset.ordered_indices()  # must be called before multilingual data sets can be indexed
         numbers = range(min(limit, len(dataset)))
         for start in numbers[::BATCH]:
             batch = dataset.collater([dataset[i] for i in numbers[start : start + BATCH]])
@@ -175,7 +175,7 @@ def of_data(model: Any, task: Any, split: str, limit: int, counts: ExpertCounts)
                 pair = "-".join(languages) if all(languages) else pair_of(task)
                 with _counted(model, counts, pair) as recorders:
                     model(**_on_device(model, batch["net_input"]))
-                rows = batch["id"].argsort().tolist()  # fairseq sorts by length
+                rows = batch["id"].argsort().tolist()  # restores the order, because fairseq sorts by length
                 yield from _sentences(recorders, batch["net_input"], _dictionaries(task), languages, rows)
             else:  # a batch for each pair of languages
                 yield from _pairs(model, batch, task, counts)

@@ -1,9 +1,9 @@
-"""tokens: draw which experts each token of some sentences goes to, as one HTML page.
+"""tokens: draw the experts of each token of some sentences, as one HTML page.
 
-MODEL is a checkpoint or a --save-dir, DATA the folder of its data set, or --text gives sentences. The page
+MODEL is a checkpoint or a --save-dir. DATA is the folder of its data set, or --text has sentences. The page
 colors the tokens by expert, layer by layer. It lists the most typical tokens of each expert and the load of
-the experts by language. For image classifiers, tokens are patches. One process opens every checkpoint, also
-of a run on several ranks.
+the experts by language. For image classifiers, tokens are patches. One process is enough to open any
+checkpoint, even if several ranks have saved it.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Computes which tokens go to each expert of a layer, for the tool `tokens`.
+"""Computes which tokens are assigned to each expert of a layer, for the tool `tokens`.
 
-N is the number of tokens in all samples, V of distinct tokens, E of experts, L of languages. K is top_k.
+Numbers: N tokens in all samples, V distinct tokens, E experts, L languages, K experts per token (top_k).
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import numpy as np
 from fairseq_tutel.tools.tokens.observe import Sample
 
 TYPICAL = 12
-# A token that occurs less often says little about an expert.
+# Tokens that occur less often are not listed as typical tokens.
 LEAST_OFTEN = 3
 
 
@@ -71,7 +71,7 @@ def _counts(row_N: np.ndarray, experts_NK: np.ndarray, rows: int, num_experts: i
 
 
 def _typical(names: np.ndarray, counts_VE: np.ndarray, load_E: np.ndarray) -> list[list[tuple[str, float]]]:
-    """Return each expert's most typical tokens, with the fraction of their assignments that it gets."""
+    """Return each expert's most typical tokens, with the fraction of a token's assignments that it gets."""
     total_V = counts_VE.sum(1)
     part_VE = counts_VE / np.maximum(1, total_V)[:, None]
     # Score: count * log(fraction of the token that the expert gets / fraction of all that it gets)

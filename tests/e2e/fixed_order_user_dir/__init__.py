@@ -1,7 +1,7 @@
-"""A --user-dir that loads the plugin and sums tensors of several elements in the order of ranks.
+"""A --user-dir that loads the plugin, and makes all-reduce add tensors in the order of ranks.
 
-torch's own order depends on the backend, and in gloo on where in a tensor an element lies. Numbers, such as
-a norm, are summed by torch as ever.
+torch's order depends on the backend, and in gloo on the position of an element in its tensor. Tensors with
+one element, such as a norm, are still summed by torch.
 """
 
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A user's folder: the plugin, and a language model of the user's own with `ft.moe_layer`."""
+"""A user's --user-dir: the plugin, and a custom language model with `ft.moe_layer`."""
 
 import os
 
@@ -16,7 +16,7 @@ EXPERTS = int(os.environ.get("EXPERTS", 6))
 
 
 class Experts(nn.Module):
-    """Takes the place of fc1; fc2 becomes the identity."""
+    """A MoE layer that replaces fc1; fc2 is replaced by the identity."""
 
     def __init__(self, width, hidden):
         super().__init__()

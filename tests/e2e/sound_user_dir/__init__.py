@@ -1,4 +1,4 @@
-"""The plugin, and what fairseq asks of soundfile and editdistance where they are not installed."""
+"""The plugin, and small replacements for soundfile and editdistance if they are not installed."""
 
 import sys
 import wave

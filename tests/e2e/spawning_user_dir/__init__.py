@@ -1,4 +1,4 @@
-"""A --user-dir that loads the plugin and lets fairseq spawn two ranks on a CPU, as it does on two GPUs."""
+"""A --user-dir that loads the plugin, and makes fairseq spawn two ranks on a CPU as it does on two GPUs."""
 
 import torch
 

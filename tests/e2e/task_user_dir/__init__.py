@@ -1,4 +1,4 @@
-"""A user's folder: the plugin first, then a task that fairseq imports from `tasks` by itself."""
+"""A user's --user-dir: this file loads the plugin; then fairseq imports the task from `tasks`."""
 
 from fairseq_tutel.plugin import register
 

@@ -1,6 +1,6 @@
-"""A --user-dir that loads the plugin and writes what MoE layers saw and made to the file $WATCHED.
+"""A --user-dir that loads the plugin, and writes inputs and outputs of MoE layers to the file $WATCHED.
 
-A list of (name of the layer, x in [time, batch, D], padding mask or None, y) of the first calls.
+The file has a list with (layer name, x [time, batch, D], padding mask or None, y) for the first calls.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""A --user-dir that loads the plugin and injects a fault at a place of the training.
+"""A --user-dir that loads the plugin and injects a fault at one place in a training run.
 
-FAULT is a `Trial` as JSON, and two paths: `marker`, which is written just before the fault, so that it
-happens once if a launcher restarts ranks, and `save_dir`.
+The environment variable FAULT has the fields of a `Trial` as JSON, and two paths: `save_dir`, and `marker`.
+The file `marker` is written just before the fault, so that the fault is not repeated after a restart.
 """
 
 import io
@@ -35,7 +35,7 @@ LIMIT = 120_000
 
 
 def is_due(place):
-    """Count a rank's visits of a place; return whether the fault happens now, and write the marker."""
+    """Count this rank's visits to a place; if the fault is due now, write the marker and return True."""
     _times[place] = _times.get(place, 0) + 1
     here = _fault["place"] == place and _rank == _fault["rank"] and not _happened
     due = here and _times[place] == _fault["when"]
@@ -63,12 +63,12 @@ def happen():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     elif what == "signal":
         os.kill(os.getpid(), getattr(signal, _fault["number"]))
-    elif what == "full":  # for every file, so for the log too: above that, below a checkpoint
+    elif what == "full":  # The limit is larger than the log, and smaller than a checkpoint.
         resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
 
 
 def before(owner, name, place):
-    """Wrap `owner.name`, which visits a place before it starts."""
+    """Wrap the function `owner.name`: each call first visits a place."""
     original = getattr(owner, name)
 
     def wrapper(*args, **kwargs):
@@ -79,7 +79,7 @@ def before(owner, name, place):
 
 
 def break_numbers(original):
-    """Wrap a task's training step: the embeddings of a batch become NaN."""
+    """Wrap a task's training step: the fault sets the embeddings of a batch to NaN."""
 
     def wrapper(self, sample, model, *args, **kwargs):
         if _fault["what"] != "nan":
@@ -97,7 +97,7 @@ def break_numbers(original):
 
 
 def break_batches(original):
-    """Wrap Trainer.train_step: an update's last micro-batch is empty."""
+    """Wrap Trainer.train_step: the fault replaces an update's last micro-batch by an empty batch."""
 
     def wrapper(self, samples, *args, **kwargs):
         if is_due("samples"):
@@ -108,7 +108,7 @@ def break_batches(original):
 
 
 def ruin(original):
-    """Wrap a task's optimizer step: afterwards a number of an expert, a master or a moment is NaN."""
+    """Wrap a task's optimizer step: after it, the fault sets one element of a tensor to NaN."""
 
     def wrapper(self, optimizer, model, update_num):
         original(self, optimizer, model, update_num)
@@ -127,7 +127,7 @@ def ruin(original):
 
 
 def write_in_two(original):
-    """Wrap torch.save into an open file: the fault happens when a part of the bytes has been written."""
+    """Wrap torch.save to an open file: the fault happens after a part of the bytes is written."""
 
     def wrapper(obj, file, *args, **kwargs):
         if isinstance(file, io.BytesIO) or not is_due("write"):
@@ -146,7 +146,7 @@ def write_in_two(original):
 
 
 def copy_in_two(original):
-    """Wrap shutil.copyfile: the fault happens when a part of the bytes has been copied."""
+    """Wrap shutil.copyfile: the fault happens after a part of the bytes is copied."""
 
     def wrapper(source, destination, **kwargs):
         ours = str(destination).startswith(_fault["save_dir"])
@@ -169,7 +169,7 @@ COLLECTIVES = (
 
 for name in COLLECTIVES:
     before(dist, name, "collective")
-for name in ("_reduce_scatter", "_all_gather"):  # names of torch's, taken at import
+for name in ("_reduce_scatter", "_all_gather"):  # this module stores torch's functions
     before(collectives, name, "collective")
 FairseqTask.train_step = break_numbers(FairseqTask.train_step)
 before(FairseqTask, "valid_step", "valid")

@@ -48,7 +48,7 @@ ROBERTA = Family(
         Option("max_position_embeddings", "max_positions|tokens_per_sample", 514, offset=2),
         Option("hidden_dropout_prob", "dropout", 0.1),
         Option("attention_probs_dropout_prob", "attention_dropout", 0.1),
-        # Their head always has gelu; ours has the activation of the layers.
+        # In transformers, the head always uses gelu; in fairseq, it uses the activation of the layers.
         Option("hidden_act", "activation_fn", "gelu", {"gelu": "gelu"}),
     ),
     fixed={

@@ -19,15 +19,15 @@ from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.plugin.install import chosen_layers
 
 TOP_K = 2
-# Their options that `read_options` reads, besides those of the table.
+# Options of transformers that `read_options` reads, in addition to those of the table.
 READ = ("num_experts", "expert_capacity", "moe_eval_capacity_token_fraction", "moe_token_dropout")
 POLICIES = {name: name for name in ("all", "sampling", "random")}
-# Their dtype -> whether the gate is computed in the model's dtype instead of float32.
+# transformers' router_dtype -> whether the gate is computed in the model's dtype instead of float32.
 ROUTER_DTYPES = {"float32": False, "bfloat16": True, "float16": True}
-MOST_EXPERTS = 10_000  # per layer, because all names are listed
-# A fraction of the tokens that is at most one slot; the minimum capacity is then the number of slots.
+MOST_EXPERTS = 10_000  # limit per layer, because the names of all experts are listed
+# A token fraction so small that it gives at most one slot, so that the minimum capacity decides.
 ONE_SLOT = 1e-9
-# Our options that must have these values; each of the others changes the computation.
+# Options of fairseq_tutel that must have these values, because other values change the computation.
 FIXED = {
     "moe_top_k": TOP_K,
     "moe_choice": "tokens",
@@ -47,7 +47,7 @@ FIXED = {
 
 
 def sparse_layers(side: str, sparse: bool = True) -> Callable[[Mapping[str, Any]], list[int]]:
-    """Return a function from our options to the indices of a side's layers with (or without) experts."""
+    """Return a function: our options -> indices of a side's layers with (or without) experts."""
 
     def of(options: Mapping[str, Any]) -> list[int]:
         indices = range(options[f"{side}_layers"])
@@ -58,7 +58,7 @@ def sparse_layers(side: str, sparse: bool = True) -> Callable[[Mapping[str, Any]
 
 
 def _layer(side: str) -> list[Names]:
-    """Return the tensors of the layers of a side, without the experts."""
+    """Return the tensors of the encoder's or decoder's layers, without the experts."""
     parts = [
         ("self_attn.{k,v,q,out}_proj.{weight,bias}", "self_attn.{k,v,q,out}_proj.{weight,bias}", None),
         ("self_attn_layer_norm.{weight,bias}", "self_attn_layer_norm.{weight,bias}", None),
@@ -89,10 +89,10 @@ def _layer(side: str) -> list[Names]:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEFamily(Family):
-    """A family whose models have experts; `rows` excludes these, and `stacks` has them."""
+    """A family whose models have experts; `rows` excludes the experts' tensors, and `stacks` has them."""
 
     def stacks(self, options: Mapping[str, Any]) -> dict[str, tuple[list[str], tuple[int, ...]]]:
-        """Return, for our stacked tensors of experts, their E names and the shape of an expert's tensor."""
+        """Return our name of each stacked tensor -> its E names in transformers, and one expert's shape."""
         found = {}
         for side in SIDES:
             model_dim, hidden_dim = options[f"{side}_embed_dim"], options[f"{side}_ffn_embed_dim"]
@@ -170,7 +170,7 @@ class MoEFamily(Family):
         Raises:
             ValueError: a value has no counterpart.
         """
-        # Outputs of experts times this factor, in evaluation.
+        # In evaluation, outputs of experts are multiplied by this factor.
         factor = options["moe_routed_scaling_factor"] * (1.0 - options["moe_eom"])
         if not 0 < factor <= 1:
             raise ValueError(
@@ -192,7 +192,7 @@ class MoEFamily(Family):
 def _read_capacity(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return our options of the capacity, in evaluation as in transformers.
 
-    Training has Meta's capacity, twice the mean load; that of transformers is a constant.
+    The capacity in training is Meta's, twice the mean load. That of transformers is a constant.
     """
     fraction, slots = config.get("moe_eval_capacity_token_fraction", 1.0), config.get("expert_capacity", 64)
     training = {"moe_capacity_factor": 1.0}
@@ -214,7 +214,7 @@ def _read_capacity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_capacity(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return their options of the capacity in evaluation.
+    """Return transformers' options for the capacity in evaluation.
 
     Raises:
         ValueError: transformers has no such capacity.

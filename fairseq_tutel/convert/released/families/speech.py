@@ -1,4 +1,4 @@
-"""Defines the speech models wav2vec 2.0 and HuBERT, as they are before fine-tuning."""
+"""Defines the speech models wav2vec 2.0 and HuBERT before fine-tuning."""
 
 import re
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ def _write_layers(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_codes(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of the layers and of the codebook, whose widths may follow from other options."""
+    """Return config.json's entries for the layers, and for the codebook with its widths."""
     final_dim = options.get("final_dim") or options.get("encoder_embed_dim")
     dims = {"codevector_dim": options.get("latent_dim") or final_dim, "proj_codevector_dim": final_dim}
     return _write_layers(options) | dims
@@ -96,7 +96,7 @@ def _names(prefix: str) -> tuple[Names, ...]:
             "{layer_norm,post_extract_proj}.{weight,bias}",
         ),
         Names(f"{conv}.bias", "encoder.pos_conv.0.bias"),
-        # The names of weight normalization in torch 2.1 and before follow after the space.
+        # After the space: the names of weight normalization in torch 2.1 and older.
         Names(
             f"{conv}.parametrizations.weight.original0 {conv}.weight_g",
             "encoder.pos_conv.0.weight_g",
@@ -210,7 +210,7 @@ HUBERT = Family(
     fixed={**FIXED, "conv_pos_batch_norm": False},
     assumed=ASSUMED,
     ignored=IGNORED,
-    # Their model has no head. The task then needs no dictionaries.
+    # transformers' model has no head, so the task needs no dictionaries.
     unused={
         "final_proj.weight": "256 encoder_embed_dim",
         "final_proj.bias": "256",

@@ -44,7 +44,7 @@ LOGITS_BIAS = {"final_logits_bias": "1 vocab_size"}
 
 
 def _sizes(activation: str, attention_dropout: float, layerdrop: float, scales: bool) -> tuple[Option, ...]:
-    """Return the options of all encoder-decoders; the arguments are transformers' defaults."""
+    """Return the options that all encoder-decoders have; the arguments are transformers' defaults."""
     widths = "encoder_embed_dim decoder_embed_dim decoder_input_dim decoder_output_dim"
     return (
         Option("encoder_layers", "encoder_layers", 12),
@@ -65,7 +65,7 @@ def _sizes(activation: str, attention_dropout: float, layerdrop: float, scales: 
     )
 
 
-# Options of fairseq's transformer that add or change computations; no family here has them.
+# Options of fairseq's transformer that add or change computations; these families do not have them.
 PLAIN = {
     "adaptive_input": False,
     "adaptive_softmax_cutoff": None,

@@ -1,4 +1,4 @@
-"""A translation task with `add_args` and no dataclass, which keeps a copy of its arguments."""
+"""A translation task with `add_args` instead of a dataclass; the task stores a copy of its arguments."""
 
 import copy
 

@@ -25,7 +25,7 @@ class Capacity:
     # the busiest expert needs
     factor: float = 0.0
     token_fraction: float = 0.0  # above 0: ceil(token_fraction * T) slots; replaces the factor
-    tokens: int = 0  # above 0: replaces T, the number of real tokens, in the rule of token_fraction
+    tokens: int = 0  # above 0: replaces T, the number of real tokens, in the token_fraction rule
     minimum: int = 0  # smallest limit
     multiple: int = 1  # a limit is rounded up to a multiple of this number
 

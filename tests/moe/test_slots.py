@@ -1,4 +1,4 @@
-"""Capacity rules against plain arithmetic, and what they promise under every drop policy."""
+"""Capacity rules, compared with plain arithmetic."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.moe.capacity import Capacity, capacity_of
+from fairseq_tutel.moe.slots import Capacity, capacity_of
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=3, num_experts=4, top_k=2)
 
@@ -37,7 +37,7 @@ rules = st.builds(
 @given(
     rule=rules, top_k=st.integers(1, 8), num_experts=st.integers(1, 64), num_tokens=st.integers(0, 5000)
 )  # fmt: skip
-def test_places_are_those_of_plain_arithmetic_and_the_host_s_bound_holds(
+def test_slots_equal_plain_arithmetic_and_most_slots_is_an_upper_bound(
     rule, top_k, num_experts, num_tokens
 ):
     slots = int(rule.slots(top_k, num_experts, torch.tensor(num_tokens)))
@@ -64,16 +64,16 @@ def test_places_are_those_of_plain_arithmetic_and_the_host_s_bound_holds(
     ],
     ids=str,
 )
-def test_training_and_evaluation_have_rules_of_their_own(options, training, factor, fraction):
+def test_training_and_evaluation_have_different_capacity_rules(options, training, factor, fraction):
     config = dataclasses.replace(CONFIG, min_capacity=3, capacity_multiple=4, **options)
     rule = capacity_of(config, training)
     assert rule == Capacity(factor=factor, token_fraction=fraction, minimum=3, multiple=4)
-    for call in (0.0, 0.5, -2.0):  # a call's factor goes before everything
+    for call in (0.0, 0.5, -2.0):  # the factor of a call overrides all options
         expected = Capacity(factor=call, minimum=3, multiple=4)
         assert capacity_of(config, training, call) == expected
 
 
-def test_a_call_s_factor_holds_for_that_call_alone():
+def test_the_factor_of_a_call_does_not_affect_other_calls():
     layer = MoELayer(CONFIG, seed=1)
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
     for factor, limit in ((0.25, 6), (-0.25, 6), (0.0, math.inf), (None, math.inf), (1.0, 20)):
