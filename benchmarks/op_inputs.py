@@ -185,20 +185,9 @@ def _softmax_top_k_backward(t: Tensors) -> Call:
     return Call(arguments=(probs_TE, t.ids_TK, dprobs_TE, t.weights_TK), work=work)
 
 
-def _gate_backward(t: Tensors) -> Call:
-    probs_TE, weight_ED = t.logits_TE.softmax(dim=1), t.fc1[:, 0]
-    work = 2 * probs_TE.nbytes + _bytes(t.ids_TK, t.weights_TK) + 3 * weight_ED.nbytes
-    return Call(arguments=(probs_TE, t.ids_TK, None, t.weights_TK, False, weight_ED), work=work)
-
-
 def _assign_rows(t: Tensors) -> Call:
     # The op reads the expert ids, and writes the slots and three row maps.
     return Call(arguments=(t.ids_TK, len(t.fc1)), work=5 * t.ids_TK.nbytes)
-
-
-def _gather_values(t: Tensors) -> Call:
-    work = _bytes(t.gate_R, t.row_of_TK, t.weights_TK)
-    return Call(arguments=(t.gate_R, t.row_of_TK), work=work)
 
 
 def _load_loss(t: Tensors) -> Call:
@@ -223,7 +212,6 @@ def _ffn_up(t: Tensors) -> Call:
 
 
 def _ffn_down_backward(t: Tensors) -> Call:
-    # SwiGLU saves h and g, and recomputes a.
     kept = (t.a_RH, None, None) if t.fc3 is None else (None, t.h_RH, t.g_RH)
     gates = t.weights_TK.flatten(), t.source_of_R
     arguments = t.y_TD, t.token_of_R, *gates, t.fc2, None, *kept, t.groups, ACTIVATION
@@ -248,10 +236,8 @@ CALLS: dict[str, Callable[[Tensors], Call]] = {
     "gather_sum": _gather_sum,
     "gather_gradients": _gather_gradients,
     "gather_dot": _gather_dot,
-    "gather_values": _gather_values,
     "softmax_top_k": _softmax_top_k,
     "softmax_top_k_backward": _softmax_top_k_backward,
-    "gate_backward": _gate_backward,
     "assign_rows": _assign_rows,
     "load_loss": _load_loss,
     "grouped_linear": _grouped_linear,

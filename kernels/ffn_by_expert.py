@@ -300,7 +300,7 @@ def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], C
 
 def _clear(weights: FFNWeights, counts: Sequence[int]) -> None:
     """Set the weight gradients of experts without rows to 0."""
-    for tensor in weights.tensors():
+    for tensor in weights:
         if tensor is not None:
             for e in (e for e, count in enumerate(counts) if count == 0):
                 tensor[e].zero_()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.kernels.first_order import first_order
-from fairseq_tutel.kernels.reference_route import in_pairs
 
 
 def is_supported(x_TD: Tensor, weight_ED: Tensor) -> bool:
@@ -32,18 +31,13 @@ def product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return _Gate.apply(x_TD, weight_ED, 0, None, False)[1]
 
 
-def choice(
-    x_TD: Tensor, weight_ED: Tensor, top_k: int, ops: Any, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return x, `product` and the results of softmax_top_k on it, as one autograd node.
-
-    The gate's part of x's gradient is added to the gradient of the returned x in the same product, so only
-    functions whose backward returns a new tensor may read the returned x.
-    """
-    return _Gate.apply(x_TD, weight_ED, top_k, ops, normalize)
-
-
 class _Gate(torch.autograd.Function):
+    """Return x, `product`, and the results of `softmax_top_k` on the product.
+
+    The matrix product of the backward pass also adds the gradient of the returned x. Only functions whose
+    backward returns a new tensor may therefore read the returned x.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, x_TD: Tensor, weight_ED: Tensor, top_k: int, ops: Any, normalize: bool
@@ -72,14 +66,27 @@ class _Gate(torch.autograd.Function):
         else:
             if probs_TE is not None:  # a balance loss reads the logits
                 dlogits_TE = dlogits_TE + ctx.ops.softmax_top_k_backward(*given)
-            pair_TF, twice_FD = in_pairs(dlogits_TE, weight_ED.dtype), torch.cat((weight_ED, weight_ED))
+            pair_TF, twice_FD = _in_pairs(dlogits_TE, weight_ED.dtype), torch.cat((weight_ED, weight_ED))
         dweight_ED = None
         if ctx.needs_input_grad[0]:
             dx_TD = torch.mm(pair_TF, twice_FD) if dx_TD is None else dx_TD.addmm_(pair_TF, twice_FD)
         if ctx.needs_input_grad[1]:
-            halves = _in_fp32(pair_TF.t(), x_TD).split(weight_ED.shape[0])
-            dweight_ED = torch.add(*halves, out=torch.empty_like(weight_ED))
+            both_FD, half = _in_fp32(pair_TF.t(), x_TD), weight_ED.shape[0]
+            dweight_ED = torch.add(both_FD[:half], both_FD[half:], out=torch.empty_like(weight_ED))
         return dx_TD, dweight_ED, None, None, None
+
+
+choice = _Gate.apply  # without a Python function that would call it
+
+
+def _in_pairs(dlogits_TE: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return each value in a narrower dtype, and the rest of the value in the same dtype: [T, 2 E]."""
+    num_tokens, num_experts = dlogits_TE.shape
+    pair_TF = dlogits_TE.new_empty(num_tokens, 2 * num_experts, dtype=dtype)
+    high_TE, low_TE = pair_TF.split(num_experts, 1)
+    high_TE.copy_(dlogits_TE)
+    torch.sub(dlogits_TE, high_TE, out=low_TE)
+    return pair_TF
 
 
 def _in_fp32(a: Tensor, b: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from fairseq_tutel.kernels.ffn_by_expert import clear_tail, ffn_activations, ffn
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.products import linear
 from fairseq_tutel.kernels.reference_route import assign_rows as assign_rows
-from fairseq_tutel.kernels.reference_route import gate_backward as gate_backward
 from fairseq_tutel.kernels.reference_route import load_loss as load_loss
 from fairseq_tutel.kernels.reference_route import softmax_top_k as softmax_top_k
 from fairseq_tutel.kernels.reference_route import softmax_top_k_backward as softmax_top_k_backward
@@ -100,26 +99,14 @@ def gather_gradients(drows_RD: Tensor, row_of_TK: Tensor, dgate_PR: Tensor) -> t
         dgate_PR: [P, R] fp32, or wider.
     """
     dgate_R = dgate_PR[0] if len(dgate_PR) == 1 else dgate_PR.sum(0)
-    return gather_sum(drows_RD, row_of_TK), gather_values(dgate_R, row_of_TK)
+    dweights_N1 = gather_rows(dgate_R.unsqueeze(1), row_of_TK.reshape(-1))
+    return gather_sum(drows_RD, row_of_TK), dweights_N1.view(row_of_TK.shape)
 
 
 def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
     """Compute dot products: dots[t, j] = <y[t], rows[row_of[t, j]]>, or 0 where row_of is -1."""
     copies_TKD = gather_rows(rows_RD, row_of_TK.reshape(-1)).view(*row_of_TK.shape, rows_RD.shape[1])
     return torch.bmm(copies_TKD, y_TD.unsqueeze(2)).squeeze(2)
-
-
-def gather_values(values_N: Tensor, index_X: Tensor) -> Tensor:
-    """Read values by index: result[x] = values[index[x]], or 0 where the index is -1.
-
-    Args:
-        values_N: [N], any float dtype.
-        index_X: int64 in -1 .. N - 1, of any shape, which is also the shape of the result.
-    """
-    if values_N.shape[0] == 0:
-        return values_N.new_zeros(index_X.shape)
-    read_X = values_N.index_select(0, index_X.reshape(-1).clamp_min(0)).view(index_X.shape)
-    return read_X.masked_fill_(index_X < 0, 0.0)
 
 
 def grouped_linear(rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups) -> Tensor:
@@ -259,7 +246,7 @@ def ffn_down_backward(
         a_RH = a_RH if g_RH is None else a_RH * g_RH
     gated_RH, dgate_PR, dg_RH = a_RH, None, None
     if gate_N is not None and source_R is not None:
-        gate_R = gather_values(gate_N, source_R)
+        gate_R = gather_rows(gate_N.unsqueeze(1), source_R).squeeze(1)
         dgate_R = torch.linalg.vecdot(da_RH, a_RH).to(gate_R.dtype)
         if fc2_bias is not None:
             for e, own in enumerate(_slices(groups)):

@@ -84,33 +84,6 @@ def softmax_top_k_backward(
     return (wide_TE * (grads_TE - dots_T1)).to(probs_TE.dtype)
 
 
-def gate_backward(
-    probs_TE: Tensor,
-    ids_TK: Tensor,
-    dprobs_TE: Tensor | None,
-    dweights_TK: Tensor | None,
-    normalize: bool,
-    weight_ED: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the factors of the gradient of a linear gate's input, pair_TF @ twice_FD.
-
-    F = 2 E. The pair is `softmax_top_k_backward` in the dtype of the gate's weight, followed by the rest in
-    the same dtype. The other factor is the weight, twice.
-    """
-    dlogits_TE = softmax_top_k_backward(probs_TE, ids_TK, dprobs_TE, dweights_TK, normalize)
-    return in_pairs(dlogits_TE, weight_ED.dtype), torch.cat((weight_ED, weight_ED))
-
-
-def in_pairs(dlogits_TE: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values in a narrower dtype, followed by the rest in the same dtype: [T, 2 E]."""
-    num_tokens, num_experts = dlogits_TE.shape
-    pair_TF = dlogits_TE.new_empty(num_tokens, 2 * num_experts, dtype=dtype)
-    high_TE, low_TE = pair_TF.split(num_experts, 1)
-    high_TE.copy_(dlogits_TE)
-    torch.sub(dlogits_TE, high_TE, out=low_TE)
-    return pair_TF
-
-
 def _normalized_backward(weights_TK: Tensor, dnormalized_TK: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the gradient of the weights in `normalized`, whose sums were rounded to `dtype`."""
     tiny = torch.finfo(dtype).tiny

@@ -60,6 +60,22 @@ class Row(NamedTuple):
     where: Callable[[int, int, int], bool] | None = None
 
 
+# The rows of a tile of the table. There is a table of row tiles for each of these sizes.
+BLOCKS_M = (16, 32, 64, 128, 256)
+
+
+def num_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
+    """Return the number of row tiles of `block_m` rows that cover the rows of all experts."""
+    return num_rows // block_m + num_experts + 1
+
+
+@functools.lru_cache(maxsize=1024)
+def table_start(num_rows: int, num_experts: int, block_m: int) -> int:
+    """Return the position in `triton_tiles.row_tiles` of the table for tiles of `block_m` rows."""
+    smaller = (num_tiles(num_rows, num_experts, block) for block in BLOCKS_M if block < block_m)
+    return num_experts + 1 + 3 * sum(smaller)
+
+
 # up, glu_up: x @ fc1.T with the activation; linear: one product; dx, glu_dx: the gradient of input rows, in
 # one or two products; hidden, glu_hidden: the gradient of the hidden rows; weight: a weight gradient. With
 # relu, relu_up and relu_hidden need the fewest registers.

@@ -8,13 +8,16 @@
 T tokens, D model_dim, K top_k, R rows.
 """
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles import cdiv, next_power_of_2
-from fairseq_tutel.kernels.triton_launch import accumulator_of, launch
+from fairseq_tutel.kernels.triton_launch import Plan, accumulator_of, launch
 
 # Maximum columns per program. One or two programs cover common model dimensions. The value is not tuned.
 MAX_BLOCK_D = 1024
@@ -59,13 +62,9 @@ def _launch_gather_sum(
     parts_PR: Tensor | None = None,
     sums_TK: Tensor | None = None,
 ) -> None:
-    num_tokens, top_k = row_of_TK.shape
     num_parts = 0 if parts_PR is None else parts_PR.shape[0]
-    model_dim = y_TD.shape[1]
-    block_d = _block_d(model_dim)
     launch(
-        _gather_sum_kernel,
-        (num_tokens, cdiv(model_dim, block_d)),
+        _gather_sum_plan(row_of_TK.shape, rows_RD.shape, num_parts, rows_RD.dtype),
         rows_RD.device,
         rows_RD.contiguous(),
         row_of_TK.contiguous(),
@@ -73,15 +72,22 @@ def _launch_gather_sum(
         y_TD,
         parts_PR,
         sums_TK,
-        num_parts,
-        rows_RD.shape[0],
-        model_dim,
-        top_k,
-        ACC=accumulator_of(rows_RD.dtype),
-        BLOCK_K=min(next_power_of_2(top_k), 4),
-        BLOCK_D=block_d,
-        BLOCK_P=next_power_of_2(num_parts),
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _gather_sum_plan(
+    map_shape: tuple[int, ...], rows_shape: tuple[int, ...], num_parts: int, dtype: torch.dtype
+) -> Plan:
+    (num_tokens, top_k), (num_rows, model_dim) = map_shape, rows_shape
+    constants = {
+        "ACC": accumulator_of(dtype),
+        "BLOCK_K": min(next_power_of_2(top_k), 4),
+        "BLOCK_D": _block_d(model_dim),
+        "BLOCK_P": next_power_of_2(num_parts),
+    }
+    grid = num_tokens, cdiv(model_dim, constants["BLOCK_D"])
+    return Plan(_gather_sum_kernel, grid, (num_parts, num_rows, model_dim, top_k), constants)
 
 
 def _fake_gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
@@ -95,27 +101,15 @@ def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
     dots_TK = _fake_gather_dot(rows_RD, row_of_TK, y_TD)
     if dots_TK.numel() == 0:
         return dots_TK
-    num_tokens, top_k = dots_TK.shape
-    model_dim = rows_RD.shape[1]
-    launch(
-        _gather_dot_kernel,
-        (num_tokens, top_k),
-        rows_RD.device,
-        rows_RD,
-        row_of_TK,
-        y_TD,
-        dots_TK,
-        model_dim,
-        top_k,
-        ACC=accumulator_of(rows_RD.dtype),
-        BLOCK_D=_block_d(model_dim),
-    )
+    plan = _gather_dot_plan(dots_TK.shape, rows_RD.shape[1], rows_RD.dtype)
+    launch(plan, rows_RD.device, rows_RD, row_of_TK, y_TD, dots_TK)
     return dots_TK
 
 
-def gather_values(values_N: Tensor, index_X: Tensor) -> Tensor:
-    """Read values by index: result[x] = values[index[x]], or 0 where the index is -1."""
-    return gather_sum(values_N.unsqueeze(1), index_X.reshape(-1, 1)).view(index_X.shape)
+@functools.lru_cache(maxsize=1024)
+def _gather_dot_plan(grid: tuple[int, ...], model_dim: int, dtype: torch.dtype) -> Plan:
+    constants = {"ACC": accumulator_of(dtype), "BLOCK_D": _block_d(model_dim)}
+    return Plan(_gather_dot_kernel, grid, (model_dim, grid[1]), constants)
 
 
 def _block_d(model_dim: int) -> int:

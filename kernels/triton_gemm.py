@@ -5,6 +5,7 @@ the interpreter supports, they are computed in fp64. One program writes each out
 deterministic.
 """
 
+import functools
 from typing import Any
 
 import triton
@@ -13,10 +14,9 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.tiles import cdiv
-from fairseq_tutel.kernels.triton_launch import alike, chosen, launch, operands
+from fairseq_tutel.kernels.triton_launch import Plan, Product, alike, chosen, launch, operands
 from fairseq_tutel.kernels.triton_operands import add_product, load_bias, store_tile
-from fairseq_tutel.kernels.triton_tiles import num_tiles, place, read_tile, table_start
+from fairseq_tutel.kernels.triton_tiles import place, read_tile
 
 
 def grouped_linear(
@@ -55,9 +55,8 @@ def triton_linear(
     tf32x3: bool,
 ) -> Tensor:
     """Compute rows @ weight.T + bias + more @ more_weight.T, with the weights of each row's expert."""
-    num_experts, out_dim, in_dim = weight_EOI.shape
     num_rows = rows_RI.shape[0]
-    out_RO = rows_RI.new_empty(num_rows, out_dim)
+    out_RO = _linear_shape(rows_RI, weight_EOI)
     if out_RO.numel() == 0:
         return out_RO
     rows = [x.contiguous() for x in (rows_RI, more_RI) if x is not None]
@@ -66,28 +65,25 @@ def triton_linear(
 
     # Forward and backward have the same sizes, but backward reads weights along their other dimension.
     kind = "glu_dx" if more_RI is not None else "linear" if weights[0].stride(2) == 1 else "dx"
-    tile = chosen(kind, rows_RI, (num_rows, num_experts, out_dim, in_dim), tf32x3)
-    tiles_m = num_tiles(num_rows, num_experts, tile.block_m)
-    rows_from, weights_from, constants = operands(rows, weights, tile, tf32x3)
+    tile, precision = chosen(kind, rows_RI, num_rows, weight_EOI.shape, tf32x3)
+    rows_from, weights_from, product = operands(tile, precision, num_rows, rows, weights)
     launch(
-        _linear_kernel,
-        (tiles_m * cdiv(out_dim, tile.block_n),),
+        _plan(product),
         rows_RI.device,
         rows_from[0],
         weights_from[0],
         bias_EO,
-        rows_from[1] if len(rows) > 1 else None,
-        weights_from[1] if len(rows) > 1 else None,
+        rows_from[1] if more_RI is not None else None,
+        weights_from[1] if more_RI is not None else None,
         out_RO,
         tiles,
-        table_start(num_rows, num_experts, tile.block_m),
-        tiles_m,
-        out_dim,
-        in_dim,
-        *weights[0].stride(),
-        **constants,
     )
     return out_RO
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(product: Product) -> Plan:
+    return product.plan(_linear_kernel)
 
 
 @triton.jit(do_not_specialize=["start", "tiles_m"])

@@ -6,6 +6,7 @@ the activation's derivative. It also writes the activation's output times the ga
 weight gradient is a product of plain rows.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_activations import activate, activate_backward
-from fairseq_tutel.kernels.triton_launch import chosen, contiguous, launch, operands
+from fairseq_tutel.kernels.triton_launch import Plan, Product, chosen, contiguous, launch, operands
 from fairseq_tutel.kernels.triton_operands import (
     add_product,
     load_bias,
@@ -26,7 +27,7 @@ from fairseq_tutel.kernels.triton_operands import (
     rows_operand,
     store_tile,
 )
-from fairseq_tutel.kernels.triton_tiles import num_tiles, place, read_tile, table_start
+from fairseq_tutel.kernels.triton_tiles import place, read_tile
 
 
 def ffn_down_backward(
@@ -112,10 +113,11 @@ def triton_hidden(
     `activation` is the function that was applied to h. With g it is "swish".
     """
     num_rows = (dy_ND if index_R is None else index_R).shape[0]
-    num_experts, model_dim, hidden_dim = fc2_weight.shape
+    weight_EHD = fc2_weight.mT
     kind = "glu_hidden" if g_RH is not None else "relu_hidden" if activation == "relu" else "hidden"
-    tile = chosen(kind, dy_ND, (num_rows, num_experts, hidden_dim, model_dim), tf32x3)
-    tiles_n = cdiv(hidden_dim, tile.block_n) + (gate_N is not None and fc2_bias is not None)
+    tile, precision = chosen(kind, dy_ND, num_rows, weight_EHD.shape, tf32x3)
+    has_dots = gate_N is not None and fc2_bias is not None
+    tiles_n = cdiv(weight_EHD.shape[1], tile.block_n) + has_dots
     # Each column tile writes one part of the gate's gradient. The parts are added in a fixed order without
     # atomics, so the result is deterministic.
     dh_RH, dg_RH, gated_RH, dgate_PR = _hidden_shapes(
@@ -126,14 +128,11 @@ def triton_hidden(
     dy_ND = dy_ND.contiguous()
     index_R, gate_N, source_R, fc2_bias = contiguous(index_R, gate_N, source_R, fc2_bias)
     a_RH, h_RH, g_RH = contiguous(a_RH, h_RH, g_RH)
-    weight_EHD = fc2_weight.mT
-    tiles_m = num_tiles(num_rows, num_experts, tile.block_m)
-    (dy_from,), (weight_from,), constants = operands(
-        [dy_ND], [weight_EHD], tile, tf32x3, are_gathered=index_R is not None
+    (dy_from,), (weight_from,), product = operands(
+        tile, precision, num_rows, [dy_ND], [weight_EHD], are_gathered=index_R is not None
     )
     launch(
-        _hidden_kernel,
-        (tiles_m * tiles_n,),
+        _plan(product, has_dots, activation, torch.version.hip is None),
         dy_ND.device,
         dy_from,
         index_R,
@@ -149,18 +148,15 @@ def triton_hidden(
         gated_RH,
         dgate_PR,
         tiles,
-        table_start(num_rows, num_experts, tile.block_m),
-        tiles_m,
-        num_rows,
-        hidden_dim,
-        model_dim,
-        *weight_EHD.stride(),
-        ACTIVATION=activation,
-        # On AMD, four parts need twice the shared memory of two parts.
-        IS_CUDA=torch.version.hip is None,
-        **constants,
     )
     return dh_RH, dg_RH, gated_RH, dgate_PR
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(product: Product, has_dots: bool, activation: str, is_cuda: bool) -> Plan:
+    # On AMD, four parts need twice the shared memory of two parts.
+    constants = {"ACTIVATION": activation, "IS_CUDA": is_cuda}
+    return product.plan(_hidden_kernel, has_dots, (product.num_rows,), **constants)
 
 
 @triton.jit(do_not_specialize=["start", "tiles_m", "num_rows"])
@@ -179,9 +175,9 @@ def _hidden_kernel(
     a_out,
     parts,
     tiles,
+    num_rows,
     start,
     tiles_m,
-    num_rows,
     N,
     K,
     stride_e,

@@ -1,8 +1,9 @@
 """Launches Triton kernels, and selects launch parameters: hardware, tile, precision, descriptors (TMA)."""
 
 import functools
+import itertools
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -11,7 +12,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from fairseq_tutel.kernels import interpreted
-from fairseq_tutel.kernels.tiles import Tile, choose
+from fairseq_tutel.kernels.tiles import Tile, cdiv, choose, num_tiles, table_start
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -23,74 +24,82 @@ ALIGNMENT = 16  # bytes; TMA requires it for a tensor's address and all strides 
 IS_HIP = torch.version.hip is not None
 
 
-class _Compiled(threading.local):
-    """The kernels that this thread has launched: by key, what its launches share."""
-
-    def __init__(self) -> None:
-        self.by_key: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-
-
-_COMPILED = _Compiled()
+# Its dictionary holds the compiled kernels of each thread, by all properties for which Triton compiles one.
+_COMPILED = threading.local()
+# The number of each combination of a kernel, constants, and properties of numbers.
+_NUMBERS: dict[tuple[Any, ...], int] = {}
+_COUNTER = itertools.count()
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any
-) -> None:
-    """Launch a Triton kernel on the current stream of a device; all kernels are launched by this function.
-
-    Triton takes several times as long to find a compiled kernel as to launch it. Therefore the first launch
-    caches the kernel. The key has all properties of arguments for which Triton specializes kernels.
+class Plan:
+    """The arguments of a launch that depend only on sizes and dtypes. Callers cache plans.
 
     Args:
         kernel: a function decorated with triton.jit.
         grid: the number of programs in one to three dimensions.
-        device: the device of the tensors.
-        arguments: tensors, tensor descriptors, numbers or None, in the kernel's order.
+        numbers: the kernel's arguments after its tensors.
         constants: compile-time constants and Triton's options, such as num_warps, in the same order in all
-            launches of a kernel.
+            plans of a kernel.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[int, ...], constants: dict[str, Any]
+    ) -> None:
+        self.kernel, self.numbers, self.constants = kernel, numbers, constants
+        self.grid = (*grid, 1, 1)[:3]
+        self.rest = *numbers, *(constants[name] for name in kernel.arg_names if name in constants)
+        # Triton specializes kernels for 1, for multiples of 16, and for numbers of more than 32 bits.
+        kinds = ((n == 1, n >> 31, n % ALIGNMENT == 0) for n in numbers)
+        self.key = _NUMBERS.setdefault((kernel.fn, *constants.values(), *kinds), next(_COUNTER))
+
+
+def launch(plan: Plan, device: torch.device, *tensors: Any) -> None:
+    """Launch a Triton kernel on the current stream of a device; all kernels are launched by this function.
+
+    Triton takes several times as long to find a compiled kernel as to launch it. Therefore the first launch
+    caches the compiled kernel by all properties for which Triton specializes kernels.
+
+    Args:
+        plan: the kernel, its grid and its other arguments.
+        device: the device of the tensors.
+        tensors: tensors, tensor descriptors or None, in the kernel's order.
     """
     if not is_direct(device):
-        kernel[grid](*arguments, **constants)
+        plan.kernel[plan.grid](*tensors, *plan.numbers, **plan.constants)
         return
     active, index = driver.active, device.index
     if index != active.get_current_device():
         with torch.cuda.device(index):
-            launch(kernel, grid, device, *arguments, **constants)
+            launch(plan, device, *tensors)
         return
-    key: list[Any] = [kernel.fn, index, *constants.values()]
+    cache: dict[Any, Any] = vars(_COMPILED)
+    key: list[Any] = [plan.key, index]
     add = key.append
-    for argument in arguments:
-        kind = type(argument)
-        if kind is int:
-            # 1, multiples of 16, and more than 32 bits
-            add(-1 if argument == 1 else (argument >> 31) * 2 + (argument % ALIGNMENT == 0))
-        elif argument is None:
+    for tensor in tensors:
+        if tensor is None:
             add(None)
-        elif kind is TensorDescriptor:
-            key += argument.base.dtype, *argument.block_shape
+        elif type(tensor) is TensorDescriptor:
+            key += tensor.base.dtype, *tensor.block_shape
         else:
-            add(argument.dtype)
-            add(argument.data_ptr() % ALIGNMENT)
+            add(tensor.dtype)
+            add(tensor.data_ptr() % ALIGNMENT)
             if IS_HIP:
-                add(argument.untyped_storage().nbytes() < 2**31)
-    found = _COMPILED.by_key.get(tuple(key))
-    if found is not None:
-        compiled, run, fixed, rest = found
-        x, y, z = (*grid, 1, 1)[:3]
-        hooks = knobs.runtime
-        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # of a profiler
-            compiled[x, y, z](*arguments, *rest)
-        else:  # the same, without the hooks' metadata, which takes as long as the rest of the launch
-            run(x, y, z, active.get_current_stream(index), *fixed, *arguments, *rest)
+                add(tensor.untyped_storage().nbytes() < 2**31)
+    found = cache.get(tuple(key))
+    if found is None:
+        # A new thread has no CUDA context, but a launch with tensor descriptors needs a context. Neither
+        # torch.cuda.stream nor torch.cuda.set_device (to the current device) binds a context.
+        torch.zeros(1, device=device)
+        compiled = plan.kernel[plan.grid](*tensors, *plan.numbers, **plan.constants)
+        fixed = compiled.function, compiled.packed_metadata, None, None, None
+        cache[tuple(key)] = compiled, compiled.run, fixed
         return
-    # A new thread has no CUDA context, but a launch with tensor descriptors needs a context. Neither
-    # torch.cuda.stream nor torch.cuda.set_device (to the current device) binds a context.
-    torch.zeros(1, device=device)
-    compiled = kernel[grid](*arguments, **constants)
-    rest = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-    fixed = compiled.function, compiled.packed_metadata, None, None, None
-    _COMPILED.by_key[tuple(key)] = compiled, compiled.run, fixed, rest
+    compiled, run, fixed = found
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # of a profiler
+        compiled[plan.grid](*tensors, *plan.rest)
+    else:  # the same launch without metadata for hooks, which would take as long as the launch
+        run(*plan.grid, active.get_current_stream(index), *fixed, *tensors, *plan.rest)
 
 
 @functools.cache
@@ -135,9 +144,13 @@ def precision_of(dtype: torch.dtype, tf32x3: bool = False) -> str:
     return "tf32" if (newer == "tf32" if newer else switch.allow_tf32) else "ieee"
 
 
-def chosen(kind: str, rows: Tensor, shape: tuple[int, int, int, int], tf32x3: bool = False) -> Tile:
-    """Return the tile of a grouped product of rows; `shape` has the last four arguments of `choose`."""
-    return choose(kind, hardware_of(rows.device), precision_of(rows.dtype, tf32x3), *shape)
+def chosen(
+    kind: str, rows: Tensor, num_rows: int, shape: tuple[int, ...], tf32x3: bool = False
+) -> tuple[Tile, str]:
+    """Return the tile and the kernel's precision of a product with weights of this shape: E, N, K."""
+    hardware, precision = hardware_of(rows.device), precision_of(rows.dtype, tf32x3)
+    tile = choose(kind, hardware, precision, num_rows, *shape)
+    return tile, input_precision_of(hardware, precision, rows.dtype)
 
 
 def accumulator_of(dtype: torch.dtype) -> tl.dtype:
@@ -150,11 +163,10 @@ def has_descriptors(device: torch.device) -> bool:
     return TensorDescriptor is not None and hardware_of(device) in DESCRIPTORS
 
 
-def input_precision_of(rows: Tensor, tf32x3: bool = False) -> str:
+def input_precision_of(hardware: str, precision: str, dtype: torch.dtype) -> str:
     """Return the precision constant for the kernels' matrix products; on a GPU it affects only fp32."""
-    if hardware_of(rows.device) == "interpreted" and rows.dtype == torch.bfloat16:
+    if hardware == "interpreted" and dtype == torch.bfloat16:
         return "interpreted"
-    precision = precision_of(rows.dtype, tf32x3)
     return "ieee" if precision == "half" else precision
 
 
@@ -201,58 +213,70 @@ def _descriptor(
     return vars(TensorDescriptor(like, list(shape), list(strides), list(block)))
 
 
+class Product(NamedTuple):
+    """The properties of a grouped matrix product that determine its launch, except the kernel."""
+
+    tile: Tile
+    precision: str  # of the matrix instructions
+    num_rows: int  # of the result
+    shape: torch.Size  # of the weights: E, N, K
+    strides: tuple[int, ...]  # of the weights
+    dtype: torch.dtype
+    describes_rows: bool  # whether the rows are tensor descriptors
+    describes_weights: bool
+
+    def plan(
+        self, kernel: Any, more_columns: int = 0, numbers: tuple[int, ...] = (), **constants: Any
+    ) -> Plan:
+        """Return the plan of a kernel with one program per tile, and more programs for each row tile."""
+        tile, (num_experts, *sizes) = self.tile, self.shape
+        columns = cdiv(sizes[0], tile.block_n) + more_columns
+        tiles_m = num_tiles(self.num_rows, num_experts, tile.block_m)
+        start = table_start(self.num_rows, num_experts, tile.block_m)
+        constants |= {
+            "PRECISION": self.precision,
+            "ACC": accumulator_of(self.dtype),
+            "ROWS_DESCRIPTOR": self.describes_rows,
+            "WEIGHT_DESCRIPTOR": self.describes_weights,
+            "K_INNER": self.strides[2] == 1,
+            **tile.blocks,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+        return Plan(
+            kernel, (tiles_m * columns,), (*numbers, start, tiles_m, *sizes, *self.strides), constants
+        )
+
+
 def operands(
+    tile: Tile,
+    precision: str,
+    num_rows: int,
     rows: list[Tensor],
     weights_ENK: list[Tensor],
-    tile: Tile,
-    tf32x3: bool,
     are_gathered: bool = False,
-) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Return the arguments of a product's kernel for rows and weights, and its constants and options.
+) -> tuple[list[Any], list[Any], Product]:
+    """Return the arguments of a product's kernel for rows and weights, and the properties of the product.
 
     Rows and weights are TMA descriptors if all of them support TMA, otherwise tensors.
 
     Args:
+        tile: the tile sizes.
+        precision: the precision constant of the kernel.
+        num_rows: the number of rows of the result.
         rows: the rows of each product.
         weights_ENK: the weights of each product, with equal strides; see `alike`.
-        tile: the tile sizes.
-        tf32x3: whether to compute fp32 products as three TF32 products.
         are_gathered: whether the kernel reads the rows through an index map.
     """
+    weight, dtype = weights_ENK[0], rows[0].dtype
+    shape, strides = weight.shape, weight.stride()
     rows_read = None if are_gathered else described(rows, (tile.block_m, tile.block_k))
-    k_inner = weights_ENK[0].stride(2) == 1
+    k_inner = strides[2] == 1
     block = (1, tile.block_n, tile.block_k) if k_inner else (1, tile.block_k, tile.block_n)
     weights_read = described(weights_ENK, block, is_transposed=not k_inner)
-    constants = _constants(
-        tile,
-        input_precision_of(rows[0], tf32x3),
-        rows[0].dtype,
-        rows_read is not None,
-        weights_read is not None,
-        k_inner,
-    )
-    return rows_read or rows, weights_read or weights_ENK, constants
-
-
-@functools.cache  # one entry per product of a model
-def _constants(
-    tile: Tile,
-    precision: str,
-    dtype: torch.dtype,
-    describes_rows: bool,
-    describes_weights: bool,
-    k_inner: bool,
-) -> dict[str, Any]:
-    return {
-        "PRECISION": precision,
-        "ACC": accumulator_of(dtype),
-        "ROWS_DESCRIPTOR": describes_rows,
-        "WEIGHT_DESCRIPTOR": describes_weights,
-        "K_INNER": k_inner,
-        **tile.blocks,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+    are_described = rows_read is not None, weights_read is not None
+    product = Product(tile, precision, num_rows, shape, strides, dtype, *are_described)
+    return rows_read or rows, weights_read or weights_ENK, product
 
 
 def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:

@@ -9,7 +9,6 @@ from fairseq_tutel.kernels.triton_dispatch import gather_dot as gather_dot
 from fairseq_tutel.kernels.triton_dispatch import gather_gradients as gather_gradients
 from fairseq_tutel.kernels.triton_dispatch import gather_rows as gather_rows
 from fairseq_tutel.kernels.triton_dispatch import gather_sum as gather_sum
-from fairseq_tutel.kernels.triton_dispatch import gather_values as gather_values
 from fairseq_tutel.kernels.triton_gemm import ffn_up_backward as ffn_up_backward
 from fairseq_tutel.kernels.triton_gemm import grouped_linear as grouped_linear
 from fairseq_tutel.kernels.triton_hidden import ffn_down_backward as ffn_down_backward
@@ -20,7 +19,7 @@ from fairseq_tutel.kernels.triton_route import softmax_top_k_backward as softmax
 from fairseq_tutel.kernels.triton_up import ffn_up as ffn_up
 from fairseq_tutel.kernels.triton_weight_grad import grouped_weight_grad as grouped_weight_grad
 
-_ALL = {name: globals()[name] for name in OPS}
+_ALL = {name: globals()[name] for name in (*OPS, "gate_backward")}
 _PRODUCTS = {name: op for name, op in _ALL.items() if name.startswith(("grouped_", "ffn_"))}
 BY_PRODUCTS = by_products(_ALL)
 # fp32 products of the experts as three TF32 products.

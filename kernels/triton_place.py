@@ -7,6 +7,7 @@ The scan needs no atomics, sort, [T, E] tensor or host read. T tokens, E experts
 assignments, where j * T + t is choice j of token t.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.reference_route import Rows
-from fairseq_tutel.kernels.tiles import cdiv
-from fairseq_tutel.kernels.triton_launch import launch
-from fairseq_tutel.kernels.triton_tiles import BLOCKS_M, CONSTANTS, table_start, tile_programs, write_tiles
+from fairseq_tutel.kernels.tiles import BLOCKS_M, cdiv, table_start
+from fairseq_tutel.kernels.triton_launch import Plan, launch
+from fairseq_tutel.kernels.triton_tiles import CONSTANTS, tile_programs, write_tiles
 
 # Assignments per block. A slot needs BLOCK_N comparisons, and the scan has N / BLOCK_N steps. PEERS
 # assignments are compared at a time, because comparing 32 at once spills scalar registers on gfx90a. Not
@@ -54,7 +55,7 @@ def assign_rows(
 def _parts(counts: Tensor, top_k: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the views of the buffer of all small results: assigned_KE, counts_E, dropped_K, tiles."""
     sizes = top_k * num_experts, num_experts, top_k
-    assigned, counts_E, dropped_K, tiles = counts.split((*sizes, counts.shape[0] - sum(sizes)))
+    assigned, counts_E, dropped_K, tiles = counts.split_with_sizes((*sizes, counts.shape[0] - sum(sizes)))
     return assigned.view(top_k, num_experts), counts_E, dropped_K, tiles
 
 
@@ -106,18 +107,14 @@ def place_assignments(
     ids_TK = ids_TK.contiguous()
     asked = None if asked_TK is None else asked_TK.contiguous().view(torch.uint8)
     sizes = num_tokens, top_k, num_experts, time, batch
-    starts_BE = _block_starts(ids_TK, asked, None, sizes, counts, limit)
-    chains, length = top_k, num_tokens
+    starts_BE, plan = _block_starts(ids_TK, asked, None, sizes, counts, limit)
     if order_N is not None:
         order_N = order_N.contiguous()
         # An order may mix choices, so its blocks do not give the counts per choice.
         del starts_BE  # frees the memory for the next tensor, which has the same size
-        starts_BE = _block_starts(ids_TK, asked, order_N, sizes, counts, limit)
-        chains, length = 1, top_k * num_tokens
-    num_blocks = cdiv(length, BLOCK_N)
+        starts_BE, plan = _block_starts(ids_TK, asked, order_N, sizes, counts, limit)
     launch(
-        _place_kernel,
-        (chains * num_blocks + tile_programs(num_tokens * top_k, num_experts),),
+        plan,
         ids_TK.device,
         ids_TK,
         asked,
@@ -129,14 +126,6 @@ def place_assignments(
         row_of_TK,
         source_of_R,
         token_of_R,
-        chains * num_blocks,
-        num_blocks,
-        length,
-        *sizes,
-        BLOCK=BLOCK_N,
-        PEERS=PEERS,
-        BLOCK_E=COUNT_BLOCK_E,
-        **CONSTANTS,
     )
     if limit is not None:
         torch.sum(slots_TK >= limit, dim=0, out=_parts(counts, top_k, num_experts)[2])
@@ -150,46 +139,35 @@ def _block_starts(
     sizes: tuple[int, ...],
     counts: Tensor,
     limit: Tensor | None,
-) -> Tensor:
+) -> tuple[Tensor, Plan]:
     """Return each expert's number of assignments before each block, and write the totals to `counts`.
 
     The blocks split K chains of T assignments each, or one chain of N assignments if an order is given. The
-    result is [chains * blocks, E] int32, chain by chain.
+    first result is [chains * blocks, E] int32, chain by chain. The second is the plan of `_place_kernel`.
     """
+    count, scan, place = _plans(sizes, order_N is not None)
+    starts_BE = ids_TK.new_empty(count.grid[0], sizes[2], dtype=torch.int32)
+    launch(count, ids_TK.device, ids_TK, asked, order_N, starts_BE)
+    launch(scan, ids_TK.device, starts_BE, counts, limit)
+    return starts_BE, place
+
+
+@functools.lru_cache(maxsize=1024)
+def _plans(sizes: tuple[int, ...], has_order: bool) -> tuple[Plan, Plan, Plan]:
+    """Return the plans of the three kernels, for the sizes (T, K, E, time, batch)."""
     num_tokens, top_k, num_experts, *_ = sizes
-    chains, length = (top_k, num_tokens) if order_N is None else (1, top_k * num_tokens)
+    chains, length = (1, top_k * num_tokens) if has_order else (top_k, num_tokens)
     num_blocks = cdiv(length, BLOCK_N)
-    starts_BE = ids_TK.new_empty(chains * num_blocks, num_experts, dtype=torch.int32)
-    launch(
-        _count_kernel,
-        (chains * num_blocks, cdiv(num_experts, COUNT_BLOCK_E)),
-        ids_TK.device,
-        ids_TK,
-        asked,
-        order_N,
-        starts_BE,
-        num_blocks,
-        length,
-        *sizes,
-        BLOCK=BLOCK_N,
-        BLOCK_E=COUNT_BLOCK_E,
+    programs, numbers = chains * num_blocks, (num_blocks, length, *sizes)
+    blocks = {"BLOCK": BLOCK_N, "BLOCK_E": COUNT_BLOCK_E}
+    scan = {"HAS_ORDER": has_order, "BLOCK_B": SCAN_BLOCK_B, "BLOCK_E": SCAN_BLOCK_E}
+    scan_grid = (cdiv(num_experts, SCAN_BLOCK_E),)
+    place_grid = (programs + tile_programs(num_tokens * top_k, num_experts),)
+    return (
+        Plan(_count_kernel, (programs, cdiv(num_experts, COUNT_BLOCK_E)), numbers, blocks),
+        Plan(_scan_kernel, scan_grid, (chains, num_blocks, top_k, num_experts), scan),
+        Plan(_place_kernel, place_grid, (programs, *numbers), {**blocks, "PEERS": PEERS, **CONSTANTS}),
     )
-    launch(
-        _scan_kernel,
-        (cdiv(num_experts, SCAN_BLOCK_E),),
-        ids_TK.device,
-        starts_BE,
-        counts,
-        limit,
-        chains,
-        num_blocks,
-        top_k,
-        num_experts,
-        HAS_ORDER=order_N is not None,
-        BLOCK_B=SCAN_BLOCK_B,
-        BLOCK_E=SCAN_BLOCK_E,
-    )
-    return starts_BE
 
 
 @triton.jit
@@ -304,8 +282,8 @@ def _place_kernel(
     time,
     batch,
     BLOCK: tl.constexpr,
-    PEERS: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    PEERS: tl.constexpr,
     SIZES: tl.constexpr,
     SMALLEST: tl.constexpr,
     TILES_E: tl.constexpr,

@@ -3,6 +3,7 @@
 T tokens, E experts, K top_k.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles import cdiv, next_power_of_2
-from fairseq_tutel.kernels.triton_launch import accumulator_of, launch
+from fairseq_tutel.kernels.triton_launch import Plan, accumulator_of, launch
 
 # Elements of a [tokens, experts] tile. With 4096 the fp64 kernel takes 25 s to compile for sm_80. With 1024
 # every kernel compiles in less than 1 s and needs at most 128 registers. Not tuned for speed on a GPU.
@@ -32,28 +33,9 @@ def softmax_top_k(logits_TE: Tensor, top_k: int, normalize: bool = False) -> tup
     """Compute the softmax and each token's K largest probabilities: (probs_TE, ids_TK, weights_TK)."""
     logits_TE = logits_TE.contiguous()
     probs_TE, ids_TK, weights_TK = _fake_softmax_top_k(logits_TE, top_k)
-    num_tokens, num_experts = logits_TE.shape
-    if num_tokens == 0:
-        return probs_TE, ids_TK, weights_TK
-    block_t, block_e = _tile(num_experts, logits_TE.dtype == torch.float64)
-    launch(
-        _softmax_top_k_kernel,
-        (cdiv(num_tokens, block_t),),
-        logits_TE.device,
-        logits_TE,
-        probs_TE,
-        ids_TK,
-        weights_TK,
-        num_tokens,
-        num_experts,
-        top_k,
-        NORMALIZE=normalize,
-        TINY=torch.finfo(logits_TE.dtype).tiny,
-        ACC=accumulator_of(logits_TE.dtype),
-        BLOCK_T=block_t,
-        BLOCK_E=block_e,
-        BLOCK_K=next_power_of_2(top_k),
-    )
+    if logits_TE.shape[0]:
+        plan = _plan(logits_TE.shape, top_k, normalize, logits_TE.dtype)
+        launch(plan, logits_TE.device, logits_TE, probs_TE, ids_TK, weights_TK)
     return probs_TE, ids_TK, weights_TK
 
 
@@ -97,10 +79,9 @@ def gate_backward(
         twice_FD = weight_ED.new_empty(2 * num_experts, weight_ED.shape[1])
     if num_tokens + size == 0:
         return dlogits, twice_FD
-    block_t, block_e = _tile(num_experts, probs_TE.dtype == torch.float64)
+    stride = 0 if dprobs_TE is None else dprobs_TE.stride(0)
     launch(
-        _softmax_top_k_backward_kernel,
-        (cdiv(num_tokens, block_t) + cdiv(size, TILE),),
+        _plan(probs_TE.shape, ids_TK.shape[1], normalize, probs_TE.dtype, (size, stride)),
         probs_TE.device,
         probs_TE.contiguous(),
         ids_TK.contiguous(),
@@ -109,25 +90,33 @@ def gate_backward(
         dlogits,
         weight_ED,
         twice_FD,
-        size,
-        num_tokens,
-        num_experts,
-        ids_TK.shape[1],
-        0 if dprobs_TE is None else dprobs_TE.stride(0),
-        NORMALIZE=normalize,
-        TINY=torch.finfo(probs_TE.dtype).tiny,
-        ACC=accumulator_of(probs_TE.dtype),
-        BLOCK_T=block_t,
-        BLOCK_E=block_e,
-        BLOCK=TILE,
     )
     return dlogits, twice_FD
 
 
-def _tile(num_experts: int, is_wide: bool) -> tuple[int, int]:
-    """Return the tile size (tokens, experts). A tile covers all experts; fp64 tiles have half the size."""
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    shape: tuple[int, ...], top_k: int, normalize: bool, dtype: torch.dtype, backward: tuple[int, ...] = ()
+) -> Plan:
+    """Return the plan of the forward kernel, or of the backward kernel for a weight size and a stride."""
+    num_tokens, num_experts = shape
+    # A tile covers all experts; fp64 tiles have half the size.
     block_e = max(next_power_of_2(num_experts), 16)
-    return max(TILE // (2 if is_wide else 1) // block_e, 1), block_e
+    block_t = max(TILE // (2 if dtype == torch.float64 else 1) // block_e, 1)
+    constants = {
+        "NORMALIZE": normalize,
+        "TINY": torch.finfo(dtype).tiny,
+        "ACC": accumulator_of(dtype),
+        "BLOCK_T": block_t,
+        "BLOCK_E": block_e,
+    }
+    programs, numbers = cdiv(num_tokens, block_t), (num_tokens, num_experts, top_k)
+    if not backward:
+        constants |= {"BLOCK_K": next_power_of_2(top_k)}
+        return Plan(_softmax_top_k_kernel, (programs,), numbers, constants)
+    size, stride = backward
+    grid, constants = (programs + cdiv(size, TILE),), constants | {"BLOCK": TILE}
+    return Plan(_softmax_top_k_backward_kernel, grid, (size, *numbers, stride), constants)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -5,33 +5,17 @@ form an additional group with expert -1. A row of the table is (expert, first ro
 In an unused tile, the first row is not below the end.
 """
 
-import functools
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.tiles import cdiv
-from fairseq_tutel.kernels.triton_launch import launch
+from fairseq_tutel.kernels.tiles import BLOCKS_M, cdiv, num_tiles, table_start
+from fairseq_tutel.kernels.triton_launch import Plan, launch
 
-# Rows of a tile in the table of `tiles`.
-BLOCKS_M = (16, 32, 64, 128, 256)
 BLOCK_TILES = 32
 # The compile-time constants of a kernel that calls `write_tiles`.
 CONSTANTS = {"SIZES": len(BLOCKS_M), "SMALLEST": BLOCKS_M[0], "TILES_E": 64, "BLOCK_T": BLOCK_TILES}
-
-
-def num_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Return the number of row tiles in the table for tiles of `block_m` rows."""
-    return num_rows // block_m + num_experts + 1
-
-
-@functools.lru_cache(maxsize=1024)
-def table_start(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Return the position in `row_tiles` of the table for tiles of `block_m` rows."""
-    smaller = (num_tiles(num_rows, num_experts, block) for block in BLOCKS_M if block < block_m)
-    return num_experts + 1 + 3 * sum(smaller)
 
 
 def _fake_row_tiles(counts_E: Tensor, num_rows: int) -> Tensor:
@@ -52,16 +36,9 @@ def row_tiles(counts_E: Tensor, num_rows: int) -> Tensor:
         [3, tiles] for each size in BLOCKS_M.
     """
     tiles, num_experts = _fake_row_tiles(counts_E, num_rows), counts_E.shape[0]
-    launch(
-        _row_tiles_kernel,
-        (tile_programs(num_rows, num_experts),),
-        counts_E.device,
-        counts_E.contiguous(),
-        tiles,
-        num_rows,
-        num_experts,
-        **CONSTANTS,
-    )
+    grid = (tile_programs(num_rows, num_experts),)
+    plan = Plan(_row_tiles_kernel, grid, (num_rows, num_experts), CONSTANTS)
+    launch(plan, counts_E.device, counts_E.contiguous(), tiles)
     return tiles
 
 

@@ -5,6 +5,7 @@ and applies the activation in its epilogue. With fc3, both products share one re
 to the rows' dtype before the activation, so that saved and recomputed activations are bit-identical.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -15,9 +16,16 @@ from torch import Tensor
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_activations import activate
-from fairseq_tutel.kernels.triton_launch import alike, chosen, contiguous, launch, operands
+from fairseq_tutel.kernels.triton_launch import (
+    Plan,
+    Product,
+    alike,
+    chosen,
+    contiguous,
+    launch,
+    operands,
+)
 from fairseq_tutel.kernels.triton_operands import (
     load_bias,
     load_rows,
@@ -26,7 +34,7 @@ from fairseq_tutel.kernels.triton_operands import (
     rows_operand,
     store_tile,
 )
-from fairseq_tutel.kernels.triton_tiles import num_tiles, place, read_tile, table_start
+from fairseq_tutel.kernels.triton_tiles import place, read_tile
 
 
 def ffn_up(
@@ -93,22 +101,19 @@ def triton_up(
     )
     if a_RH.numel() == 0:
         return a_RH, h_RH, g_RH
-    num_rows, hidden_dim = a_RH.shape
-    num_experts, _, model_dim = fc1_weight.shape
+    num_rows = a_RH.shape[0]
     x_ND = x_ND.contiguous()
     index_R, fc1_bias, fc3_bias = contiguous(index_R, fc1_bias, fc3_bias)
     is_glu = fc3_weight is not None
     weights = alike([fc1_weight] if fc3_weight is None else [fc1_weight, fc3_weight])
 
     kind = "glu_up" if is_glu else "relu_up" if activation == "relu" else "up"
-    tile = chosen(kind, x_ND, (num_rows, num_experts, hidden_dim, model_dim), tf32x3)
-    tiles_m = num_tiles(num_rows, num_experts, tile.block_m)
-    (x_from,), weights_from, constants = operands(
-        [x_ND], weights, tile, tf32x3, are_gathered=index_R is not None
+    tile, precision = chosen(kind, x_ND, num_rows, fc1_weight.shape, tf32x3)
+    (x_from,), weights_from, product = operands(
+        tile, precision, num_rows, [x_ND], weights, are_gathered=index_R is not None
     )
     launch(
-        _up_kernel,
-        (tiles_m * cdiv(hidden_dim, tile.block_n),),
+        _plan(product, activation),
         x_ND.device,
         x_from,
         index_R,
@@ -120,15 +125,13 @@ def triton_up(
         h_RH,
         g_RH,
         tiles,
-        table_start(num_rows, num_experts, tile.block_m),
-        tiles_m,
-        hidden_dim,
-        model_dim,
-        *weights[0].stride(),
-        ACTIVATION=activation,
-        **constants,
     )
     return a_RH, h_RH, g_RH
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(product: Product, activation: str) -> Plan:
+    return product.plan(_up_kernel, ACTIVATION=activation)
 
 
 @triton.jit(do_not_specialize=["start", "tiles_m"])

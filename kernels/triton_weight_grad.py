@@ -5,20 +5,22 @@ Each program writes one tile of one expert's weight gradient, or a part of its b
 across programs are needed. The gradients of an expert without rows are set to zero.
 """
 
+import functools
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.tiles import cdiv
+from fairseq_tutel.kernels.tiles import Tile, cdiv
 from fairseq_tutel.kernels.triton_launch import (
+    Plan,
     accumulator_of,
     chosen,
     contiguous,
-    input_precision_of,
     launch,
 )
 from fairseq_tutel.kernels.triton_operands import multiply
@@ -80,17 +82,15 @@ def triton_weight_grad(
     )
     if dweight_EOI.numel() == 0:
         return dweight_EOI, dbias_EO
-    _, out_dim, in_dim = dweight_EOI.shape
     dout_NO, rows_NI = dout_NO.contiguous(), rows_NI.contiguous()
     dout_index_R, rows_index_R = contiguous(dout_index_R, rows_index_R)
     bias_scale_N, bias_source_R = contiguous(bias_scale_N, bias_source_R)
 
     num_rows = (dout_NO if dout_index_R is None else dout_index_R).shape[0]
-    tile = chosen("weight", dout_NO, (num_rows, num_experts, in_dim, out_dim), tf32x3)
-    columns = cdiv(in_dim, tile.block_n) + bias
+    shape = num_experts, rows_NI.shape[1], dout_NO.shape[1]
+    tile, precision = chosen("weight", dout_NO, num_rows, shape, tf32x3)
     launch(
-        _weight_grad_kernel,
-        (num_experts * cdiv(out_dim, tile.block_m) * columns,),
+        _plan(dweight_EOI.shape, bias, tile, precision, dout_NO.dtype),
         dout_NO.device,
         dout_NO,
         dout_index_R,
@@ -101,18 +101,26 @@ def triton_weight_grad(
         tiles,
         dweight_EOI,
         dbias_EO,
-        out_dim,
-        in_dim,
-        PRECISION=input_precision_of(dout_NO, tf32x3),
-        ACC=accumulator_of(dout_NO.dtype),
-        BLOCK_O=tile.block_m,
-        BLOCK_I=tile.block_n,
-        BLOCK_R=tile.block_k,
-        GROUP=tile.group,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
     )
     return dweight_EOI, dbias_EO
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(shape: torch.Size, bias: bool, tile: Tile, precision: str, dtype: torch.dtype) -> Plan:
+    num_experts, out_dim, in_dim = shape
+    tiles_i = cdiv(in_dim, tile.block_n) + bias
+    constants = {
+        "PRECISION": precision,
+        "ACC": accumulator_of(dtype),
+        "BLOCK_O": tile.block_m,
+        "BLOCK_I": tile.block_n,
+        "BLOCK_R": tile.block_k,
+        "GROUP": tile.group,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    grid = (num_experts * cdiv(out_dim, tile.block_m) * tiles_i,)
+    return Plan(_weight_grad_kernel, grid, (out_dim, in_dim), constants)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 D model_dim, H hidden_dim, E experts, R rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -66,18 +66,9 @@ class FFNWeights(NamedTuple):
         """Whether the experts are gated, that is, have fc3."""
         return self.fc3_weight is not None
 
-    @classmethod
-    def of(cls, tensors: Sequence[Any]) -> "FFNWeights":
-        """Create the FFN weights from a sequence of tensors in the order of NAMES."""
-        return cls(*tensors)
-
     def of_each(self) -> Any:
         """Return the FFN weights with each stacked tensor split into one tensor per expert."""
-        return FFNWeights.of([None if t is None else t.unbind(0) for t in self.tensors()])
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the FFN's weight tensors (fc1, fc2, fc3) in the order of NAMES."""
-        return tuple(self)
+        return FFNWeights._make(None if t is None else t.unbind(0) for t in self)
 
 
 NAMES = FFNWeights._fields
@@ -120,7 +111,7 @@ class FFNGradients(NamedTuple):
         return cls(
             w1.new_empty(num_rows, w1.shape[2]) if needs_dx else None,
             None if gate_R is None else torch.empty_like(gate_R).unsqueeze(0),
-            FFNWeights.of([None if t is None else torch.empty_like(t) for t in weights.tensors()])
+            FFNWeights._make(None if t is None else torch.empty_like(t) for t in weights)
             if needs_weights
             else None,
         )

@@ -11,7 +11,7 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.slots import Capacity, MicroBatch, capacity_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Call:
     """The arguments of one forward pass of a MoE layer, without the tokens. None: as configured."""
 

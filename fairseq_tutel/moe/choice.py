@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fairseq_tutel import kernels
@@ -25,7 +25,7 @@ from fairseq_tutel.moe.gates import LinearGate
 from fairseq_tutel.moe.slots import MicroBatch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Chosen:
     """The experts that each token chose, with their weights, before slots are assigned."""
 
@@ -82,9 +82,14 @@ def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
     )
 
 
-def is_one_node(gate: nn.Module, x_TD: Tensor, config: MoEConfig, batch: MicroBatch) -> bool:
-    """Return whether `choose_from` can replace the gate and `choose`, with one node for their backward."""
-    return (
+def choose_from(
+    gate: Any, x_TD: Tensor, config: MoEConfig, batch: MicroBatch
+) -> tuple[Tensor, Tensor, Chosen] | None:
+    """Compute a linear gate and the choice in one autograd node; return None if other options are set.
+
+    The results are x as the node passes it on, the logits and the chosen experts.
+    """
+    can_fuse = (
         type(gate) is LinearGate
         and torch.is_grad_enabled()
         and gate.fp32_gate
@@ -98,14 +103,9 @@ def is_one_node(gate: nn.Module, x_TD: Tensor, config: MoEConfig, batch: MicroBa
         and not torch.compiler.is_compiling()
         and not isinstance(x_TD, FakeTensor)
     )
-
-
-def choose_from(
-    gate: Any, x_TD: Tensor, config: MoEConfig, batch: MicroBatch
-) -> tuple[Tensor, Tensor, Chosen]:
-    """Return x as the gate's node passes it on, the logits and the chosen experts of a linear gate."""
+    if not can_fuse or not hasattr(ops := kernels.ops(config.backend, x_TD.device), "gate_backward"):
+        return None
     check_top_k(batch.top_k, config)
-    ops = kernels.ops(config.backend, x_TD.device)
     normalize = config.normalize_gate == "before" and batch.top_k > 1
     passed_TD, logits_TE, probs_TE, expert_ids_TK, weights_TK = gate_product.choice(
         x_TD, gate.weight, batch.top_k, ops, normalize

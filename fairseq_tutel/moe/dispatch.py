@@ -102,7 +102,7 @@ class _Dispatch(torch.autograd.Function):
             ctx.save_for_backward(None, None, row_of_TK)
             return ops.gather_rows(x_TD, token_of_R)
         ctx.save_for_backward(x_TD, weights_TK, row_of_TK)
-        scale_R = ops.gather_values(weights_TK.reshape(-1), source_of_R)
+        scale_R = ops.gather_rows(weights_TK.reshape(-1, 1), source_of_R).squeeze(1)
         return ops.gather_rows(x_TD, token_of_R, scale_R)
 
     @staticmethod
@@ -143,7 +143,7 @@ class _Combine(torch.autograd.Function):
         dy_TD, token_of_R = dy_TD.contiguous(), token_of(source_of_R, ctx.top_k)
         if weights_TK is None:
             return ctx.ops.gather_rows(dy_TD, token_of_R), None, None, None, None
-        scale_R = ctx.ops.gather_values(weights_TK.reshape(-1), source_of_R)
+        scale_R = ctx.ops.gather_rows(weights_TK.reshape(-1, 1), source_of_R).squeeze(1)
         drows_RD = ctx.ops.gather_rows(dy_TD, token_of_R, scale_R)
         dweights_TK = ctx.ops.gather_dot(rows_RD, row_of_TK, dy_TD).to(weights_TK.dtype)
         return drows_RD, dweights_TK, None, None, None

@@ -7,7 +7,7 @@ maps, R without).
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from fairseq_tutel.kernels.weights import NAMES, FFNWeights, SavedActivations
 from fairseq_tutel.moe.expert_stack import Tensors
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class FFNCall:
     """The arguments of the experts' FFN function that are not tensors."""
 
@@ -29,20 +29,8 @@ class FFNCall:
     recompute: bool = False  # whether backward computes h again instead of saving it
 
 
-class RowMaps(NamedTuple):
-    """The maps between the T rows of the FFN's input and output and the R rows of its experts.
-
-    Attributes:
-        weights_TK: factors of the experts' outputs; None for ones.
-        row_of_TK: as in `Routing`.
-        source_of_R: as in `Routing`.
-        token_of_R: as in `Routing`.
-    """
-
-    weights_TK: Tensor | None
-    row_of_TK: Tensor
-    source_of_R: Tensor
-    token_of_R: Tensor
+# weights_TK, row_of_TK, source_of_R and token_of_R of a `Routing`; None in place of weights of 1.
+RowMaps = tuple[Tensor | None, Tensor, Tensor, Tensor]
 
 
 def ffn(x_ND: Tensor, tensors: Tensors, call: FFNCall, maps: RowMaps | None = None) -> Tensor:
@@ -81,7 +69,7 @@ class _FFN(torch.autograd.Function):
         *named: Any,
     ) -> Tensor:
         ctx.call, keep = call, not call.recompute and any(ctx.needs_input_grad)
-        of_call = FFNWeights.of(named), call.groups, call.activation
+        of_call = FFNWeights(*named), call.groups, call.activation
         y, saved = call.ops.ffn_forward(x_ND, token_of_R, *of_call, keep=keep)
         if row_of_TK is not None:
             y = call.ops.gather_sum(y, row_of_TK, weights_TK)
@@ -97,7 +85,7 @@ class _FFN(torch.autograd.Function):
         call, ops, needs = ctx.call, ctx.call.ops, ctx.needs_input_grad
         # The tokens of the rows are computed again, because another saved map would take 8 T K bytes.
         index_R = None if row_of_TK is None else token_of(source_of_R, row_of_TK.shape[1])
-        of_call = FFNWeights.of(named), call.groups, call.activation
+        of_call = FFNWeights(*named), call.groups, call.activation
         saved = SavedActivations(a_RH, h_RH, g_RH)
         if call.recompute:
             saved = ops.ffn_activations(x_ND, index_R, *of_call)
@@ -112,8 +100,9 @@ class _FFN(torch.autograd.Function):
         elif needs[1] and row_of_TK is not None:
             dx = ops.gather_sum(dx, row_of_TK)
         elif needs[2]:
-            dweights_TK = ops.gather_values(grads.gate_PR.sum(0), row_of_TK)
+            dgate_R1 = grads.gate_PR.sum(0).unsqueeze(1)
+            dweights_TK = ops.gather_rows(dgate_R1, row_of_TK.reshape(-1)).view(row_of_TK.shape)
         if dweights_TK is not None:
             dweights_TK = dweights_TK.to(weights_TK.dtype)
-        of_weights = [None] * len(named) if grads.weights is None else grads.weights.tensors()
+        of_weights = [None] * len(named) if grads.weights is None else grads.weights
         return None, dx, dweights_TK, None, None, None, *of_weights

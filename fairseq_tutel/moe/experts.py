@@ -85,7 +85,7 @@ class Experts(ExpertStack):
 
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
         """Dispatch, run the experts and combine, as one autograd node; return each token's weighted sum."""
-        maps = RowMaps(routing.weights_TK, routing.row_of_TK, routing.source_of_R, routing.token_of_R)
+        maps = routing.weights_TK, routing.row_of_TK, routing.source_of_R, routing.token_of_R
         return self._by_maps(x_TD, routing.groups, maps, weights)
 
     def run_unsorted(
@@ -99,7 +99,7 @@ class Experts(ExpertStack):
         """Run the experts on rows in any order; fused experts read the rows in place, without sorting."""
         if not self.can_fuse:
             return super().run_unsorted(rows_RD, groups, to_expert_R, to_row_R, weights)
-        maps = RowMaps(None, to_row_R.unsqueeze(1), to_expert_R, to_expert_R)
+        maps = None, to_row_R.unsqueeze(1), to_expert_R, to_expert_R
         return self._by_maps(rows_RD, groups, maps, weights)
 
     def _by_maps(self, x_TD: Tensor, groups: Groups, maps: RowMaps, weights: Weights) -> Tensor:

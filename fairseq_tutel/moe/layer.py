@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fairseq_tutel.moe.adaptive import static_strategy
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
 from fairseq_tutel.moe.call import Call
-from fairseq_tutel.moe.choice import choose_from, is_one_node
+from fairseq_tutel.moe.choice import choose_from
 from fairseq_tutel.moe.config import MoEConfig, parse_balance_loss
 from fairseq_tutel.moe.decode import are_few, can_defer, decide_few
 from fairseq_tutel.moe.dispatch import Dispatcher, OwnExperts, choose_dispatcher
@@ -35,7 +35,7 @@ from fairseq_tutel.parallel.strategy import Strategy
 from fairseq_tutel.parallel.transfer import ExchangeTimer
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class MoEOutput:
     """The balance losses and the routing of one forward pass.
 
@@ -222,11 +222,8 @@ class MoELayer(nn.Module):
         bias_E = None if self.balance_bias is None else self.balance_bias.bias
         batch = call.micro_batch(config, self.training, bias_E)
         seen_TD = gate_input(x_TD, config, self.training)
-        passed_TD, chosen = None, None
-        if is_one_node(gate, seen_TD, config, batch):
-            passed_TD, clean_TE, chosen = choose_from(gate, seen_TD, config, batch)
-        else:
-            clean_TE = gate_logits(gate, seen_TD, config)
+        found = choose_from(gate, seen_TD, config, batch)
+        passed_TD, clean_TE, chosen = found or (None, gate_logits(gate, seen_TD, config), None)
         logits_TE = noisy_logits(clean_TE, config, self.training)
         cmr_T1 = None if self.beside is None else self.beside.cmr_gate_of(x_TD)
         topology = self.topology if self.training else None

@@ -25,7 +25,7 @@ from fairseq_tutel.moe.slots import Capacity, MicroBatch, place_assignments, sen
 from fairseq_tutel.parallel.groups import Topology
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class GateOutput:
     """The gate's results that balance losses use in addition to the routing."""
 
@@ -43,7 +43,7 @@ class GateOutput:
     passed_TD: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Routing:
     """The assignments of tokens to experts in one micro-batch on one rank.
 

@@ -60,7 +60,7 @@ class Capacity:
         return (limit + self.multiple - 1) // self.multiple * self.multiple
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class MicroBatch:
     """The arguments of routing one micro-batch, other than the gate's logits and the configuration."""
 

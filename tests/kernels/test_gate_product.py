@@ -66,14 +66,16 @@ def test_a_nonfinite_gradient_stays_nonfinite_for_its_token_and_expert():
     [({"top_k": 2}, True), ({"top_k": 1, "balance_loss": "z:1"}, True), ({"gate_noise": 1.0}, True),
      ({"shared_experts": 1, "residual": True}, True), ({"input_jitter": 0.1}, True), ({}, False)],
 )  # fmt: skip
-def test_a_layer_uses_the_bf16_product_in_training(options, needs_dx, monkeypatch):
-    """Also where other losses or experts read the logits or x, and where experts read another x."""
-    monkeypatch.setattr(gate_product, "is_supported", lambda x, w: x.dtype == w.dtype == torch.bfloat16)
+def test_a_layer_uses_the_bf16_product_in_training(options, needs_dx, interpreter):
+    interpreter.run(compare_layers, options, needs_dx)
+
+
+def compare_layers(options: dict, needs_dx: bool) -> None:
+    """Compare a layer that has the bf16 product with one that has the product of fp32 copies."""
     results = []
     for is_new in (True, False):
-        if not is_new:
-            monkeypatch.setattr(gate_product, "is_supported", lambda x, w: False)
-        config = MoEConfig(model_dim=16, hidden_dim=8, num_experts=4, **options)
+        gate_product.is_supported = lambda x, w, is_new=is_new: is_new and x.dtype == torch.bfloat16
+        config = MoEConfig(model_dim=16, hidden_dim=8, num_experts=4, backend="triton", **options)
         torch.manual_seed(3)
         layer = MoELayer(config, seed=1).bfloat16()
         x = operands(30, 16, 1, "cpu")[0].detach().requires_grad_(needs_dx)
