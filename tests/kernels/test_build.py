@@ -56,7 +56,7 @@ def test_every_kernel_compiles_and_every_tile_of_the_table_fits(target, precisio
 
 
 # The numbers of launches in forward, backward and decoding. Lower these limits if launches are saved.
-MOST = {("none", False): (8, 18, 8), ("gshard", False): (12, 20, 8), ("none", True): (8, 18, 8)}
+MOST = {("none", False): (8, 11, 8), ("gshard", False): (12, 13, 8), ("none", True): (8, 11, 8)}
 
 
 @pytest.mark.parametrize("loss, bias", MOST)
@@ -72,4 +72,4 @@ def test_a_layer_needs_no_more_launches_host_reads_or_bytes_than_before(loss, bi
     for trace, most in zip(traces, MOST[loss, bias], strict=True):
         assert 0 < len(trace.names) <= most, trace.names
         assert trace.reads == []
-    assert forward.bytes <= 3_700_000_000 and backward.bytes <= 6_700_000_000
+    assert forward.bytes <= 3_700_000_000 and backward.bytes <= 6_200_000_000
