@@ -1,4 +1,4 @@
-"""Defines options of the command line and configuration: names, defaults, flags, rules for values."""
+"""Defines the class of an option of the command line: name, default, flag, and rules for values."""
 
 import inspect
 import math
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fairseq_tutel.files import shown
 
 T = TypeVar("T")
-# A test of a value, and the end of the error message (after the value) if the test fails.
+# A test of a value, and the words that follow the value in the error message of a failed test.
 Rule = tuple[Callable[[Any], bool], str]
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -140,7 +140,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_custom(kind: str | type) -> bool:
-    """Return whether a gate or expert type is a user's class, or names one: package.module.Class."""
+    """Return whether a gate or expert type is a user's class, or its name: package.module.Class."""
     return isinstance(kind, type) or "." in kind
 
 
@@ -170,7 +170,7 @@ def bytes_of(text: str) -> int | None:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError with this message if the condition is false."""
+    """Raise ValueError with the given message if the condition is false."""
     if not condition:
         raise ValueError(message)
 

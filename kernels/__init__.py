@@ -1,7 +1,6 @@
 """Kernels of the MoE layer. Every op has a plain torch version (`reference`) and a Triton version.
 
-`OPS` lists the ops. Both backends implement the ops with the same signatures. `backend_for` selects a
-backend.
+`OPS` lists the ops, whose versions have equal signatures. `backend_for` selects the version for a device.
 """
 
 import functools

@@ -26,7 +26,7 @@ from fairseq_tutel.kernels.opaque import untraced
 from fairseq_tutel.kernels.products import linear, weight_grad
 from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, SavedActivations
 
-# Maximum size of the hidden rows of a block. They should stay in cache between two products.
+# Maximum size of the hidden rows of a block, which should stay in cache between two products.
 BLOCK_BYTES = 2**19
 
 
@@ -46,7 +46,7 @@ class Block:
 
 
 def blocks_of(counts: Sequence[int], most: int) -> list[Block]:
-    """Split the experts that have rows into blocks: one expert, or several with at most `most` rows."""
+    """Split experts with rows into blocks: one expert, or several experts with at most `most` rows."""
     blocks, first, end = [], 0, 0
     inside: list[tuple[int, int]] = []
 
@@ -96,7 +96,7 @@ def _up(
     keep: bool,
     y_RD: Tensor | None,
 ) -> SavedActivations:
-    """Run the FFN, write its output to y_RD unless that is None, and return activations for backward."""
+    """Run the FFN, write its output to y_RD if y_RD is given, and return activations for backward."""
     w, blocks = weights, _blocks(weights, groups, x_ND)
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     hidden_dim = w.fc1_weight.shape[1]
@@ -179,7 +179,7 @@ def ffn_backward(
                     for e, dy, dgate in _by_expert(block, dy_nD, dgate_n):
                         dgate += dy @ of_each.fc2_bias[e]
                 da_nH.mul_(gate_Bn1[number])
-                dy_nD.mul_(gate_Bn1[number])  # in place: gates require an index, so dy_nD is a copy
+                dy_nD.mul_(gate_Bn1[number])  # in place, because with an index dy_nD is a copy
             if douts is not None:
                 _outer(dy_nD, a_nH, douts.fc2_weight, douts.fc2_bias, block)
             dg_nH = None
@@ -235,7 +235,7 @@ def _by_expert(block: Block, *rows: Tensor) -> Iterable[tuple[Any, ...]]:
 
 
 def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
-    """Return the blocks of rows that are computed together; with several threads, each has one expert."""
+    """Return the blocks of rows that are computed together; with several threads, one expert each."""
     row_bytes = weights.fc1_weight.shape[1] * x_ND.itemsize
     return blocks_of(groups.host, BLOCK_BYTES // row_bytes if torch.get_num_threads() == 1 else 0)
 
@@ -267,7 +267,7 @@ def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
 def _readers(
     x_ND: Tensor, index_R: Tensor | None, blocks: Sequence[Block]
 ) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory of functions; each returns the rows of the block with a given number.
+    """Return a factory of functions that return the rows of the block with a given number.
 
     Each thread calls the factory once. The thread's function gathers the rows of every block into the same
     buffer, which stays in cache.
@@ -285,9 +285,9 @@ def _readers(
 
 
 def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory of functions; each returns a buffer for the block with a given number.
+    """Return a factory of functions that return a buffer for the block with a given number.
 
-    Each thread calls the factory once, and uses the same buffer for all its blocks, which stays in cache.
+    Each thread calls the factory once, and uses one buffer for all blocks. The buffer stays in cache.
     """
     sizes = _sizes(blocks)
 

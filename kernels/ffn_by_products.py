@@ -50,7 +50,7 @@ def ffn_forward(
 def ffn_activations(
     ops: Any, x_ND: Tensor, index_R: Tensor | None, weights: FFNWeights, groups: Groups, activation: str
 ) -> SavedActivations:
-    """Compute the activations that backward needs, if forward did not save them."""
+    """Compute the activations that backward needs, if forward did not save the activations."""
     return _up(ops, x_ND, index_R, weights, groups, activation, True)[1]
 
 

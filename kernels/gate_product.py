@@ -32,10 +32,10 @@ def product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 class _Gate(torch.autograd.Function):
-    """Return x, `product`, and the results of `softmax_top_k` on the product.
+    """Autograd function of the gate: it returns x, the logits, and the results of `softmax_top_k`.
 
-    The matrix product of the backward pass also adds the gradient of the returned x. Only functions whose
-    backward returns a new tensor may therefore read the returned x.
+    Backward adds the gradient of the returned x into the gate's gradient of x, in place. Only functions
+    whose backward returns a new tensor may therefore read the returned x.
     """
 
     @staticmethod
@@ -76,11 +76,11 @@ class _Gate(torch.autograd.Function):
         return dx_TD, dweight_ED, None, None, None
 
 
-choice = _Gate.apply  # without a Python function that would call it
+choice = _Gate.apply  # no function, because each call takes time
 
 
 def _in_pairs(dlogits_TE: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each value in a narrower dtype, and the rest of the value in the same dtype: [T, 2 E]."""
+    """Split each value into a number of a narrower dtype and the rest in this dtype: [T, 2 E]."""
     num_tokens, num_experts = dlogits_TE.shape
     pair_TF = dlogits_TE.new_empty(num_tokens, 2 * num_experts, dtype=dtype)
     high_TE, low_TE = pair_TF.split(num_experts, 1)

@@ -22,7 +22,7 @@ def opaque(
 ) -> Callable[[Launch], Launch]:
     """Register a function that launches kernels as the torch operator `fairseq_tutel::<its name>`.
 
-    Eager calls bypass the operator, because its dispatch takes longer than a small launch.
+    Eager calls bypass the operator, because the dispatch of an operator takes longer than a small launch.
 
     Args:
         fake: a function with the same arguments, the first of which is a tensor; it returns empty tensors
@@ -60,8 +60,8 @@ def opaque(
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Exclude a function, and all functions that it calls, from tracing by torch.compile.
 
-    It is used for functions whose control flow depends on values that change in every micro-batch.
-    torch.compiler.disable would import the compiler, so it is applied only if the compiler is already
+    The control flow of such functions depends on values that change in every micro-batch. Since
+    torch.compiler.disable imports the compiler, the function is disabled only if the compiler is already
     imported.
     """
 

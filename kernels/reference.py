@@ -2,8 +2,8 @@
 
 T tokens, D model_dim, K top_k, R rows, N source rows, E experts, H hidden_dim, I and O the input and output
 dimensions of a linear map. An index of -1 marks an empty row, which is read as zero. Rows are grouped by
-expert: expert e has the next counts[e] rows. The rows after the last group are called the tail. They belong
-to no expert.
+expert: expert e has the next counts[e] rows. The tail is the rows after the last group, which belong to no
+expert.
 """
 
 import itertools
@@ -89,7 +89,7 @@ def _sum_of_bags(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None) 
 
 
 def gather_gradients(drows_RD: Tensor, row_of_TK: Tensor, dgate_PR: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of each token's rows, and the sum of each assignment's P parts: dx_TD, dweights_TK.
+    """Return the gradients of tokens and gate weights, summed over a token's rows and over P parts.
 
     Entries of -1 in `row_of_TK` give 0.
 
@@ -219,7 +219,7 @@ def ffn_down_backward(
     Returns (dh_RH, dg_RH, gated_RH, dgate_PR). The forward pass computed y = a @ fc2.T + bias and added
     gate[source[r]] * y[r] to row index[r] of a tensor, whose gradient is dy. gated[r] = gate[source[r]] *
     a[r] gives fc2's weight gradient, dy[index].T @ gated. The gradient of a row's gate is computed without
-    y: <dy, y> = <dy @ fc2, a> + <dy, bias>. It is the sum of the P parts in dgate.
+    y: <dy, y> = <dy @ fc2, a> + <dy, bias>. This gradient is the sum of the P parts in dgate.
 
     Args:
         dy_ND: [R, D], or [N, D] if `index_R` gives each row's source.

@@ -1,4 +1,4 @@
-"""The last step of the GShard balance losses in Triton, forward and gradient in one launch. E experts."""
+"""Computes the last step of the GShard balance losses and its gradient in one Triton launch. E experts."""
 
 import functools
 

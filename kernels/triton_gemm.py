@@ -1,8 +1,7 @@
 """Grouped matrix product in Triton: multiplies each row by its expert's weight, and can add two products.
 
-The signatures are the signatures of `reference`. Sums are computed in fp32. For fp64 tensors, which only
-the interpreter supports, they are computed in fp64. One program writes each output element, so results are
-deterministic.
+The functions have the signatures of `reference`. Sums are computed in fp32, or in fp64 for fp64 tensors,
+which only the interpreter supports. One program writes each output element, so results are deterministic.
 """
 
 import functools
@@ -63,7 +62,7 @@ def triton_linear(
     weights = alike([w for w in (weight_EOI, more_weight_EOI) if w is not None])
     bias_EO = None if bias_EO is None else bias_EO.contiguous()
 
-    # Forward and backward have the same sizes, but backward reads weights along their other dimension.
+    # Forward and backward have equal sizes, but backward reads weights along the other dimension.
     kind = "glu_dx" if more_RI is not None else "linear" if weights[0].stride(2) == 1 else "dx"
     tile, precision = chosen(kind, rows_RI, num_rows, weight_EOI.shape, tf32x3)
     rows_from, weights_from, product = operands(tile, precision, num_rows, rows, weights)

@@ -1,9 +1,9 @@
 """The backward pass through fc2 and the activation of all experts, in one Triton kernel.
 
-The signature equals the signature in `reference`. The kernel gathers the output's gradient while it loads
-the operands of the product. The epilogue computes the gate's gradient, and applies the gate's weight and
-the activation's derivative. It also writes the activation's output times the gate's weight, so that fc2's
-weight gradient is a product of plain rows.
+`ffn_down_backward` has the signature of the function in `reference`. The kernel gathers the output's
+gradient while it loads the operands of the product. The epilogue computes the gate's gradient, and applies
+the gate's weight and the activation's derivative. The epilogue also writes the activation's output times
+the gate's weight. The weight gradient of fc2 is then a product of plain rows.
 """
 
 import functools
@@ -88,7 +88,7 @@ def _hidden_shapes(
 
 
 def _summed(found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the results of `triton_hidden` with one part, because the tile determines their number."""
+    """Return the results of `triton_hidden` with the sum of the parts, whose number depends on the tile."""
     return *found[:3], None if found[3] is None else found[3].sum(0, keepdim=True)
 
 
@@ -110,7 +110,7 @@ def triton_hidden(
     """Launch the kernel of `ffn_down_backward`; return empty tensors for results that are not needed.
 
     The arguments are those of `ffn_down_backward`, with the tables of `row_tiles` in place of groups.
-    `activation` is the function that was applied to h. With g it is "swish".
+    `activation` is the function that was applied to h. With g, it must be "swish".
     """
     num_rows = (dy_ND if index_R is None else index_R).shape[0]
     weight_EHD = fc2_weight.mT
@@ -219,12 +219,12 @@ def _hidden_kernel(
     )  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
     count = (end - first).to(tl.int32)  # 32 bits need fewer registers
-    readable = tl.where(expert < 0, 0, count)  # the tail is not read
+    readable = tl.where(expert < 0, 0, count)  # rows after the last group are not read
     scale = tl.full([BLOCK_M], 1, ACC)
     if gate is not None:
         sources = tl.load(source + first + rows, mask=rows < readable, other=0)
         scale = tl.load(gate + sources, mask=rows < readable, other=0.0).to(ACC)
-    # Parts reduce register use, because the epilogue holds up to six values per element.
+    # The epilogue holds up to six values per element. Splitting the tile into parts saves registers.
     part = tl.zeros([BLOCK_M], dtype=ACC)
     halves = da.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
     for half in tl.static_range(2):
@@ -253,7 +253,7 @@ def _hidden_kernel(
         part_at = parts + n_tile.to(tl.int64) * num_rows
         if IS_CUDA:
             tl.store(part_at + first + rows, part, mask=rows < count)
-        else:  # on gfx950, the other form adds 23 instructions to the main loop
+        else:  # on gfx950, the CUDA code adds 23 instructions to the main loop
             tl.store(part_at + (first + rows), part, mask=first + rows < end)
 
 
@@ -311,7 +311,7 @@ def _hidden_backward(
         a = activate(kept, ACTIVATION)
         if g_in is not None:
             a *= g
-        a = a.to(dh_out.dtype.element_ty).to(da.dtype)  # as forward rounded it
+        a = a.to(dh_out.dtype.element_ty).to(da.dtype)  # rounded as in forward
     part = tl.sum(da * a, 1)
     if a_out is not None:
         store_tile(a_out + first * N, a * scale[:, None], 0, count, n, N)

@@ -24,15 +24,15 @@ ALIGNMENT = 16  # bytes; TMA requires it for a tensor's address and all strides 
 IS_HIP = torch.version.hip is not None
 
 
-# Its dictionary holds the compiled kernels of each thread, by all properties for which Triton compiles one.
+# Each thread's compiled kernels, by all properties for which Triton compiles a kernel again.
 _COMPILED = threading.local()
-# The number of each combination of a kernel, constants, and properties of numbers.
+# An ID of each combination of a kernel, its constants, and the properties of its integer arguments.
 _NUMBERS: dict[tuple[Any, ...], int] = {}
 _COUNTER = itertools.count()
 
 
 class Plan:
-    """The arguments of a launch that depend only on sizes and dtypes. Callers cache plans.
+    """The kernel, grid and arguments of a launch, without tensors. Callers cache plans by sizes and dtypes.
 
     Args:
         kernel: a function decorated with triton.jit.
@@ -48,7 +48,7 @@ class Plan:
         self.kernel, self.numbers, self.constants = kernel, numbers, constants
         self.grid = (*grid, 1, 1)[:3]
         self.rest = *numbers, *(constants[name] for name in kernel.arg_names if name in constants)
-        # Triton specializes kernels for 1, for multiples of 16, and for numbers of more than 32 bits.
+        # Triton compiles special kernels for 1, for multiples of 16, and for numbers of more than 32 bits.
         kinds = ((n == 1, n >> 31, n % ALIGNMENT == 0) for n in numbers)
         self.key = _NUMBERS.setdefault((kernel.fn, *constants.values(), *kinds), next(_COUNTER))
 
@@ -98,7 +98,7 @@ def launch(plan: Plan, device: torch.device, *tensors: Any) -> None:
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # of a profiler
         compiled[plan.grid](*tensors, *plan.rest)
-    else:  # the same launch without metadata for hooks, which would take as long as the launch
+    else:  # without metadata for hooks, which would double the time of a launch
         run(*plan.grid, active.get_current_stream(index), *fixed, *tensors, *plan.rest)
 
 
@@ -130,7 +130,7 @@ def hardware_class(major: int) -> str:
 def precision_of(dtype: torch.dtype, tf32x3: bool = False) -> str:
     """Return the precision of a dtype's matrix products: one of PRECISIONS in tiles.
 
-    fp32 is "ieee", or "tf32" if torch allows it. With `tf32x3` it is "tf32x3" on an NVIDIA GPU.
+    fp32 is "ieee", or "tf32" if torch allows it. With `tf32x3`, fp32 is "tf32x3" on an NVIDIA GPU.
     """
     if dtype in (torch.float16, torch.bfloat16):
         return "half"
@@ -164,7 +164,7 @@ def has_descriptors(device: torch.device) -> bool:
 
 
 def input_precision_of(hardware: str, precision: str, dtype: torch.dtype) -> str:
-    """Return the precision constant for the kernels' matrix products; on a GPU it affects only fp32."""
+    """Return the precision constant for the kernels' matrix products. On a GPU, it affects only fp32."""
     if hardware == "interpreted" and dtype == torch.bfloat16:
         return "interpreted"
     return "ieee" if precision == "half" else precision
@@ -173,7 +173,7 @@ def input_precision_of(hardware: str, precision: str, dtype: torch.dtype) -> str
 def described(tensors: list[Tensor], block: tuple[int, ...], is_transposed: bool = False) -> Any:
     """Return TMA descriptors that load tiles of shape `block`; None if a tensor does not support TMA.
 
-    With `is_transposed`, they describe tensors with the last two dimensions exchanged.
+    With `is_transposed`, the descriptors exchange the last two dimensions of the tensors.
     """
     found = []
     for tensor in tensors:
@@ -187,7 +187,7 @@ def described(tensors: list[Tensor], block: tuple[int, ...], is_transposed: bool
         )
         if checked is None or tensor.data_ptr() % ALIGNMENT:
             return None
-        descriptor = object.__new__(TensorDescriptor)  # without the checks, which take longer than a launch
+        descriptor = object.__new__(TensorDescriptor)  # skips slow checks
         descriptor.__dict__.update(checked, base=tensor)
         found.append(descriptor)
     return found
@@ -228,7 +228,7 @@ class Product(NamedTuple):
     def plan(
         self, kernel: Any, more_columns: int = 0, numbers: tuple[int, ...] = (), **constants: Any
     ) -> Plan:
-        """Return the plan of a kernel with one program per tile, and more programs for each row tile."""
+        """Return the plan of a kernel with `more_columns` programs per row tile, beside one per tile."""
         tile, (num_experts, *sizes) = self.tile, self.shape
         columns = cdiv(sizes[0], tile.block_n) + more_columns
         tiles_m = num_tiles(self.num_rows, num_experts, tile.block_m)
@@ -280,7 +280,7 @@ def operands(
 
 
 def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Return contiguous tensors with the same values."""
+    """Return contiguous tensors with the values of the given tensors; None stays None."""
     return [None if t is None else t.contiguous() for t in tensors]
 
 

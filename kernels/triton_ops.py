@@ -22,5 +22,5 @@ from fairseq_tutel.kernels.triton_weight_grad import grouped_weight_grad as grou
 _ALL = {name: globals()[name] for name in (*OPS, "gate_backward")}
 _PRODUCTS = {name: op for name, op in _ALL.items() if name.startswith(("grouped_", "ffn_"))}
 BY_PRODUCTS = by_products(_ALL)
-# fp32 products of the experts as three TF32 products.
+# For --moe-fp32-products tf32x3: each fp32 product is three TF32 products.
 IN_TF32X3 = by_products({**_ALL, **{n: functools.partial(op, tf32x3=True) for n, op in _PRODUCTS.items()}})

@@ -25,9 +25,9 @@ from fairseq_tutel.kernels.triton_tiles import CONSTANTS, tile_programs, write_t
 # assignments are compared at a time, because comparing 32 at once spills scalar registers on gfx90a. Not
 # tuned for speed.
 BLOCK_N, PEERS = 128, 16
-# Experts that are compared at a time.
+# Number of experts that are compared at a time.
 COUNT_BLOCK_E = 32
-# Tile of the scan over blocks. A tile covers few experts, because only different programs run in parallel.
+# Tile sizes of the scan over blocks. A tile has few experts, because tiles run in parallel.
 SCAN_BLOCK_B, SCAN_BLOCK_E = 256, 8
 
 
@@ -46,14 +46,14 @@ def assign_rows(
     time, batch = time_first or (1, ids_TK.shape[0])
     found = place_assignments(ids_TK, asked_TK, order_N, limit, num_experts, time, batch)
     slots_TK, row_of_TK, source_of_R, token_of_R, counts = found
-    if ids_TK.shape[1] == 1:  # an assignment's number is its token's
+    if ids_TK.shape[1] == 1:  # then assignment t belongs to token t
         token_of_R = source_of_R
     assigned_KE, counts_E, dropped_K, tiles = _parts(counts, ids_TK.shape[1], num_experts)
     return Rows(slots_TK, assigned_KE, counts_E, dropped_K, row_of_TK, source_of_R, token_of_R, tiles)
 
 
 def _parts(counts: Tensor, top_k: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the views of the buffer of all small results: assigned_KE, counts_E, dropped_K, tiles."""
+    """Split the buffer of all small results into views: assigned_KE, counts_E, dropped_K, tiles."""
     sizes = top_k * num_experts, num_experts, top_k
     assigned, counts_E, dropped_K, tiles = counts.split_with_sizes((*sizes, counts.shape[0] - sum(sizes)))
     return assigned.view(top_k, num_experts), counts_E, dropped_K, tiles
@@ -86,7 +86,7 @@ def place_assignments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernels of `assign_rows`: slots_TK, row_of_TK, source_of_R, token_of_R, small results.
 
-    For K = 1, token_of_R is None, or empty. `_parts` splits the small results.
+    For K = 1, token_of_R is None, or empty under torch.compile. `_parts` splits the small results.
 
     Args:
         ids_TK: as in `assign_rows`.
@@ -111,7 +111,7 @@ def place_assignments(
     if order_N is not None:
         order_N = order_N.contiguous()
         # An order may mix choices, so its blocks do not give the counts per choice.
-        del starts_BE  # frees the memory for the next tensor, which has the same size
+        del starts_BE  # frees memory for the next tensor
         starts_BE, plan = _block_starts(ids_TK, asked, order_N, sizes, counts, limit)
     launch(
         plan,
@@ -143,7 +143,7 @@ def _block_starts(
     """Return each expert's number of assignments before each block, and write the totals to `counts`.
 
     The blocks split K chains of T assignments each, or one chain of N assignments if an order is given. The
-    first result is [chains * blocks, E] int32, chain by chain. The second is the plan of `_place_kernel`.
+    first result is [chains * blocks, E] int32, chain by chain; the second is the plan of `_place_kernel`.
     """
     count, scan, place = _plans(sizes, order_N is not None)
     starts_BE = ids_TK.new_empty(count.grid[0], sizes[2], dtype=torch.int32)
@@ -154,7 +154,7 @@ def _block_starts(
 
 @functools.lru_cache(maxsize=1024)
 def _plans(sizes: tuple[int, ...], has_order: bool) -> tuple[Plan, Plan, Plan]:
-    """Return the plans of the three kernels, for the sizes (T, K, E, time, batch)."""
+    """Return the plans of the count, scan and place kernels for the sizes (T, K, E, time, batch)."""
     num_tokens, top_k, num_experts, *_ = sizes
     chains, length = (1, top_k * num_tokens) if has_order else (top_k, num_tokens)
     num_blocks = cdiv(length, BLOCK_N)

@@ -1,4 +1,4 @@
-"""Softmax with top-k in Triton, forward and backward, in place of `reference_route` on GPUs.
+"""Computes softmax with top-k and its gradient in Triton; replaces `reference_route` on GPUs.
 
 T tokens, E experts, K top_k.
 """
@@ -63,10 +63,7 @@ def gate_backward(
     normalize: bool,
     weight_ED: Tensor | None,
 ) -> tuple[Tensor, Any]:
-    """Return the factors of the gradient of a linear gate's input, pair_TF @ twice_FD.
-
-    Without a weight, the first result is the gradient of the logits.
-    """
+    """Return two factors, pair_TF and twice_FD, whose product is the gradient of a linear gate's input."""
     if dprobs_TE is not None and dprobs_TE.stride() not in ((0, 1), (probs_TE.shape[1], 1)):
         dprobs_TE = dprobs_TE.contiguous()  # a balance loss gives all tokens one row, of stride 0
     num_tokens, num_experts = probs_TE.shape

@@ -2,7 +2,7 @@
 
 The grid of a product has R // BLOCK_M + E + 1 row tiles, which is an upper bound. Rows after the last group
 form an additional group with expert -1. A row of the table is (expert, first row, end of the group's rows).
-In an unused tile, the first row is not below the end.
+In an unused row of the table, the first row is not below the end.
 """
 
 import triton
@@ -78,7 +78,7 @@ def write_tiles(
     rows_before = tl.full([], 0, tl.int32)
     tiles_before = tl.full([], 0, tl.int32)
     is_first = program == 0
-    written = tl.where(is_first, num_experts, 0)  # the first program writes the experts' first rows
+    written = tl.where(is_first, num_experts, 0)  # the first program also writes each expert's first row
     for first_expert in range(0, num_experts, BLOCK_E):
         e = first_expert + tl.arange(0, BLOCK_E)
         count = tl.load(counts + e, mask=e < num_experts, other=0).to(tl.int32)

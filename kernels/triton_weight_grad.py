@@ -1,8 +1,8 @@
-"""The gradients of every expert's weight and bias in Triton: products that sum over an expert's rows.
+"""Computes the gradients of every expert's weight and bias in Triton, summed over the expert's rows.
 
-The signature equals the signature in `reference`. The kernel gathers both operands while it loads them.
-Each program writes one tile of one expert's weight gradient, or a part of its bias gradient, so no sums
-across programs are needed. The gradients of an expert without rows are set to zero.
+The kernel gathers both operands while it loads them. Each program writes one tile of an expert's weight
+gradient, or a part of the bias gradient, so no sums across programs are needed. The gradients of an expert
+without rows are set to zero.
 """
 
 import functools
@@ -72,7 +72,7 @@ def triton_weight_grad(
     bias_source_R: Tensor | None,
     tf32x3: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel of `grouped_weight_grad`; without `bias`, its gradient is None, or empty.
+    """Launch the kernel of `grouped_weight_grad`; without `bias`, the bias gradient is None or empty.
 
     The arguments are the arguments of `grouped_weight_grad`, with the tables of `row_tiles` and the number
     of experts in place of groups.
@@ -147,7 +147,7 @@ def _write_bias(
     dout, dout_index, scale, source, dbias, expert, first, end, o, OUT, ACC, BLOCK_R: tl.constexpr
 ):
     """Write the sums of scale[source[r]] * dout[r] over an expert's rows to dbias, at the columns o."""
-    # One sum per element: a sum over the tile's rows in each step would synchronize the warps.
+    # There is one sum per element. A sum over the tile's rows in each step would synchronize the warps.
     sums = tl.zeros([o.shape[0], BLOCK_R], dtype=ACC)
     # Explicit stages make the compiler prefetch a loop without matrix products.
     for r_0 in tl.range(first, end, BLOCK_R, num_stages=2):
@@ -182,7 +182,7 @@ def _weight_grad_kernel(
 ):
     tiles_o, tiles_i = tl.cdiv(OUT, BLOCK_O), tl.cdiv(IN, BLOCK_I)
     if dbias is not None:
-        tiles_i += 1  # the programs of the last tile column sum the bias
+        tiles_i += 1  # the programs of the last tile column compute the bias gradient
     expert = tl.program_id(0) // (tiles_o * tiles_i)
     tile_o, tile_i = place(tl.program_id(0) % (tiles_o * tiles_i), tiles_o, tiles_i, GROUP)
     first = tl.load(starts + expert).to(tl.int32)

@@ -15,7 +15,7 @@ from torch import Tensor
 class ExpertTensorList:
     """A list of n experts' tensors that kernels can use like a stacked tensor [n, ...].
 
-    It supports only forward passes without gradients.
+    Such a list supports only forward passes without gradients.
 
     Attributes:
         make: returns the tensor of one expert.
@@ -33,7 +33,7 @@ class ExpertTensorList:
         return self.make(index)
 
     def unbind(self, dim: int) -> "ExpertTensorList":
-        """Return a sequence with one tensor per expert; each tensor is created when it is read."""
+        """Return a sequence with one tensor per expert, which is created when it is read."""
         assert dim == 0
         return self
 
@@ -75,7 +75,7 @@ NAMES = FFNWeights._fields
 
 
 class SavedActivations(NamedTuple):
-    """The activations that the FFN's forward saves for backward, without its input.
+    """The activations that the FFN's forward saves for backward, without the FFN's input.
 
     Attributes:
         a_RH: [R, H] the activation function's output, if its derivative is computed from it; else None.

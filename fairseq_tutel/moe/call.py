@@ -72,7 +72,7 @@ class Call:
 
     @property
     def sentences(self) -> tuple[int, int] | None:
-        """The micro-batch's numbers of sentences and time steps; None for one token or a list of tokens."""
+        """The numbers of sentences and time steps; None if x is one token or a list of tokens."""
         if self.time_first:
             return self.shape[1], self.shape[0]
         if len(self.shape) < 2:
@@ -82,7 +82,7 @@ class Call:
 
 
 def _flat(padding_mask: Tensor, x: Tensor, time_first: bool) -> Tensor:
-    """Flatten a mask to [T], in the order of the tokens."""
+    """Flatten a padding mask to [T], in the order of the tokens."""
     expected = (x.shape[1], x.shape[0]) if time_first else tuple(x.shape[:-1])
     if tuple(padding_mask.shape) != expected or padding_mask.dtype != torch.bool:
         raise ValueError(

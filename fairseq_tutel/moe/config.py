@@ -101,7 +101,7 @@ class MoEConfig:
 
     # fmt: off
     prefix: ClassVar[str] = "moe_"  # prefix of the keys
-    # Fields without `of` are set from the fairseq model's own options or from ModelConfig.
+    # Fields without `of` are set from options of the fairseq model or from ModelConfig.
     model_dim: int = option(
         MISSING, rule=AT_LEAST_1, flag="--decoder-embed-dim / --encoder-embed-dim",
         help="D, the width of a token",

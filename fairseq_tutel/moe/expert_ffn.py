@@ -1,9 +1,9 @@
-"""The FFN of all experts as one autograd node that saves only its input, hidden rows and routing.
+"""Computes the FFN of all experts as one autograd node that saves only the input, hidden rows and routing.
 
-With row maps, the node includes dispatch, experts and combine. It reads rows directly from the tokens, and
-computes the gradient of the gate weights from the hidden rows h. It therefore saves neither dispatched rows
-nor expert outputs. T tokens, D model_dim, H hidden_dim, E experts, K top_k, R rows, N rows of x (T with row
-maps, R without).
+With row maps, the node includes dispatch, experts and combine. The node reads rows directly from the
+tokens, and computes the gradient of the gate weights from the hidden rows h. It therefore saves neither
+dispatched rows nor expert outputs. T tokens, D model_dim, H hidden_dim, E experts, K top_k, R rows, N rows
+of x (T with row maps, R without).
 """
 
 from dataclasses import dataclass
@@ -23,37 +23,37 @@ from fairseq_tutel.moe.expert_stack import Tensors
 class FFNCall:
     """The arguments of the experts' FFN function that are not tensors."""
 
-    ops: Any  # namespace of the kernels
+    ops: Any  # namespace of kernels: `kernels.ops`
     groups: Groups
     activation: str  # activation between the two linear maps; ignored for `glu`
     recompute: bool = False  # whether backward computes h again instead of saving it
 
 
-# weights_TK, row_of_TK, source_of_R and token_of_R of a `Routing`; None in place of weights of 1.
+# weights_TK, row_of_TK, source_of_R and token_of_R of a `Routing`; None stands for weights of 1.
 RowMaps = tuple[Tensor | None, Tensor, Tensor, Tensor]
 
 
 def ffn(x_ND: Tensor, tensors: Tensors, call: FFNCall, maps: RowMaps | None = None) -> Tensor:
     """Run the experts' FFNs and return each row's output [R, D], or each token's weighted sum [T, D].
 
-    Without maps, `x_ND` holds rows sorted by expert, and rows after the last group give 0. With maps,
-    `x_ND` holds the tokens. The maps must have the compact layout and keep all rows on this rank.
+    Without row maps, `x_ND` holds rows sorted by expert, and rows after the last group give 0. With row
+    maps, `x_ND` holds the tokens. Row maps must have the compact layout and keep all rows on this rank.
     """
     named = [tensors.get(name) for name in NAMES]
     given = maps or (None, None, None, None)
     if torch.is_grad_enabled():
         return _FFN.apply(call, x_ND, *given, *named)
-    # Without gradients the tensors may be an expert tensor list, which autograd cannot save.
+    # Without gradients, a weight may be an expert tensor list, which autograd cannot save.
     return _FFN.forward(_NoGraph(), call, x_ND, *given, *named)
 
 
 class _NoGraph:
-    """A stand-in for the autograd context in a forward pass that has no backward pass."""
+    """A replacement for the autograd context in a forward pass without a backward pass."""
 
     needs_input_grad = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Ignore the tensors instead of saving them, because there is no backward pass."""
+        """Do not save the tensors, because there is no backward pass."""
 
 
 class _FFN(torch.autograd.Function):
@@ -83,7 +83,7 @@ class _FFN(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weights_TK, row_of_TK, source_of_R, a_RH, h_RH, g_RH, *named = ctx.saved_tensors
         call, ops, needs = ctx.call, ctx.call.ops, ctx.needs_input_grad
-        # The tokens of the rows are computed again, because another saved map would take 8 T K bytes.
+        # Backward computes each row's token again, because saving this map would take 8 T K bytes.
         index_R = None if row_of_TK is None else token_of(source_of_R, row_of_TK.shape[1])
         of_call = FFNWeights(*named), call.groups, call.activation
         saved = SavedActivations(a_RH, h_RH, g_RH)

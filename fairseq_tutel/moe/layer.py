@@ -1,4 +1,4 @@
-"""The MoE layer: routing, experts, balance losses. T tokens, D model_dim, E experts, K top_k, R rows."""
+"""The MoE layer with its balance losses. T tokens, D model_dim, E experts, K top_k, R rows."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class MoEOutput:
 
     @cached_property
     def losses(self) -> dict[str, Tensor]:
-        """The unweighted balance losses by name. Some of them need a collective at the first access."""
+        """The unweighted balance losses by name. Some losses need a collective at the first access."""
         assert self.routing.gate is not None
         return balance_losses(self.balance_weights, self.routing, self.routing.gate)
 
@@ -110,7 +110,7 @@ class MoELayer(nn.Module):
         torch.Size([4, 10, 64])
     """
 
-    router: Any = None  # if set, routes several layers with `routing_of`, as in inference/pregate.py
+    router: Any = None  # if set, this object routes several layers, as in inference/pregate.py
 
     def __init__(
         self,
@@ -210,13 +210,13 @@ class MoELayer(nn.Module):
         return y_TD.view(*call.shape, y_TD.shape[1]), self.balance(routing)
 
     def routing_of(self, x_TD: Tensor, call: Call) -> Routing:
-        """Return the routing of a forward pass, from the router in `router`, or else from `route`."""
+        """Return the routing of a forward pass, from `router` if it is set, otherwise from `route`."""
         if self.router is None:
             return self.route(x_TD, call)
         return self.router.routing_of(self, x_TD, call)
 
     def route(self, x_TD: Tensor, call: Call) -> Routing:
-        """Choose experts for every token with the gate; this needs neither experts nor other ranks."""
+        """Choose experts for every token with the gate, without the experts' weights or other ranks."""
         index = self.config.gate_index if call.gate_index is None else call.gate_index
         gate, config = self.gate_at(index)
         bias_E = None if self.balance_bias is None else self.balance_bias.bias
@@ -248,7 +248,7 @@ class MoELayer(nn.Module):
         """
         experts, gate = self.experts, routing.gate
         if gate is not None and gate.passed_TD is not None and gate.x_TD is x_TD:
-            x_TD = gate.passed_TD  # so that backward adds both gradients of x in one product
+            x_TD = gate.passed_TD  # then one product adds both gradients of x
         if not torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(experts.dtype)
         dispatcher = OwnExperts(experts, self.config) if local else self.dispatcher
@@ -261,7 +261,7 @@ class MoELayer(nn.Module):
     def balance(self, routing: Routing) -> MoEOutput:
         """Return the balance losses of a routing from `route`. Some losses make this a collective call."""
         output = MoEOutput(routing, self.balance_weights)
-        if not can_defer(self.training):  # compute them with gradients
+        if not can_defer(self.training):  # compute losses now, with gradients
             output.cmr_sum  # noqa: B018
             if self.balance_weights:  # otherwise the loss is a constant, which may never be read
                 output.balance_loss  # noqa: B018

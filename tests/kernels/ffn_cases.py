@@ -56,7 +56,7 @@ class Case:
 
 
 def inputs(case: Case, device: str) -> dict[str, Any]:
-    """Draw x, dy, the weights and the maps; values that no op may read are NaN, or -1 for an index."""
+    """Draw x, dy, weights and index maps. Values that no op may read are NaN, or -1 in a map."""
     generator = torch.Generator().manual_seed(len(case.counts) + 10 * sum(case.counts))
     experts, used = len(case.counts), sum(case.counts)
     rows = used + case.tail
@@ -105,7 +105,7 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
 
 
 def run(ops: Any, case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
-    """Run the ops and return every result by name, without tail rows that are undefined."""
+    """Run the FFN ops and return every result by name, without the undefined rows at the end."""
     groups, used = Groups.of_tensor(given["counts"]), sum(case.counts)
     index, fc1, fc2, fc3 = (given[k] for k in ("index", "fc1", "fc2", "fc3"))
     gate, source = given["values"], given["source"]
@@ -133,7 +133,7 @@ def run(ops: Any, case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
                 d, given["x"], groups, rows_index_R=index, bias=case.bias
             )
     results["dx"] = ops.ffn_up_backward(dh, fc1, dg, fc3, groups)
-    for name in ("h", "g"):  # their tails are undefined
+    for name in ("h", "g"):  # the rows after the last group are undefined
         if results[name] is not None:
             results[name] = results[name].narrow(0, 0, used)
     return {name: tensor for name, tensor in results.items() if tensor is not None}
@@ -193,7 +193,7 @@ def oracle(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     if "dgate" in results:
         results["dgate"] = results["dgate"][:used]
         results["gated"] = made["a"] * gate.unsqueeze(1)
-    for name in ("a", "out", "dx", "dh", "dg"):  # these results have zeros in the tail
+    for name in ("a", "out", "dx", "dh", "dg"):  # these results are 0 after the last group
         if name in results:
             results[name] = F.pad(results[name], (0, 0, 0, case.tail))
     return {name: tensor.detach() for name, tensor in results.items()}
@@ -212,7 +212,7 @@ def check(got: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtyp
 
 
 def compare(ops: Any, plain: Any, case: Case, device: str) -> None:
-    """Compare both sets of ops with fp64 and with each other."""
+    """Compare the results of two sets of ops with fp64 and with each other."""
     given = inputs(case, device)
     got, reference, exact = run(ops, case, given), run(plain, case, given), oracle(case, given)
     assert set(got) == set(reference)
@@ -231,5 +231,5 @@ def skewed(num_rows: int, experts: int) -> tuple[int, ...]:
 
 
 def with_tiles(case: Case) -> Case:
-    """Return the case with dimensions that give rows the alignment that tensor descriptors need."""
+    """Return the test case with row sizes that are aligned for tensor descriptors."""
     return replace(case, model_dim=24, hidden_dim=40)

@@ -1,4 +1,4 @@
-"""The gate's product of bf16 operands with fp32 results: exact products, and gradients with 16 bits.
+"""Tests the gate's matrix product of bf16 operands, with fp32 results and 16-bit gradients.
 
 On a GPU (`-m gpu`), the product is compared with fp32 copies, and a profile shows the kernels' operands.
 """
@@ -41,7 +41,7 @@ def compare(device: str) -> None:
         exact = torch.autograd.grad(expected_TE, wide, dlogits_TE.double())
         for grad, other in zip(got, exact, strict=True):
             assert grad.dtype == torch.bfloat16
-            # Half a unit of bf16, plus the error of 16-bit gradients in a sum of terms of size 20.
+            # Half a unit of bf16, plus the error of 16-bit gradients in sums of terms of about 20.
             torch.testing.assert_close(grad.double(), other, rtol=2**-8, atol=2e-2)
 
 
@@ -50,7 +50,7 @@ def test_logits_and_gradients_equal_fp64():
 
 
 def test_a_nonfinite_gradient_stays_nonfinite_for_its_token_and_expert():
-    """The gradients of this token and this expert are not finite, and all others are finite."""
+    """Only the gradients of the token and the expert with the infinite or NaN value are not finite."""
     x_TD, weight_ED = operands(6, 8, 4, "cpu")
     for value in (float("inf"), float("-inf"), float("nan")):
         dlogits_TE = torch.ones(6, 4)
@@ -71,7 +71,7 @@ def test_a_layer_uses_the_bf16_product_in_training(options, needs_dx, interprete
 
 
 def compare_layers(options: dict, needs_dx: bool) -> None:
-    """Compare a layer that has the bf16 product with one that has the product of fp32 copies."""
+    """Compare the training of a layer with the bf16 gate product and with a product of fp32 copies."""
     results = []
     for is_new in (True, False):
         gate_product.is_supported = lambda x, w, is_new=is_new: is_new and x.dtype == torch.bfloat16
@@ -82,7 +82,7 @@ def compare_layers(options: dict, needs_dx: bool) -> None:
         y, output = layer(x)
         (y.float().square().sum() + output.balance_loss).backward()
         results.append([t for t in (y.detach(), x.grad, layer.gate.weight.grad) if t is not None])
-    for got, expected in zip(*results, strict=True):  # to one unit of the largest sum in bf16
+    for got, expected in zip(*results, strict=True):  # up to one bf16 unit of the largest value
         torch.testing.assert_close(got, expected, rtol=0.016, atol=float(expected.abs().max()) * 2**-8)
 
 
