@@ -17,7 +17,7 @@ ACTIVATION = "relu"
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes T, D, H, E, K of the dropless layer that calls the ops, and whether its experts are SwiGLU."""
+    """Sizes T, D, H, E, K of the dropless layer that calls the ops, and whether the experts are SwiGLU."""
 
     tokens: int
     model_dim: int
@@ -44,7 +44,7 @@ class Call:
     keywords: dict[str, Any] = field(default_factory=dict)
 
 
-# Configurations of `benchmarks.layer`, on a GPU its A, B and D.
+# Configurations of `benchmarks.layer`; on a GPU, these are A, B and D.
 SIZES = {
     "cpu": {
         "k1": Sizes(tokens=4096, model_dim=512, hidden_dim=2048, num_experts=8, top_k=1),

@@ -24,16 +24,16 @@ class Option:
 
     default: Any
     help: str  # help text without unit and default
-    of: str = ""  # owner of the key: model, task or criterion; empty: the option has no flag
+    of: str = ""  # owner of the key: model, task or criterion; an option without owner has no flag
     theme: str = ""  # heading in docs/flags.md
     unit: str = ""
     choices: tuple[str, ...] = ()  # the valid values of an option with words as values
     rule: Rule | None = None  # an additional test of the value
     or_class: bool = False  # whether Python may give a class in place of a word
     same_as: tuple[str, Any] | None = None  # the field of MoEConfig and the value that an older flag sets
-    flag: str = ""  # the flag, if it does not follow from the key
+    flag: str = ""  # the flag; empty if the key gives the flag
     name: str = ""  # name of the dataclass field
-    key: str = ""  # name in fairseq's configuration
+    key: str = ""  # the option's name in fairseq's configuration
     type: Any = None
 
     @property

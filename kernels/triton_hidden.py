@@ -218,7 +218,7 @@ def _hidden_kernel(
         PRECISION, ROWS_DESCRIPTOR, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_K,
     )  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
-    count = (end - first).to(tl.int32)  # 32 bits need fewer registers
+    count = (end - first).to(tl.int32)  # numbers of 32 bits need fewer registers
     readable = tl.where(expert < 0, 0, count)  # rows after the last group are not read
     scale = tl.full([BLOCK_M], 1, ACC)
     if gate is not None:

@@ -217,10 +217,10 @@ class Product(NamedTuple):
     """The properties of a grouped matrix product that determine its launch, except the kernel."""
 
     tile: Tile
-    precision: str  # of the matrix instructions
-    num_rows: int  # of the result
-    shape: torch.Size  # of the weights: E, N, K
-    strides: tuple[int, ...]  # of the weights
+    precision: str  # precision of the matrix instructions
+    num_rows: int  # rows of the result
+    shape: torch.Size  # the shape of the weights: E, N, K
+    strides: tuple[int, ...]  # the strides of the weights
     dtype: torch.dtype
     describes_rows: bool  # whether the rows are tensor descriptors
     describes_weights: bool
@@ -228,7 +228,7 @@ class Product(NamedTuple):
     def plan(
         self, kernel: Any, more_columns: int = 0, numbers: tuple[int, ...] = (), **constants: Any
     ) -> Plan:
-        """Return the plan of a kernel with `more_columns` programs per row tile, beside one per tile."""
+        """Return the plan of a kernel with one program per tile and `more_columns` more per row tile."""
         tile, (num_experts, *sizes) = self.tile, self.shape
         columns = cdiv(sizes[0], tile.block_n) + more_columns
         tiles_m = num_tiles(self.num_rows, num_experts, tile.block_m)

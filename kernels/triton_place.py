@@ -179,7 +179,7 @@ def _assignments_at(
     positions,
     sizes,
 ):
-    """Load the assignments at these positions, as t * K + j, and their experts; E for no expert."""
+    """Load the assignments t * K + j at these positions, and their experts; expert E stands for none."""
     length, num_tokens, top_k, num_experts, time, batch = sizes
     inside = positions < length
     if order is not None:

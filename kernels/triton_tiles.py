@@ -61,7 +61,7 @@ def write_tiles(
     BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Write one program's part of the tables of `row_tiles`."""
-    # BLOCKS_M doubles from each size to the next. 32 bits need fewer registers.
+    # Each number in BLOCKS_M is twice the number before. Numbers of 32 bits need fewer registers.
     block_m = tl.full([], SMALLEST, tl.int32)
     num_rows = tl.cast(num_rows, tl.int32)
     table = tiles + num_experts + 1

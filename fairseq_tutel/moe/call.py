@@ -13,7 +13,7 @@ from fairseq_tutel.moe.slots import Capacity, MicroBatch, capacity_of
 
 @dataclass(eq=False, kw_only=True)
 class Call:
-    """The arguments of one forward pass of a MoE layer, without the tokens. None: as configured."""
+    """The arguments of one forward pass of a MoE layer, without tokens. None means the configured value."""
 
     shape: tuple[int, ...]  # shape of x without D; T is the product of these sizes
     time_first: bool = False  # x is [time, batch, D]; token t is (t // S, t % S)

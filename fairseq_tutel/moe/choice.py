@@ -29,10 +29,10 @@ from fairseq_tutel.moe.slots import MicroBatch
 class Chosen:
     """The experts that each token chose, with their weights, before slots are assigned."""
 
-    scores_TE: Tensor  # detached
-    probs_TE: Tensor  # see `Routing`
+    scores_TE: Tensor  # without gradient
+    probs_TE: Tensor  # as in `Routing`
     expert_ids_TK: Tensor  # int64, best first
-    weights_TK: Tensor  # before any assignment is left out
+    weights_TK: Tensor  # weights of all assignments
 
 
 # A function that returns new keys from keys_TE and logits_TE, all without gradients. A key of -inf excludes

@@ -56,7 +56,7 @@ PARALLEL_TYPE: Rule = (
 TEMPERATURE: Rule = (lambda v: 0.01 <= v < math.inf, "give a number of at least 0.01")
 
 
-# Balance losses by their name in --moe-balance-loss.
+# The help texts of the balance losses that --moe-balance-loss can name.
 BALANCE_LOSSES = {
     "gshard": "fraction of first choices times mean probability, summed over experts",
     "gshard_all": "gshard with the fraction of all choices",

@@ -1,8 +1,8 @@
-"""Dispatch and combine, and dispatchers, which send the tokens of a layer to their experts and back.
+"""Dispatch, combine, and the dispatchers that send a layer's tokens to experts and back.
 
-Dispatch maps x_TD to rows_RD, and combine maps rows_RD to y_TD. They are adjoint to each other. Forward and
-backward of both are gathers that use the maps between assignments and rows. They use no scatters or
-atomics, so equal inputs give bit-identical results.
+Dispatch maps x_TD to rows_RD, and combine maps rows_RD to y_TD. The backward pass of one has the form of
+the other's forward. All four passes are gathers by maps between assignments and rows, without scatters or
+atomics. Equal inputs therefore give bit-identical results.
 
 - `Local`: all experts are on this rank.
 - `Gathering`: every rank gathers the weights of all experts for one forward (adaptive_r = 0).
@@ -69,8 +69,8 @@ def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: 
     """Return each token's sum of expert outputs; the sum is weighted unless `prescore` is set.
 
     Args:
-        rows_RD: the experts' outputs, in any float dtype, differentiable. It may be shorter than R,
-            because the unused tail of the compact layout can be cut.
+        rows_RD: the experts' outputs, in any float dtype, differentiable. It may have fewer than R rows,
+            because unused rows at the end can be cut.
         routing: the rows and weights of each token.
         backend: as in `dispatch`.
         prescore: whether `dispatch` has multiplied the rows by the weights.

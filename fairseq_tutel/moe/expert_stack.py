@@ -130,8 +130,9 @@ class ExpertStack(nn.Module):
     def forward(self, rows_RD: Tensor, groups: Groups, weights: Weights = OWN) -> Tensor:
         """Run each expert on its group of rows; rows after the last group are not used.
 
-        Rows are sorted by expert. `groups` has one group for each local expert, or for each of all experts
-        if `weights` has all. The result is [R, D], or shorter if the rows after the last group are omitted.
+        Rows are sorted by expert. `groups` has one group for each local expert, or for every expert if
+        `weights` has all experts. The result is [R, D], or shorter if the rows after the last group are
+        omitted.
         """
         tensors, groups = weights.of_groups(self, groups)
         if self.config.recompute_experts and not self.is_one_node and torch.is_grad_enabled():
@@ -191,7 +192,7 @@ class ExpertStack(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the expert weights, and without autocast also of the experts' inputs."""
+        """The dtype of the expert weights. Without autocast, the experts' inputs have this dtype, too."""
         return next(d for name in self.names if (d := getattr(self, name).dtype).is_floating_point)
 
     @property
@@ -202,7 +203,7 @@ class ExpertStack(nn.Module):
         return next(iter(self.expert_parameters().values())).device
 
     def prepared(self, tensors: Tensors, device: torch.device) -> Tensors:
-        """Convert the weights for one forward pass, such as to autocast's dtype; row chunks share them."""
+        """Convert the weights for one forward pass, for example to autocast's dtype."""
         return tensors
 
     def slice_of(self, name: str) -> Slice:

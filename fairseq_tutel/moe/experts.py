@@ -63,7 +63,8 @@ class Experts(ExpertStack):
             fan_in = self.whole_shape(f"{map_name}_weight")[1]
             for i in range(self.num_local):
                 generator = seeded_generator(seed, name, self.first + i, tensor)
-                # The complete expert is drawn and then split, so that a model is the same for every P.
+                # The complete expert is drawn and then split, so that a model is equal for every number of
+                # ranks.
                 whole = parameter.new_empty(self.whole_shape(tensor))
                 draw_linear(whole, fan_in, kind, self.config.init_std, generator)
                 parameter[i].copy_(self.own_part(tensor, whole.unsqueeze(0))[0])
@@ -166,10 +167,10 @@ def activation_of(config: MoEConfig) -> Callable[[Tensor], Tensor]:
 
 
 class CustomExperts(ExpertStack):
-    """Experts of a custom class: `kind(config)` is one expert, a module from rows [n, D] to rows [n, D].
+    """Experts of a custom class: `kind(config)` returns one expert, which maps rows [n, D] to rows [n, D].
 
-    Parameters are stacked by expert under their own names, in which a dot becomes __. They are exchanged,
-    saved and loaded as the parameters of built-in experts are. The constructor draws each expert with a
+    Parameters are stacked by expert under their own names, in which a dot becomes __. Parameters are
+    exchanged, saved and loaded like those of built-in experts. The constructor draws each expert with a
     different seed.
     """
 
@@ -266,13 +267,13 @@ def grouped_linear(
     """
     rows = rows.to(weight.dtype)
     ops = kernels.ops(backend, rows.device, rows.dtype, fp32_products)
-    if not torch.is_grad_enabled():  # without gradients the weights may be an expert tensor list
+    if not torch.is_grad_enabled():  # without gradients, `weight` may be an expert tensor list
         return ops.grouped_linear(rows, weight, bias, groups)
     return _GroupedLinear.apply(rows, weight, bias, groups, ops)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """All experts' linear maps as one autograd node; `weight[i]` would make a full-size gradient each."""
+    """One autograd node for all experts, because each `weight[i]` would make a full-size gradient."""
 
     @staticmethod
     def forward(

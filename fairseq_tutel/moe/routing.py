@@ -29,9 +29,9 @@ from fairseq_tutel.parallel.groups import Topology
 class GateOutput:
     """The gate's results that balance losses use in addition to the routing."""
 
-    logits_TE: Tensor  # the logits that experts were chosen by, with noise in training
+    logits_TE: Tensor  # the logits by which experts were chosen, with noise in training
     clean_TE: Tensor  # the logits before noise; the same tensor if there is no noise
-    noise: float = 0.0  # standard deviation of the noise on logits
+    noise: float = 0.0  # standard deviation of the noise that is added to logits
     score_function: str = "softmax"
     sentences: tuple[int, int] | None = None  # (S, time) of the micro-batch; None for one sentence
     time_first: bool = False  # whether token t is (t // S, t % S) or (t // time, t % time)

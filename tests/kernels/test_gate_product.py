@@ -1,6 +1,6 @@
 """Tests the gate's matrix product of bf16 operands, with fp32 results and 16-bit gradients.
 
-On a GPU (`-m gpu`), the product is compared with fp32 copies, and a profile shows the kernels' operands.
+On a GPU (`-m gpu`), the product of the compiled kernel is compared with fp64.
 """
 
 import pytest

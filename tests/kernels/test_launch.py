@@ -1,4 +1,4 @@
-"""Kernel launches: one function makes all of them, and it binds a CUDA context in each thread."""
+"""Tests the function that launches all kernels and binds a CUDA context in each thread."""
 
 import ast
 import contextlib

@@ -1,4 +1,4 @@
-"""Products with int8 and int4 matrices equal products with the unpacked matrix, to the rounding of bf16."""
+"""Compares products of int8 and int4 matrices with products of the unpacked matrix, up to rounding."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The plain torch ops, compared with direct indexing in fp64."""
+"""Compares the plain torch ops with direct indexing in fp64."""
 
 import pytest
 import torch
