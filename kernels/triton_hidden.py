@@ -81,7 +81,7 @@ def _hidden_shapes(
     dg_RH = None if g_RH is None else torch.empty_like(dh_RH)
     writes_a = a_RH is None or gate_N is not None
     gated_RH = torch.empty_like(dh_RH) if writes_a else None
-    dgate_PR, sum_dtype = None, torch.promote_types(dy_ND.dtype, torch.float32)
+    dgate_PR, sum_dtype = None, torch.float64 if dy_ND.dtype == torch.float64 else torch.float32
     if gate_N is not None:
         dgate_PR = dh_RH.new_empty(parts, num_rows, dtype=sum_dtype)
     return dh_RH, dg_RH, gated_RH, dgate_PR
