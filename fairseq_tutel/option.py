@@ -27,12 +27,14 @@ class Option:
     of: str = ""  # owner of the key: model, task or criterion; an option without owner has no flag
     theme: str = ""  # heading in docs/flags.md
     unit: str = ""
-    choices: tuple[str, ...] = ()  # the valid values of an option with words as values
-    rule: Rule | None = None  # an additional test of the value
-    or_class: bool = False  # whether Python may give a class in place of a word
-    same_as: tuple[str, Any] | None = None  # the field of MoEConfig and the value that an older flag sets
+    choices: tuple[str, ...] = ()  # the valid values, if values are words
+    rule: Rule | None = None  # a further test of a value
+    or_class: bool = False  # whether Python code may pass a class instead of a word
+    same_as: tuple[str, Any] | None = (
+        None  # for an older flag: the MoEConfig field that it sets, and the value
+    )
     flag: str = ""  # the flag; empty if the key gives the flag
-    name: str = ""  # name of the dataclass field
+    name: str = ""  # the name of the dataclass field
     key: str = ""  # the option's name in fairseq's configuration
     type: Any = None
 

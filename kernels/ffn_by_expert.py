@@ -256,8 +256,8 @@ def _sizes(blocks: Sequence[Block]) -> list[int]:
 def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
     """Split a tensor into one view per block of rows; a tensor of None gives None for every block.
 
-    All views are created at once. A view takes a microsecond, and threads would have to create views one at
-    a time under the GIL.
+    All views are created at once. Creating a view takes a microsecond, and Python threads would have to
+    create views one at a time.
     """
     if rows is None or not blocks:
         return [None] * len(blocks)

@@ -80,7 +80,7 @@ choice = _Gate.apply  # no function, because each call takes time
 
 
 def _in_pairs(dlogits_TE: Tensor, dtype: torch.dtype) -> Tensor:
-    """Split each value into a number of a narrower dtype and the rest in this dtype: [T, 2 E]."""
+    """Split values into numbers of a narrower dtype and remainders of this dtype, as columns: [T, 2 E]."""
     num_tokens, num_experts = dlogits_TE.shape
     pair_TF = dlogits_TE.new_empty(num_tokens, 2 * num_experts, dtype=dtype)
     high_TE, low_TE = pair_TF.split(num_experts, 1)

@@ -311,7 +311,7 @@ def _hidden_backward(
         a = activate(kept, ACTIVATION)
         if g_in is not None:
             a *= g
-        a = a.to(dh_out.dtype.element_ty).to(da.dtype)  # rounded as in forward
+        a = a.to(dh_out.dtype.element_ty).to(da.dtype)  # forward rounded a, too
     part = tl.sum(da * a, 1)
     if a_out is not None:
         store_tile(a_out + first * N, a * scale[:, None], 0, count, n, N)

@@ -22,8 +22,8 @@ from fairseq_tutel.kernels.triton_launch import Plan, launch
 from fairseq_tutel.kernels.triton_tiles import CONSTANTS, tile_programs, write_tiles
 
 # Assignments per block. A slot needs BLOCK_N comparisons, and the scan has N / BLOCK_N steps. PEERS
-# assignments are compared at a time, because comparing 32 at once spills scalar registers on gfx90a. Not
-# tuned for speed.
+# assignments are compared at a time, because comparing 32 at once spills scalar registers on gfx90a. The
+# numbers are not tuned.
 BLOCK_N, PEERS = 128, 16
 # Number of experts that are compared at a time.
 COUNT_BLOCK_E = 32

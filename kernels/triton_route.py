@@ -16,7 +16,7 @@ from fairseq_tutel.kernels.tiles import cdiv, next_power_of_2
 from fairseq_tutel.kernels.triton_launch import Plan, accumulator_of, launch
 
 # Elements of a [tokens, experts] tile. With 4096 the fp64 kernel takes 25 s to compile for sm_80. With 1024
-# every kernel compiles in less than 1 s and needs at most 128 registers. Not tuned for speed on a GPU.
+# every kernel compiles in less than 1 s and needs at most 128 registers. The number is not tuned for speed.
 TILE = 1024
 
 

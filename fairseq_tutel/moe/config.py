@@ -353,7 +353,7 @@ MoEConfig.__doc__ = documented(MoEConfig)
 
 
 def label_of(name: str) -> str:
-    """Return the text that names a MoEConfig field in messages: the field and, if any, its flag."""
+    """Return the name of a MoEConfig field in messages: the field's name and, if there is one, the flag."""
     return LAYER[name].label
 
 
