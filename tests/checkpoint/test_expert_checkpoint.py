@@ -66,7 +66,7 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(ranks, saved_on, loaded_o
 
 def gather_moments(parallel: int) -> Tensor | None:
     topology = make_topology([4], parallel)
-    # Each local expert has a row of its global ID and the number of its EP replica.
+    # The row of a local expert has its global ID and the number of this rank's EP replica.
     held = [[float(e), dist.get_rank() // topology.expert_parallel_size] for e in topology.local_experts(4)]
     return gather_to_first(torch.tensor(held), topology)
 
@@ -103,7 +103,7 @@ def states(parameter):
     return {"moment": torch.zeros_like(parameter), "scale": torch.ones(len(parameter), 1, 1)}
 
 
-def test_a_state_tensor_with_another_shape_than_the_weight_is_equal_for_all_expert_shards(tmp_path):
+def test_an_optimizer_state_without_a_hidden_dimension_is_not_split_into_expert_shards(tmp_path):
     config, written = MoEConfig(model_dim=4, hidden_dim=8, num_experts=2), []
     for rank in range(4):
         place = Topology(world_size=4, rank=rank, expert_parallel_size=4, share_groups={2: None})

@@ -251,7 +251,7 @@ def test_the_converted_model_opens_with_written_dictionaries_that_have_data_sour
     overrides = {"data": str(output), "source_lang": "de", "target_lang": "en"}
     (model,), _, task = load_model_ensemble_and_task([str(output / "model.pt")], arg_overrides=overrides)
     assert len(task.source_dictionary) == meta.words == len(model.encoder.embed_tokens.weight)
-    # The model does not use old dictionaries.
+    # The new checkpoint does not name the folder of the old dictionaries.
     assert load(output / "model.pt")["cfg"]["task"]["data"] == ""
     assert "is another dictionary" in refusal("meta", tmp_path / "best.pt", "--output", data / "model.pt")
     # The German dictionary is missing, or belongs to another model.

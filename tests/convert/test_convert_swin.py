@@ -239,7 +239,7 @@ def save_ranks(theirs, ranks, path, **beside):
 
 
 def save_final(theirs, ranks, path):
-    """Save the files of a finished training run, where experts' files lack the frozen fc2 biases."""
+    """Save the files of a finished training run, whose expert files lack the frozen fc2 biases."""
     for rank in range(ranks):
         own = of_rank(theirs, ranks, rank)
         moe = {n: t for n, t in own.items() if "experts." in n and not n.endswith("fc2_bias")}

@@ -149,7 +149,7 @@ OURS = {
 
 
 def has_experts(weights, prefix, whole):
-    """Assert that the layer has these experts, with all weights except Tutel's fc1 transposed."""
+    """Assert that the layer has these experts; all matrices except batched_fc1_w are transposed."""
     found = {k.removeprefix(prefix): t for k, t in weights.items() if k.startswith(prefix)}
     assert found.keys() == {OURS[name] for name in whole}
     for name, tensor in whole.items():
@@ -219,7 +219,7 @@ def test_convert_tutel_converts_custom_gates_and_experts(tmp_path):
     torch.testing.assert_close(holder.moe(x_TD, capacity_factor=0), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_convert_tutel_finds_files_by_a_pattern_and_weights_by_their_keys(tmp_path):
+def test_convert_tutel_finds_files_by_a_pattern_and_weights_by_a_path_of_keys(tmp_path):
     def wrapped(weights):
         return {"net": {"ema": weights, "step": 3}, "optimizer": [{"m": drawn(2)}], "epoch": 4}
 

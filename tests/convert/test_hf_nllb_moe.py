@@ -333,7 +333,7 @@ def test_a_wrong_list_of_kept_experts_raises_an_error(content, pairs, sentence, 
 
 
 def test_tensor_names_without_a_prefix_and_pickled_files_are_read(tmp_path):
-    """The released NLLB-MoE has tensor names without "model." and .bin files."""
+    """The released NLLB-MoE has .bin files, and its tensor names lack the prefix "model."."""
     theirs = nllb.moe_model()
     source = nllb.save(theirs, tmp_path / "hf")
     tensors = load_file(source / "model.safetensors")

@@ -73,7 +73,7 @@ def test_compiled_ffn_ops_equal_fp64_with_every_tile_of_the_table(kind, monkeypa
 
 
 def test_backward_runs_in_a_thread_without_a_cuda_context():
-    """The first thread loads every kernel, because loading a kernel binds a CUDA context."""
+    """The main thread loads every kernel first, because loading gives a thread a CUDA context."""
     case = replace(LAYER, gathered=False, glu=True)
     ops, given = kernels.ops("triton", torch.device("cuda")), inputs(case, "cuda")
     expected = run(ops, case, given)

@@ -32,7 +32,7 @@ def test_weight_gradients_in_blocks_are_bit_identical_to_one_product(rows, dtype
     dout, x = (normal(rows, 1100).to(dtype), normal(rows, 256).to(dtype))
     dweight, dbias = torch.full((1100, 256), torch.nan, dtype=dtype), torch.zeros(1100, dtype=dtype)
     products.weight_grad(dout, x, dweight, dbias)
-    if rows == 2 and dtype == torch.float32:  # Two outer products may be rounded differently.
+    if rows == 2 and dtype == torch.float32:  # The sum of two outer products may be rounded differently.
         torch.testing.assert_close(dweight, torch.mm(dout.t(), x))
     else:
         assert torch.equal(dweight, torch.mm(dout.t(), x))

@@ -34,14 +34,10 @@ def two_threads():
             [],
             [1, 3, 0, 2],
         ),  # Reading the weights is enough work for threads.
-        (2, (9, 1, 1), MUCH, [0], [1, 2]),  # The second thread would wait for the largest expert.
-        (
-            2,
-            (4, 4, 4),
-            MUCH,
-            [0, 1, 2],
-            [],
-        ),  # One thread would compute two experts, and the other thread one expert.
+        # If one thread computed expert 0 alone, the other thread would wait, so both compute it together.
+        (2, (9, 1, 1), MUCH, [0], [1, 2]),
+        # If each thread computed whole experts, one would have two of the three and the other thread one.
+        (2, (4, 4, 4), MUCH, [0, 1, 2], []),
         (2, (7, 3), MUCH, [0, 1], []),
         (2, (7, 0), MUCH, [0, 1], []),
         (2, (0, 0), MUCH, [0, 1], []),

@@ -75,7 +75,7 @@ def all_costs(tuner):
 
 
 def of_several_micro_batches():
-    """Run updates of 8 micro-batches with 1 ms per token; only the first has equal sizes on both ranks."""
+    """Run updates of 8 micro-batches with 1 ms per token; sizes differ by rank after the first update."""
     layer = layer_of(parallel=2)
     tuner, rank = ft.UpdateTuner([layer], overlaps=(1,)), dist.get_rank()
     with clock() as now:
