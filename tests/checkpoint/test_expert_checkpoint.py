@@ -44,7 +44,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     "world_size, parallel, dtype", [(2, 0, F32), (4, 2, F32), (4, 1, F32), (4, 2, BF16)]
 )
-def test_rank_0_saves_the_checkpoint_of_a_run_on_one_rank(ranks, world_size, parallel, dtype):
+def test_rank_0_saves_the_same_checkpoint_as_a_run_on_one_rank(ranks, world_size, parallel, dtype):
     first, *_ = ranks(world_size).run(save, parallel, dtype)
     same(first, model(None, dtype=dtype).state_dict())
 
@@ -72,7 +72,7 @@ def gather_moments(parallel: int) -> Tensor | None:
 
 
 @pytest.mark.parametrize("parallel", (2, 4))
-def test_a_tensor_is_gathered_by_global_id_from_the_ep_group_of_rank_0(ranks, parallel):
+def test_rank_0_gathers_expert_tensors_from_its_ep_group_in_the_order_of_global_ids(ranks, parallel):
     first, *others = ranks(4).run(gather_moments, parallel)
     assert first.tolist() == [[float(e), 0.0] for e in range(4)]
     assert others == [None] * 3

@@ -73,7 +73,7 @@ def test_convert_meta_keeps_every_weight_and_starts_a_new_run(case, tmp_path):
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["cfg", "args"])
-def test_convert_meta_replaces_the_options_of_a_translation_model_everywhere(alone, tmp_path):
+def test_convert_meta_replaces_the_options_of_a_translation_model_in_args_or_cfg(alone, tmp_path):
     _, state = converted(tmp_path, translates=True, args_alone=alone)
     flat = vars(state["args"] if alone else state["cfg"]["model"])
     assert (flat["arch"], flat["task"], flat["optimizer"]) == (

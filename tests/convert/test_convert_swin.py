@@ -261,7 +261,7 @@ def released_file(tmp_path):
 
 
 def opened(path):
-    """Open a checkpoint like fairseq's commands, and return the model and the task."""
+    """Open a checkpoint as fairseq's commands do, and return the model and the task."""
     models, _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)])
     return models[0].eval(), task
 

@@ -243,7 +243,7 @@ def test_convert_tutel_reads_the_single_file_that_tutels_gather_writes(tmp_path)
 
 
 def test_convert_tutel_reads_files_that_tutels_scatter_wrote_for_more_ranks_than_experts(tmp_path):
-    """Tutel's scatter views [E, …, n] as [N, …, n / s], and rank r gets the tensor at index r."""
+    """For W ranks, Tutel's scatter views [E, …, n] as [W, …, n * E / W]; rank r gets index r."""
     whole, ranks = ffn(2), 4
     for rank in range(ranks):
         weights = {"moe._num_global_experts": torch.tensor(2), "moe.gates.0.wg.weight": drawn(2, D)}
@@ -256,7 +256,7 @@ def test_convert_tutel_reads_files_that_tutels_scatter_wrote_for_more_ranks_than
     has_experts(found, "moe.moe.experts.", whole)
 
 
-def test_convert_tutel_prints_a_note_if_other_weights_differ_between_ranks(tmp_path):
+def test_convert_tutel_prints_a_note_if_weights_outside_of_experts_differ_between_ranks(tmp_path):
     write(tmp_path, 4, 2, ffn(4), linear(4))
     state = load(tmp_path / "m-1-of-2")
     state["dense.weight"] += 1

@@ -132,7 +132,7 @@ def test_a_released_half_precision_model_keeps_its_weights(dtype, tmp_path):
     folder = imported(theirs, tmp_path)
     for store in ({}, STORE):
         ours = ft.from_checkpoint(folder, **store).models[0]
-        same_logits(theirs.float(), ours, True, 0.3)  # The transformers router is in half precision.
+        same_logits(theirs.float(), ours, True, 0.3)  # Transformers routes in half precision.
     state = SavedModel.open(folder / "model.pt").weights
     assert {t.dtype for n, t in state.items() if "version" not in n} == {getattr(torch, dtype)}
 

@@ -22,7 +22,7 @@ def test_linear_splits_large_weights_for_few_rows(monkeypatch, rows, bias):
     torch.testing.assert_close(place, torch.nn.functional.linear(x, weight, b), rtol=1e-5, atol=1e-4)
     assert torch.equal(place, products.linear(x, weight, b))
     assert len(seen) == (2 if rows <= 16 else 0)
-    products.linear(x, weight[:1023], None)  # This weight fits into a core's cache.
+    products.linear(x, weight[:1023], None)  # This weight fits into a core's cache and is not split.
     assert len(seen) == (2 if rows <= 16 else 0)
 
 

@@ -36,7 +36,7 @@ def two_threads():
         ),  # Reading the weights is enough work for threads.
         # If one thread computed expert 0 alone, the other thread would wait, so both compute it together.
         (2, (9, 1, 1), MUCH, [0], [1, 2]),
-        # If each thread computed whole experts, one would have two of the three and the other thread one.
+        # Two threads cannot divide three equal experts evenly, so both compute each expert together.
         (2, (4, 4, 4), MUCH, [0, 1, 2], []),
         (2, (7, 3), MUCH, [0, 1], []),
         (2, (7, 0), MUCH, [0, 1], []),
