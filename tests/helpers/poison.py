@@ -12,7 +12,7 @@ import torch
 def poison_empty() -> None:
     """Patch torch.empty, torch.empty_like and Tensor.new_empty for callers inside the package."""
     with torch.device("meta"):
-        torch.empty(0)  # torch.device() stores these functions at its first use.
+        torch.empty(0)  # torch.device() stores the unpatched functions at its first use, here.
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         setattr(owner, name, _poisoned(getattr(owner, name)))
 

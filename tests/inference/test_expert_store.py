@@ -54,7 +54,7 @@ def steps(count, rank=0, width=8):
         ("wide", "disk", "int4"),
     ],
 )
-def test_every_store_policy_is_bit_identical_to_experts_in_memory(tmp_path, kind, tier, packing):
+def test_every_store_policy_gives_bit_identical_outputs_to_experts_in_memory(tmp_path, kind, tier, packing):
     config = KINDS[kind]
     source = source_of(write(model_of(config), tmp_path, packing))
     resident = as_read(model_of(config), source)

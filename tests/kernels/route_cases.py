@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-# Each shape is (T, E). Some shapes have no tokens, one expert, an odd size, or tokens for several blocks.
+# Each shape is (T, E). Some have no tokens, one expert, an odd size, or tokens for several kernel blocks.
 LOGITS = ((0, 3), (1, 1), (1, 8), (63, 1), (63, 3), (63, 5), (63, 8), (63, 100), (1000, 8))
 
 

@@ -42,9 +42,8 @@ def test_compiled_ffn_ops_equal_fp64_for_every_activation(activation):
 @pytest.mark.parametrize(
     "case",
     (
-        replace(
-            LAYER, model_dim=250, hidden_dim=130, glu=True
-        ),  # Tensor descriptors do not support these dimensions.
+        # Tensor descriptors do not support these dimensions.
+        replace(LAYER, model_dim=250, hidden_dim=130, glu=True),
         replace(LAYER, gathered=False, glu=True),
         replace(LAYER, strided=True, keep=False, glu=True),
         replace(LAYER, counts=(3,) * 130, bias=False),

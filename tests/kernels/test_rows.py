@@ -49,7 +49,7 @@ def compare_rows(backend: str, shape: tuple[int, tuple[int, int], int], device: 
         mask_TK = None if asked_TK is None else asked_TK.to(device)
         for j, (order_there, time_first, copies) in enumerate(orders):
             if time * batch > 100 and i != j:
-                continue  # The interpreter is too slow.
+                continue  # The interpreter is too slow for all combinations.
             slots, assigned = by_counting(wanted_KT, copies, num_experts)
             limit = limits[(i + j) % 3]
             bound = None if limit is None else torch.tensor(limit, device=device)

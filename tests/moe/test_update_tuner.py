@@ -122,8 +122,8 @@ def keys(factor):
     return tuner._last[0]
 
 
-def test_the_tuners_capacity_bucket_depends_on_the_sign_of_the_capacity_factor(ranks):
-    # For factor f, 40 tokens and two experts, the capacity is ceil(f * 40 / 2); factor 0 counts as 1.
+def test_the_tuners_capacity_bucket_depends_on_the_absolute_value_of_the_capacity_factor(ranks):
+    # For factor f, 40 tokens and two experts, the capacity is ceil(|f| * 40 / 2); factor 0 counts as 1.
     assert ranks(2).run(keys, 1.5)[0] == "25 to 30 slots"
     assert ranks(2).run(keys, 0.0)[0] == "20 to 24 slots"
     assert ranks(2).run(keys, -0.5)[0] == "8 to 11 slots"
