@@ -236,7 +236,7 @@ def tagged(folder):
     return Meta(4 + 20 + 2 + len(TAGS), translates=True, task=task)
 
 
-def test_the_converted_model_opens_with_written_dictionaries_that_have_data_source_tags(tmp_path):
+def test_convert_meta_writes_dictionaries_with_data_source_tags_that_fit_the_model(tmp_path):
     data, output = tmp_path / "data", tmp_path / "ours"
     for folder in (data, output):
         folder.mkdir()

@@ -99,7 +99,7 @@ def test_gate_weight_gradients_equal_finite_differences(function, normalize, top
 
 
 def outside_groups(scores, groups: int, kept: int, top_k: int) -> list[list[float]]:
-    """Set the scores of every expert group that a token may not choose to -inf, by loops."""
+    """Set scores to -inf, by loops, for every expert group that a token may not choose."""
     rows = []
     for row in scores:
         size = len(row) // groups
