@@ -18,7 +18,6 @@ from fairseq_tutel.convert.command import Variation
 from fairseq_tutel.convert.configs import configs_of, counts_text, gate_rows, per_expert
 from fairseq_tutel.moe.build import seeded_generator
 from fairseq_tutel.moe.config import MoEConfig, label_of
-from fairseq_tutel.option import flag_of
 from fairseq_tutel.plugin.registration.flags import expert_counts
 
 # Copies are only exact if the weights are a softmax of linear maps, and tokens choose their experts.
@@ -36,14 +35,11 @@ def add_experts(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> 
     Raises:
         ValueError: an option cannot be changed, or the gates do not allow copies.
     """
-    others = [key for key in given if key != "moe_expert_count"]
-    others += [
-        key for key in ("reinitialize", "gate_scale") if getattr(how, key) != getattr(Variation, key)
-    ]
-    if others or not given:
+    kept = Variation(seed=how.seed, expert_noise=how.expert_noise, gate_spread=how.gate_spread)
+    if {*given} != {"moe_expert_count"} or how != kept:
         raise ValueError(
-            "INPUT has experts already, so --moe-expert-count must be given, and "
-            f"{flag_of(others[0]) if others else 'no other option of the experts'} must not."
+            "INPUT has experts already; give --moe-expert-count, and none of the other options of experts, "
+            "--reinitialize and --gate-scale."
         )
     configs, weights = configs_of(saved), dict(saved.weights)
     counts = expert_counts(given["moe_expert_count"], len(configs))
@@ -57,15 +53,14 @@ def add_experts(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> 
         _refuse_gate(config, layer)
         for name in per_expert(saved, layer, config):
             weights[name] = weights[name].repeat_interleave(copies, dim=0)
-        if copies > 1:
-            stacks = [f"{layer.moe}.experts.{name}" for name in saved.stacks(layer)]
-            _vary(weights, stacks, gate_rows(config, layer), copies, how)
+        stacks = [f"{layer.moe}.experts.{name}" for name in saved.stacks(layer)]
+        _vary(weights, stacks, gate_rows(config, layer), copies, how)
     saved.options["moe_expert_count"] = counts_text(counts)
     saved.restart(weights)
     old = counts_text([config.num_experts for config in configs.values()])
     return (
         f": {saved.name('model')}, {old} -> {counts_text(counts)} experts\n"
-        "its initial outputs nearly equal the old outputs; a larger --gate-spread makes them more equal"
+        "its initial outputs equal the old outputs but for a few tokens; --gate-spread changes their number"
     )
 
 
@@ -83,14 +78,13 @@ def _refuse_gate(config: MoEConfig, layer: Layer) -> None:
 def _vary(
     weights: dict[str, Tensor], stacks: Sequence[str], gates: Sequence[str], copies: int, how: Variation
 ) -> None:
-    """Add noise to all copies of experts but the first, and vectors to the gate rows, in place."""
+    """Add noise to all copies of each expert but the first, and a vector to each gate row, in place."""
     generator = seeded_generator(how.seed, gates[0], -1, "copies")
     for name in stacks:
         for i, expert in enumerate(weights[name]):
             noise = torch.randn(expert.shape, generator=generator)
             size = how.expert_noise * expert.float().square().mean().sqrt()
-            if i % copies and expert.is_floating_point():
-                expert += (noise * size).to(expert.dtype)
+            expert += (noise * size * (i % copies > 0)).to(expert.dtype)
     for name in gates:
         rows = weights[name]
         if rows.dim() == 2:  # not the bias
