@@ -17,23 +17,18 @@ from fairseq_tutel.checkpoint.saved import Layer, SavedModel
 from fairseq_tutel.convert.command import Variation
 from fairseq_tutel.convert.configs import configs_of, counts_text, gate_rows, per_expert
 from fairseq_tutel.moe.build import seeded_generator
-from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin.registration.flags import expert_counts
 
 # Copies are only exact if the weights are a softmax of linear maps, and tokens choose their experts.
-NEEDED = {"score_function": ("softmax",), "choice": ("tokens",), "gate_type": ("linear", "biased")}
+COPIED = ("softmax", "tokens", "linear", "biased")
 
 
 def add_experts(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> str:
     """Multiply the numbers of experts of a MoE checkpoint, in place; return a summary.
 
-    Args:
-        saved: a checkpoint with experts in all its MoE layers.
-        given: options of the experts, by their keys; only moe_expert_count is accepted.
-        how: the size of the changes to the copies.
-
-    Raises:
-        ValueError: an option cannot be changed, or the gates do not allow copies.
+    `given` has options of the experts, by key; only moe_expert_count is accepted. `how` sets the sizes of
+    the changes to the copies. Raises ValueError for other options, and for gates that cannot be copied.
     """
     kept = Variation(seed=how.seed, expert_noise=how.expert_noise, gate_spread=how.gate_spread)
     if {*given} != {"moe_expert_count"} or how != kept:
@@ -65,13 +60,11 @@ def add_experts(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> 
 
 
 def _refuse_gate(config: MoEConfig, layer: Layer) -> None:
-    values = [("score_function", config.score_function), ("choice", config.choice)]
-    values += [("gate_type", str(kind)) for kind in config.gate_types]
-    for name, value in values:
-        if value not in NEEDED[name]:
+    for value in (config.score_function, config.choice, *map(str, config.gate_types)):
+        if value not in COPIED:
             raise ValueError(
-                f"{layer.label} has {label_of(name)} {value}, but experts can be added only to "
-                f"{' or '.join(NEEDED[name])}."
+                f"{layer.label} routes with {value}, but experts can be added only with softmax "
+                "(--moe-score-function), tokens (--moe-choice), and linear or biased gates."
             )
 
 

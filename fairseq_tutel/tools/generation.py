@@ -44,13 +44,13 @@ def add_to(tools: Any) -> None:
 
         count: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
         add("--batch-size", "maximum number of lines in a batch [64]", default=64, **count)
-        text = "folder with the dictionaries [the data folder of the training run]"
-        add("--dictionaries", text, metavar="FOLDER")
         store = options_in(StoreConfig)[0]
         text = f"{store.help} [{store.default}]"
         add("--expert-store", text, choices=store.choices, default=store.default)
-        text = "replace an option that is saved with the model, such as bpe=sentencepiece [none]"
-        add("--option", text, metavar="KEY=VALUE", action="append", default=[])
+        text = (
+            "replace a saved option, such as bpe=sentencepiece, user_dir=DIR, or data=DIR for dictionaries"
+        )
+        add("--option", text, metavar="KEY=VALUE", action="append")
         add("--cpu", "run on the CPU", action="store_true")
         if kind != "score":
             add("--beam", "number of hypotheses of the beam search [5]", default=5, **count)
@@ -70,6 +70,11 @@ def run(kind: str, arguments: argparse.Namespace) -> None:
     data = sys.stdin.buffer.read() if arguments.file is None else arguments.file.read_bytes()
     # str.splitlines would also split a line at characters such as a form feed.
     lines = data.decode().replace("\r\n", "\n").removesuffix("\n").split("\n") if data else []
+    options: dict[str, Any] = {"score_reference": True}
+    if kind != "score":
+        # fairseq counts the text that a language model continues as part of the result.
+        longest = {"max_len_a": int(kind == "sample"), "max_len_b": arguments.max_len}
+        options = {"beam": arguments.beam, **longest}
     from fairseq_tutel.parallel.progress import progress
     from fairseq_tutel.plugin.registration.process import refusals_are_sentences
 
@@ -81,7 +86,7 @@ def run(kind: str, arguments: argparse.Namespace) -> None:
             encoded = [model.encode(line) for line in chunk if line.strip()]
             tokens = [_fitted(model, each) for each in encoded]
             cut += sum(len(one) > len(two) for one, two in zip(encoded, tokens, strict=True))
-            found = iter(model.generate(tokens, **_options_of(kind, arguments)) if tokens else ())
+            found = iter(model.generate(tokens, **options) if tokens else ())
             for line in chunk:
                 hypotheses = next(found) if line.strip() else ()
                 print(*_printed(kind, model, hypotheses, getattr(arguments, "nbest", 1)), sep="\n")
@@ -98,12 +103,12 @@ def _opened(kind: str, arguments: argparse.Namespace) -> Any:
     logging.getLogger("fairseq").setLevel(logging.WARNING)  # its messages would follow every batch
     languages = {key: getattr(arguments, key, None) for key in ("source_lang", "target_lang")}
     options: dict[str, Any] = {key: value for key, value in languages.items() if value is not None}
-    for word in arguments.option:
+    for word in arguments.option or ():
         key, _, options[key] = word.partition("=")
         with suppress(ValueError, SyntaxError):  # a text that is not a Python value
             options[key] = ast.literal_eval(options[key])
     options |= {"moe_expert_store": arguments.expert_store, "device": "cpu" if arguments.cpu else None}
-    model = from_checkpoint(arguments.model, arguments.dictionaries, **options)
+    model = from_checkpoint(arguments.model, **options)
     if not isinstance(model, Generation) or isinstance(model, Translation) != (kind == "translate"):
         other = "sample or score" if kind == "translate" else "translate"
         raise ValueError(f"MODEL is {arguments.model}, which {kind} cannot use; try {other}.")
@@ -113,23 +118,12 @@ def _opened(kind: str, arguments: argparse.Namespace) -> Any:
     return model
 
 
-def _options_of(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of fairseq's generator."""
-    if kind == "score":
-        return {"score_reference": True}
-    # fairseq counts the text that a language model continues as part of the result.
-    longest = {"max_len_a": int(kind == "sample"), "max_len_b": arguments.max_len}
-    return {"beam": arguments.beam, **longest}
-
-
 def _fitted(model: Any, tokens: Any) -> Any:
     """Cut a text's tokens to the number that the model accepts; the last token stays."""
     limits = model.max_positions if isinstance(model.max_positions, tuple) else (model.max_positions,)
     # Multilingual models and language models add a token.
     limit = int(limits[0]) - (len(limits) == 1 or hasattr(model.task, "langs"))
-    if len(tokens) <= limit:
-        return tokens
-    return tokens[[*range(limit - 1), -1]]
+    return tokens if len(tokens) <= limit else tokens[[*range(limit - 1), -1]]
 
 
 def _printed(kind: str, model: Any, hypotheses: Sequence[Any], number: int) -> list[str]:

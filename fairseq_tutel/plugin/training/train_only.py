@@ -71,13 +71,12 @@ def _with_gradient(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ..
 
 def _parts_of(model: nn.Module) -> dict[str, set[nn.Parameter]]:
     """Return the parameters of every part of a model that --moe-train-only can name by one word."""
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     gates: set[nn.Parameter] = set()
     experts: set[nn.Parameter] = set()
-    for layer in layers:
+    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
         of_shared = (getattr(layer.beside, name, None) for name in ("mix", "cmr_gate"))
-        for gate in (layer.gate, layer.other_gates, *of_shared):
-            gates.update(gate.parameters() if gate is not None else ())
+        for gate in filter(None, (layer.gate, layer.other_gates, *of_shared)):
+            gates.update(gate.parameters())
         experts |= set(layer.parameters()) - gates
     parts = {"experts": experts, "gates": gates, "dense": set(model.parameters()) - experts - gates}
     for side in ("encoder", "decoder"):
