@@ -53,8 +53,8 @@ class Variation:
     )
     gate_spread: float = table_option(
         10.0,
-        "standard deviation of what is added to the logits of each copy of a MoE model's experts, "
-        "for a token with root mean square 1; larger values change the model's outputs less",
+        "size of what each copy of a MoE model's experts adds to its gate logits, for a token with root "
+        "mean square 1; larger values change the outputs less, and raise the z loss",
         of="tool",
         rule=NOT_NEGATIVE,
     )

@@ -58,13 +58,13 @@ def test_noise_changes_all_copies_of_an_expert_but_the_first(added):
 @pytest.mark.parametrize(
     ("words", "options", "sentence"),
     [
-        ((), {}, "--moe-expert-count must be given"),
+        ((), {}, "INPUT has experts already"),
         (("--moe-expert-count", 6), {}, "--moe-expert-count is 6 for decoder_0, which has 4 experts"),
-        (("--moe-expert-count", 8, "--moe-top-k", 1), {}, "--moe-top-k must not"),
-        (("--moe-expert-count", 8, "--gate-scale", 2), {}, "--gate-scale must not"),
-        (("--moe-expert-count", 8), {"gate_type": "cosine"}, "(--moe-gate-type) cosine"),
-        (("--moe-expert-count", 8), {"score_function": "sigmoid"}, "(--moe-score-function) sigmoid"),
-        (("--moe-expert-count", 8), {"choice": "experts"}, "(--moe-choice) experts"),
+        (("--moe-expert-count", 8, "--moe-top-k", 1), {}, "INPUT has experts already"),
+        (("--moe-expert-count", 8, "--gate-scale", 2), {}, "INPUT has experts already"),
+        (("--moe-expert-count", 8), {"gate_type": "cosine"}, "routes with cosine"),
+        (("--moe-expert-count", 8), {"score_function": "sigmoid"}, "routes with sigmoid"),
+        (("--moe-expert-count", 8), {"choice": "experts"}, "routes with experts"),
     ],
 )
 def test_convert_upcycle_rejects_unsupported_moe_models_and_options(words, options, sentence, tmp_path):

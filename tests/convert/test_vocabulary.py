@@ -174,7 +174,6 @@ BAD = {
     "an example that is unknown": (SIMPLE, ("--add-languages", "fr", "--like", "nl"), "--like is nl"),
     "an example without a language": (SIMPLE, ("--data", "new", "--like", "de"), "--like is de"),
     "a missing folder": (MT, ("--data", "missing"), "has no dictionaries of INPUT's task"),
-    "a missing word list": (MT, ("--add-words", "missing"), "which is no file"),
     "other old words": (MT, ("--data", "new", "--old-data", "new"), "does not have 34 rows"),
     "old words in another order": (MT, ("--data", "new", "--old-data", "other"), "another dictionary"),
 }

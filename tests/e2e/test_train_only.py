@@ -12,8 +12,8 @@ from fairseq_tutel.checkpoint.shards import bind, unbind
 
 # What is trained, a part of the names of the trained parameters, and the flags of the run.
 CASES = {
-    "gates": (".fc1.gate.", ("--bf16", "--moe-zero-stage", 1)),
-    "experts": (".experts.", ("--moe-checkpoint", "sharded", "--moe-zero-stage", 2)),
+    "gates": (".fc1.gate.", ("--bf16", "--moe-zero-stage", 1, "--checkpoint-activations")),
+    "experts": (".experts.", ("--moe-checkpoint", "sharded", "--moe-zero-stage", 2, "--moe-balance-bias")),
     "expert:0,3": (".experts.", ("--bf16", "--weight-decay", 0)),
     "decoder": ("decoder.", ()),
 }

@@ -4,11 +4,12 @@ from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 from torch import nn
 
 from fairseq_tutel import MoEConfig, MoELayer, plugin
 from fairseq_tutel.parallel.groups import Topology
-from fairseq_tutel.plugin.training.options import TaskConfig, named_parts
+from fairseq_tutel.plugin.training.options import TaskConfig
 
 plugin.register()
 from fairseq_tutel.plugin.training.train_only import freeze, refuse_other_parts  # noqa: E402
@@ -86,13 +87,13 @@ def test_a_name_without_parameters_is_refused(text):
         frozen_by(text, model_of())
 
 
-def test_a_number_after_a_comma_belongs_to_the_single_experts():
-    assert named_parts("gates,expert:3,7,encoder") == ["gates", "expert:3,7", "encoder"]
-
-
-@pytest.mark.parametrize("kind", [dict, Namespace])
+@pytest.mark.parametrize("kind", [OmegaConf.create, lambda options: Namespace(**options)])
 def test_the_optimizer_state_of_other_parameters_is_refused(kind):
-    state = {"cfg": {"task": kind(moe_train_only="gates")}}
-    refuse_other_parts(_root("gates"), state, "a.pt")
-    with pytest.raises(ValueError, match=r"is empty, but a\.pt .*with gates; add --reset-optimizer"):
+    state = {
+        "cfg": {"task": kind({"moe_train_only": "gates,dense"})},
+        "last_optimizer_state": {"state": {}},
+    }
+    refuse_other_parts(_root("dense,gates"), state, "a.pt")
+    refuse_other_parts(_root("experts"), {**state, "last_optimizer_state": None}, "a.pt")
+    with pytest.raises(ValueError, match=r"is empty, but a\.pt .*with gates,dense; add --reset-optimizer"):
         refuse_other_parts(_root(TaskConfig().moe_train_only), state, "a.pt")
