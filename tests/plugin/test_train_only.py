@@ -1,4 +1,4 @@
-"""--moe-train-only: the parts of a model that it names are trained, and all others are frozen."""
+"""Only the parts of a model that --moe-train-only names are trained."""
 
 from argparse import Namespace
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def model_of(rank=None):
 
 
 def frozen_by(text, model, weight_decay=0.0):
-    """Freeze the model's other parameters, and return the names of those that are still trained."""
+    """Freeze the parameters that `text` does not name; return the names of the trained parameters."""
     freeze(_root(text, weight_decay), model)
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
@@ -86,12 +86,12 @@ def test_a_name_without_parameters_is_refused(text):
         frozen_by(text, model_of())
 
 
-def test_a_number_after_a_comma_belongs_to_the_single_experts():
+def test_a_list_of_expert_numbers_is_one_part_of_moe_train_only():
     assert named_parts("gates,expert:3,7,encoder") == ["gates", "expert:3,7", "encoder"]
 
 
 @pytest.mark.parametrize("kind", [dict, Namespace])
-def test_the_optimizer_state_of_other_parameters_is_refused(kind):
+def test_an_optimizer_state_saved_with_another_moe_train_only_is_refused(kind):
     state = {"cfg": {"task": kind(moe_train_only="gates")}}
     refuse_other_parts(_root("gates"), state, "a.pt")
     with pytest.raises(ValueError, match=r"is empty, but a\.pt .*with gates; add --reset-optimizer"):
