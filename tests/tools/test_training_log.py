@@ -1,6 +1,6 @@
 """Tests the reader of fairseq's training logs, and the summary table of `fairseq-tutel report`."""
 
-# ruff: noqa: RUF001 - dashes and crosses are meant
+# ruff: noqa: RUF001 - the tests need dashes and multiplication signs
 
 import json
 import logging
