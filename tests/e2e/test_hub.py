@@ -138,7 +138,7 @@ def test_translate_sample_and_score_print_results_for_every_input_line(mt, lm, m
         ("translate", ("--nbest", 9), "--nbest is 9"),
     ],
 )
-def test_sample_refuses_a_translation_model_and_translate_a_bad_nbest(kind, more, sentence, mt):
+def test_sample_and_translate_refuse_a_wrong_model_or_a_bad_nbest(kind, more, sentence, mt):
     assert sentence in refusal_of(kind, mt, *more)
 
 

@@ -83,7 +83,7 @@ def one_process(lm_data, tmp_path_factory):
 
 # The recipes e_d_m and e_z_offload together use every kind of parallelism that the other recipes use.
 @pytest.mark.parametrize("form", ["e_d_m", "e_z_offload"])
-def test_four_ranks_with_a_parallel_recipe_train_the_same_model_as_one_process(form, lm_data, one_process, tmp_path):
+def test_a_parallel_recipe_trains_equal_models_on_one_and_four_ranks(form, lm_data, one_process, tmp_path):
     run = fairseq("train", lm_data, *_recipe(form), "--save-dir", tmp_path, ranks=4)
     assert ("this rank keeps the optimizer state of" in run.output) == ("z" in form)
     slices = "Strategy(adaptive_r=2" in run.output
