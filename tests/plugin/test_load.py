@@ -43,7 +43,7 @@ def written(folder, **parts):
     return folder / "a.pt"
 
 
-def test_a_checkpoint_with_a_flipped_bit_opens_only_with_the_environment_variable(tmp_path, monkeypatch):
+def test_a_checkpoint_with_a_flipped_bit_opens_only_with_fairseq_tutel_open_damaged(tmp_path, monkeypatch):
     path = written(tmp_path)
     content = bytearray(path.read_bytes())
     content[content.index(STATE["model"]["weight"].numpy().tobytes()) + 4] ^= 1
