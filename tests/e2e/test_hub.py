@@ -99,14 +99,14 @@ def test_dictionaries_are_read_from_the_checkpoint_folder_or_from_an_argument(lm
     assert logging.root.level == level
 
 
-def test_the_tools_print_the_results_of_every_line(mt, lm, mt_data, tmp_path, caplog):
+def test_translate_prints_a_result_for_every_input_line(mt, lm, mt_data, tmp_path, caplog):
     sources = (mt_data.parent / "test.de").read_text().splitlines()
     long, file = " ".join(["w1"] * 2000), tmp_path / "lines.txt"
     file.write_bytes("\r\n".join([*sources, "", long, sources[0]]).encode())
     translate = ("translate", mt, file, "--beam", 3, "--max-len", 8, "--batch-size", 7)
     options = {"beam": 3, "max_len_a": 0, "max_len_b": 8}
     model = fairseq_tutel.from_checkpoint(mt)
-    cut = model.translate(" ".join(["w1"] * 1023), **options)  # and the end of the sentence
+    cut = model.translate(" ".join(["w1"] * 1023), **options)  # the model's limit is 1024 tokens with </s>
     expected = model.translate(sources, **options)
     lines = tool(*translate, "--expert-store", "on-demand").splitlines()
     assert lines == [*expected, "", cut, expected[0]]
@@ -143,7 +143,7 @@ def test_the_tools_of_language_models_read_standard_input(lm, monkeypatch):
         ("translate", ("--nbest", 9), "--nbest is 9"),
     ],
 )
-def test_the_tools_refuse_other_models_and_values(kind, more, sentence, mt, mt_data):
+def test_sample_and_translate_refuse_a_wrong_model_or_a_bad_nbest(kind, more, sentence, mt, mt_data):
     assert sentence in refusal_of(kind, mt, mt_data / "dict.de.txt", *more)
 
 

@@ -1,4 +1,4 @@
-"""--moe-train-only: the parts of a model that it names are trained, and all others are frozen."""
+"""Only the parts of a model that --moe-train-only names are trained."""
 
 from argparse import Namespace
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def model_of(rank=None):
 
 
 def frozen_by(text, model, weight_decay=0.0):
-    """Freeze the model's other parameters, and return the names of those that are still trained."""
+    """Freeze the parameters that `text` does not name; return the names of the trained parameters."""
     freeze(_root(text, weight_decay), model)
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
@@ -88,7 +88,7 @@ def test_a_name_without_parameters_is_refused(text):
 
 
 @pytest.mark.parametrize("kind", [OmegaConf.create, lambda options: Namespace(**options)])
-def test_the_optimizer_state_of_other_parameters_is_refused(kind):
+def test_an_optimizer_state_saved_with_another_moe_train_only_is_refused(kind):
     state = {
         "cfg": {"task": kind({"moe_train_only": "gates,dense"})},
         "last_optimizer_state": {"state": {}},
