@@ -1,6 +1,7 @@
 """The routing kernels in plain torch: softmax with top-k, and the assignment of slots and rows.
 
-T tokens, E experts, K top_k, R rows, N = K * T assignments, where j * T + t is choice j of token t.
+Shapes use T for tokens, E for experts, K for top_k, R for rows, and N for K * T assignments. Assignment j *
+T + t is choice j of token t.
 """
 
 import math
@@ -128,7 +129,7 @@ def assign_rows(
     num_tokens, top_k = ids_TK.shape
     ids_KT = ids_TK.t() if asked_TK is None else torch.where(asked_TK.t(), ids_TK.t(), num_experts)
     sources_KT = torch.arange(ids_TK.numel(), device=ids_TK.device).view(num_tokens, top_k).t()
-    # In slot order: the expert, and the assignment t * K + j.
+    # In slot order, each assignment's expert and its number t * K + j.
     ids_N, sources_N = (_in_order(values_KT, order_N, time_first) for values_KT in (ids_KT, sources_KT))
     # Sorted, each expert's assignments are adjacent, and the assignments without an expert are last.
     ids_N, where_N = ids_N.sort(stable=True)

@@ -27,7 +27,7 @@ class ShardFiles:
     """Reads the shard files of an expert store; only one thread at a time may use a reader."""
 
     def __init__(self) -> None:
-        # Each file's identity, and the positions of the file's tensors.
+        # For each file: its inode, size and modification time, and the positions of its tensors.
         self._known: dict[Path, tuple[tuple[int, ...], dict[str, tuple[int, int]]]] = {}
         self._sound: set[tuple[Path, str]] = set()
         self._staging: dict[BufferLayout, Buffer] = {}
@@ -85,7 +85,7 @@ class FromFiles:
             self._files.read(tensor.path_of(piece), piece, on_host.bytes[name])
         if on_host is not buffer:
             buffer.memory.copy_(on_host.memory, non_blocking=True)
-            torch.cuda.current_stream(buffer.memory.device).synchronize()  # The next read reuses on_host.
+            torch.cuda.current_stream(buffer.memory.device).synchronize()  # A read overwrites on_host.
 
 
 class FromHost:

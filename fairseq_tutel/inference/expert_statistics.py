@@ -130,7 +130,7 @@ def _mean(layers: Sequence[LayerStatistics]) -> LayerStatistics:
 def of_layer(
     statistics: Mapping[str, LayerStatistics], label: str, num_experts: int, path: Path, flag: str
 ) -> LayerStatistics:
-    """Return the statistics of one layer of a model; raise ValueError if its experts have none."""
+    """Return the statistics of one layer, or raise ValueError if they do not exist or do not fit."""
     found = statistics.get(label)
     if found is None or len(found.load) != num_experts:
         has = "no statistics" if found is None else f"statistics of {len(found.load)} experts"

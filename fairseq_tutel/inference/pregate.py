@@ -44,7 +44,7 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
 
 
 def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
-    """Raise ValueError if no stack has more than N = `ahead` MoE layers; `blocks` is the count by stack."""
+    """Raise ValueError if no stack has more than N = `ahead` MoE layers; `blocks` maps stacks to counts."""
     most = max(blocks.values(), default=0) - 1
     if not (is_whole(ahead) and 1 <= ahead <= most):
         has = " and ".join(f"the {name} has {count} MoE layers" for name, count in blocks.items())

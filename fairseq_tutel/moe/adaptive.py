@@ -3,9 +3,9 @@
 A layer uses one value of adaptive_r, written r, for each forward pass. If a rank needs expert weights that
 another rank stores, the forward pass gathers these weights.
 
-T is the number of tokens, P of ranks, E of experts, s of shards of an expert (P = E * s, or s = 1), and r
-of ranks that receive each row. H is hidden_dim. Rank (e, q) stores shard q of expert e for every value of
-r. Changing adaptive_r therefore moves no stored weights:
+T is the number of tokens, P the number of ranks, E the number of experts, and s the number of shards of an
+expert (P = E * s, or s = 1). H is hidden_dim. Rank (e, q) stores shard q of expert e for every value of r.
+Changing adaptive_r therefore moves no stored weights:
 
     r = 0  every rank gathers all experts; no row is sent
     r = 1  an expert's ranks gather all its shards; each rank gets a part of the rows (expert + data)

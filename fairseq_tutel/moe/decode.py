@@ -26,7 +26,7 @@ MOST_ASSIGNMENTS = 256
 
 
 def can_defer(training: bool) -> bool:
-    """Return whether losses and slots can be computed later, without training, gradients or tracing."""
+    """Return False in training, autograd and torch.compile, which need losses and slots at once."""
     return not (training or torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 

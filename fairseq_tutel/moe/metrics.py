@@ -50,7 +50,9 @@ class Metric:
     # weights_TK, in at least fp32 with zeros for padding, and real_T.
     token_sum: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
     of_counts: Callable[[RoutingCounts], Tensor] | None = None  # The metric of L layers, [L] or [L, K].
-    layers: str = ""  # The key of the list over layers in the JSON log; "" logs no list.
+    # The key under which the JSON log has a list with the metric's value for every layer; if empty, the log
+    # has no list.
+    layers: str = ""
 
     def names(self, top_k: int, name: str | None = None) -> list[str]:
         """Return the metric's keys in the log: one key, or one per choice; `name` replaces `self.name`."""

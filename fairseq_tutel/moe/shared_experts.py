@@ -66,7 +66,8 @@ class SharedResidualExperts(nn.Module):
     y + sum of the shared experts of x                    with `shared_experts`.
 
     `residual` is from Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.1. `cmr` is from NLLB Team 2022,
-    section 6.2, and from Meta's nllb branch. Shared experts are from DeepSeekMoE (Dai et al. 2024).
+    section 6.2, and from Meta's nllb branch. Shared experts are from DeepSeekMoE (Dai et al. 2024). The
+    residual expert is `dense`.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -108,7 +109,7 @@ class SharedResidualExperts(nn.Module):
     def forward(
         self, x_TD: Tensor, routed_TD: Tensor, real_T: Tensor | None, cmr_T1: Tensor | None
     ) -> Tensor:
-        """Return the layer's output with shared experts and the dense expert added; padding gives 0.
+        """Add the shared experts and the residual expert to the routed output; padding gets zeros.
 
         `cmr_T1` is the gate that `cmr_gate_of` returned.
         """

@@ -75,7 +75,7 @@ def _leave() -> None:
     if _worker is None:
         return
     _worker.jobs.put(None)
-    failed = hasattr(sys, "last_type")  # The interpreter has printed an uncaught error.
+    failed = hasattr(sys, "last_type")  # The interpreter sets last_type at an uncaught error.
     if not failed:
         _worker.join(LEAVE_SECONDS)
     if failed or _worker.is_alive():

@@ -222,11 +222,12 @@ def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tupl
     count = dist.get_world_size(group)
 
     def strided(number: int, step: int = 1) -> dist.ProcessGroup:
-        """Create the groups of ranks at distance `step` within each `number` consecutive ranks."""
+        """Create groups of ranks at distance `step` in each block of `number` consecutive ranks."""
         parts = range(0, count, number)
         return _new(group, [range(part + i, part + number, step) for part in parts for i in range(step)])
 
-    # For P = W, EP also gets a new communicator, so EP and data parallelism need no common order.
+    # Even if P = W, EP gets a new communicator, so that EP and data parallelism need no common order of
+    # collectives.
     expert_group = strided(size) if size > 1 else None
     replica_group = strided(count, size) if 1 < size < count else None
     grid = None

@@ -5,7 +5,8 @@ small and stay in the processor's caches. The division into chunks does not depe
 do not change the order of a sum. A signal increments a counter. `Program` makes the steps of a slice once
 per size. If a lane would have to wait, the next lane of the rank runs.
 
-Each rank has a memory region to which other ranks write, with two buffers:
+Each rank has a memory region to which other ranks write. A slot of a region holds a slice of one chunk. A
+region has two buffers of slots:
 
 - `tmp` exists twice, for even and odd calls.
 - `staged` replaces `out` if a plan puts into another rank's `out`, and is copied to `out` at the end.
@@ -58,9 +59,9 @@ Views = tuple[list[Any], list[Any]]
 class Steps(NamedTuple):
     """The steps of a collective plan that one rank runs for one slice of the data.
 
-    `lanes` has the steps of each lane, and `last` has the steps after all lanes. Views are numbered:
-    `callers` are views of the caller's tensors, `regions` of shared memory, and `summed` are views in sums.
-    `opened` has the opened views of regions, for even and odd calls.
+    `lanes` has the steps of each lane, and `last` has the steps after all lanes. `callers` and `regions`
+    are numbered views of the caller's tensors and of shared memory. `summed` has the numbers of views in
+    sums. `opened` has the opened views of regions, for even and odd calls.
     """
 
     lanes: list[list[Step]]
@@ -285,7 +286,7 @@ class OneSided:
         return arrays, tensors
 
     def _grow(self, needed: int) -> None:
-        """Share memory with larger slots if the host has enough; smaller slots need more slices."""
+        """Replace the shared memory by memory with larger slots if the host has enough memory."""
         slot = self._slot
         while slot < min(needed, self._most):
             slot = min(GROWTH * slot, self._most)

@@ -26,8 +26,8 @@ def ring(collective: str, ranks: int) -> Plan:
             _sum_along(w, r, ("out", 0))
         else:
             _sum_along(w, r, ("out", r))
-            # In the ring all_reduce, the last sum includes data of the next rank, so this rank has begun
-            # the call.
+            # In the ring all_reduce, the last sum includes data of the next rank, so the next rank has
+            # begun the call.
             _pass_on(w, r, ("out", r))
         w.flush(r, (r + 1) % ranks)
     chunks = ranks if collective == "all_reduce" else 1
