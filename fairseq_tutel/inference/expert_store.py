@@ -169,7 +169,7 @@ class ExpertStore:
             self._prefetch(index, experts)
 
     def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
-        """Fetch experts of a stack, and return their buffers, which are valid until a block is called."""
+        """Fetch experts of a stack, and return their buffers, which are valid until the next call."""
         with self._closed_on_error():
             self._size_cache()
             wanted = {(index, e) for e in experts}

@@ -41,7 +41,7 @@ WIRE_BYTES = {"bf16": 2, "fp8": 1}  # The bytes per element of each transfer dty
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
-    """Return the valid values of adaptive_r: 0 and divisors of `slices`; only 0 and 1 if `whole_hidden`."""
+    """Return the valid values of adaptive_r, which are 0 and 1 if the `whole_hidden` dimension is needed."""
     divisors = (r for r in range(1, slices + 1) if slices % r == 0)
     return (0, 1) if whole_hidden else (0, *divisors)
 
@@ -80,7 +80,7 @@ def weights_of(
     if degree > 1:
         part = experts.part.index // joined
         for name in filter(tensors.__contains__, experts.added):
-            # The check rejects a pruned or parametrized bias, which would be ignored silently.
+            # Each of the r = `degree` ranks that get a row adds a different part of the bias to the output.
             width = tensors[name].shape[-1]
             tensors[name] = F.pad(tensors[name], (part * width, (degree - 1 - part) * width))
     return Weights(experts.prepared(tensors, device), of_all=degree == 0)

@@ -77,7 +77,7 @@ class DecodeRouting(Routing):
 
 
 def are_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> bool:
-    """Return whether `decide_few` can route a micro-batch: few tokens on a CPU, and never any dropping."""
+    """Return whether `decide_few` can route a micro-batch: few tokens on a CPU, without a capacity."""
     return (
         can_defer(batch.training)
         and 0 < len(logits_TE) * batch.top_k <= MOST_ASSIGNMENTS

@@ -89,8 +89,8 @@ def _share(counts: RoutingCounts, values_L: Tensor) -> Tensor:
     return values_L / counts.load.sum(dim=1).clamp_min(1)
 
 
-# The metrics entropy, balance, unused and overflow are from Meta's fairseq-moe. The load violation is from
-# Wang et al. 2024 (Loss-Free Balancing), plus 1.
+# The metrics entropy, balance, unused and overflow are from Meta's fairseq-moe. The metric
+# moe_max_violation is MaxVio of Wang et al. 2024 (Loss-Free Balancing) plus 1.
 METRICS = (
     Metric(
         name="entropy_gating", layers="entropy", token_sum=_entropies,

@@ -59,15 +59,14 @@ class CustomSum(nn.Module):
 
 
 class SharedResidualExperts(nn.Module):
-    """This module combines the routed experts' output with shared experts and a residual expert.
+    """This module combines the routed experts' output with shared experts and a residual expert (dense).
 
     y = c_0 * routed + c_1 * dense(x), c = softmax(W x + b)  with `residual`,
     y = g * routed + (1 - g) * dense(x), g = sigmoid(w x + b)  with `cmr`,
     y + sum of the shared experts of x                    with `shared_experts`.
 
     `residual` is from Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.1. `cmr` is from NLLB Team 2022,
-    section 6.2, and from Meta's nllb branch. Shared experts are from DeepSeekMoE (Dai et al. 2024). The
-    residual expert is `dense`.
+    section 6.2, and from Meta's nllb branch. Shared experts are from DeepSeekMoE (Dai et al. 2024).
     """
 
     def __init__(self, config: MoEConfig) -> None:

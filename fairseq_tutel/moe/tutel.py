@@ -160,7 +160,7 @@ class TutelMoELayer(nn.Module):
         return y if self.result_func is None else self.result_func(y)
 
     def _follow(self, overlap: int | None, degree: int | None) -> None:
-        """Set the overlap degree, and set adaptive_r to the nearest valid value below, from now on."""
+        """From now on, use this overlap degree, and the largest valid adaptive_r up to `degree`."""
         strategy = self.moe.strategy
         if overlap is not None:
             strategy = dataclasses.replace(strategy, overlap=overlap)

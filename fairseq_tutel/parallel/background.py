@@ -25,9 +25,8 @@ Wait = Callable[[], Tensor]
 def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
     """Run `function(rows)` in the background without autograd. Return a function that awaits the result.
 
-    The returned function returns the result of `function`. Waiting blocks the thread on a CPU, and the
-    stream on a GPU. After a failure, later jobs fail without sending rows. Otherwise, a peer would mistake
-    the rows of a later job for rows of the failed job.
+    Waiting blocks the thread on a CPU, and the stream on a GPU. After a failure, later jobs fail without
+    sending rows. Otherwise, a peer would mistake the rows of a later job for rows of the failed job.
     """
     if rows.is_cuda:
         return _start_on_stream(function, rows)

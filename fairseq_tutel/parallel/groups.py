@@ -226,8 +226,7 @@ def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tupl
         parts = range(0, count, number)
         return _new(group, [range(part + i, part + number, step) for part in parts for i in range(step)])
 
-    # Even if P = W, EP gets a new communicator, so that EP and data parallelism need no common order of
-    # collectives.
+    # Even if P = W, EP gets a new communicator. EP and data parallelism then need no common call order.
     expert_group = strided(size) if size > 1 else None
     replica_group = strided(count, size) if 1 < size < count else None
     grid = None
@@ -269,7 +268,7 @@ def _new(callers: dist.ProcessGroup | None, groups: Sequence[range]) -> dist.Pro
 
 
 def group_of_threads() -> dist.ProcessGroup:
-    """Create a group of all ranks for threads, in which a thread waits up to a day. Collective."""
+    """Create a group of all ranks for communication by threads, with a time-out of a day. Collective."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 

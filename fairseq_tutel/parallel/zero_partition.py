@@ -112,7 +112,7 @@ class Bucket:
         )
 
     def reduce_gradients(self) -> Started:
-        """Start to reduce gradients to the ranks that own them. The sum is added to `gradient`."""
+        """Start a reduce-scatter of the bucket's gradients, which adds this rank's sums to `gradient`."""
         share = self.share
         stacked = self._take_gradients()
         # As in data parallelism, divide before the sum, so that scaled fp16 gradients do not overflow.

@@ -23,10 +23,9 @@ MASTER = "fp32_master"
 class GradientReducer:
     """Sums gradients over ranks, bucket by bucket, so that each rank gets the elements that it owns.
 
-    With `eager`, gradients are summed during a backward pass. A bucket is sent when all gradients of this
-    bucket exist and all earlier buckets are sent. All ranks therefore call the same collectives, even if
-    some ranks do not use all parameters. The summed gradients may arrive only at the end of the backward
-    pass.
+    With `eager`, gradients are summed during a backward pass. A bucket is sent when all its gradients exist
+    and all earlier buckets are sent. All ranks therefore call the same collectives, even if some ranks do
+    not use all parameters. The summed gradients may arrive only at the end of the backward pass.
     """
 
     def __init__(self, buckets: Sequence[Bucket], world_size: int, eager: bool) -> None:

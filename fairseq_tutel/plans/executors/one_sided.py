@@ -2,13 +2,13 @@
 
 A call divides each chunk into slices, and runs the plan once per slice. The memory regions are therefore
 small and stay in the processor's caches. The division into chunks does not depend on the slices, so slices
-do not change the order of a sum. A signal increments a counter. `Program` makes the steps of a slice once
-per size. If a lane would have to wait, the next lane of the rank runs.
+do not change the order of a sum. A signal increments a counter. The steps of a slice are made once per data
+size. If a lane would have to wait, the next lane of the rank runs.
 
 Each rank has a memory region to which other ranks write. A slot of a region holds a slice of one chunk. A
-region has two buffers of slots:
+region has the slots of two buffers, in this order:
 
-- `tmp` exists twice, for even and odd calls.
+- `tmp` exists twice, for even and then for odd calls.
 - `staged` replaces `out` if a plan puts into another rank's `out`, and is copied to `out` at the end.
 
 `in` is the caller's tensor, and so is `out` unless `staged` replaces `out`. A put is a copy that finishes
@@ -266,8 +266,6 @@ class OneSided:
                 self._posted[target] -= 1
             at += 1
         return at
-
-    # A region has the slots of `tmp` for even calls, then of `tmp` for odd calls, then of `staged`.
 
     def _bytes(self, slot: int) -> int:
         """Return the bytes of a rank's memory region if each slot has `slot` bytes."""
