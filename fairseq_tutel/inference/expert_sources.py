@@ -53,7 +53,7 @@ class ShardFiles:
         self._sound.add((path, piece.key))
 
     def staging_of(self, layout: BufferLayout) -> Buffer:
-        """Return a host buffer for copies to a GPU, which the next read overwrites."""
+        """Return a host buffer for copies to a GPU; the next read overwrites the buffer."""
         if layout not in self._staging:
             (self._staging[layout],) = buffers_on_host(layout, 1)
         return self._staging[layout]

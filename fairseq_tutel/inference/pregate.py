@@ -23,7 +23,7 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
     Args:
         layers: different MoE layers of one stack and one model_dim, in the order in which every forward
             pass calls them.
-        ahead: the number N of MoE layers; 0 disables pre-gating.
+        ahead: N, the number of positions; 0 disables pre-gating.
 
     Raises:
         ValueError: N is invalid.

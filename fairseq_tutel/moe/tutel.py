@@ -175,7 +175,7 @@ class TutelMoELayer(nn.Module):
     def _topology(
         self, experts: Mapping[str, Any], model_dim: int, group: dist.ProcessGroup | None, use_2dh: bool
     ) -> Topology:
-        """Return the layer's groups. Ranks that share an expert split it if they divide its dimensions."""
+        """Return the topology. Ranks that share an expert hold shards if the widths are divisible."""
         widths = [experts.get("hidden_size_per_expert", 0), *[model_dim] * (experts["type"] == "ffn")]
         shared = self.sharded_count > 1 and experts["type"] in EXPERT_KEYS
         sliced = shared and not any(width % self.sharded_count for width in widths)

@@ -61,7 +61,7 @@ class GradientReducer:
             self._send()
 
     def finish_backward(self) -> None:
-        """Reduce the gradients that the backward pass has not sent. Collective. Collective.
+        """Reduce the gradients that the backward pass has not sent. Collective.
 
         Gradients are left if this rank did not use all parameters.
         """
