@@ -24,9 +24,9 @@ class StoreConfig:
     moe_expert_store: str = memory(
         "resident", choices=("resident", *STORE_POLICIES),
         help="policy of loading experts into memory in inference: resident loads all experts when the "
-        "model is opened; on-demand loads experts with tokens when their layer runs; pregated loads experts "
-        "with tokens while an earlier layer runs, for models with --moe-pregate; prefetch-all loads all "
-        "experts of the next layer",
+        "model is opened; on-demand loads experts with tokens when their layer runs; pregated loads "
+        "experts with tokens while an earlier layer runs, for models with --moe-pregate; prefetch-all "
+        "loads all experts of the next layer",
     )
     moe_expert_tier: str = memory(
         "auto", choices=("auto", *STORE_TIERS),

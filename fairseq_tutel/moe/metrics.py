@@ -24,9 +24,9 @@ class RoutingCounts(NamedTuple):
     """
 
     num_tokens: Tensor  # The number [] int64 of tokens except padding.
-    assigned_KE: Tensor  # Assignments (int64) by choice and expert, dropped ones included.
-    kept_E: Tensor  # Assignments (int64) to each expert that got a slot.
-    dropped_K: Tensor  # Assignments (int64) of each choice that got no slot.
+    assigned_KE: Tensor  # Assignments (int64) of each choice to each expert, also dropped ones.
+    kept_E: Tensor  # For each expert, the assignments (int64) with a slot.
+    dropped_K: Tensor  # For each choice, the assignments (int64) without a slot.
     sums_S: Tensor  # The sum over tokens of each token metric, in the order of `METRICS`.
 
     @property

@@ -241,7 +241,7 @@ class FFNExperts(Experts):
 
 
 class ModuleExperts(ExpertStack):
-    """A custom module for all local experts, which maps x [e, rows, D] and a context to [e, rows, any].
+    """A custom module for all local experts, which maps x [e, rows, D] and a context to rows of any width.
 
     Rows of each expert are padded with zeros to the largest row count of an expert, at least 1. Parameters
     keep their names, except that dots become __.

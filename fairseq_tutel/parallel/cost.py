@@ -115,7 +115,7 @@ class _Layer:
     sends_rows: bool  # Whether rows are sent to other ranks.
     copies: int  # Each row has this many copies, each computed with hidden_dim / copies.
     stored: float  # The number of weights that the rank stores.
-    computed: float  # Weights that the rank computes with, gathered ones included.
+    computed: float  # The number of weights, own and gathered, that the rank computes with.
     gathering: int  # The number of ranks that gather weights together.
 
 
