@@ -41,8 +41,7 @@ class StoreConfig:
     )
     moe_expert_cache_policy: str = memory(
         "lfu", choices=EVICTIONS,
-        help="expert that a full cache evicts: lfu is the least frequently used expert; lru is the least "
-        "recently used expert",
+        help="expert that a full cache evicts: the least frequently used (lfu) or least recently used (lru)",
     )
     moe_expert_compute: str = memory(
         "quantized", choices=STORE_PRODUCTS,

@@ -41,7 +41,7 @@ WIRE_BYTES = {"bf16": 2, "fp8": 1}  # The bytes per element of each transfer dty
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
-    """Return the valid adaptive_r: only 0 and 1 if a rank needs `whole_hidden`, the complete hidden_dim."""
+    """Return the valid adaptive_r; with `whole_hidden`, every rank needs the complete hidden_dim."""
     divisors = (r for r in range(1, slices + 1) if slices % r == 0)
     return (0, 1) if whole_hidden else (0, *divisors)
 

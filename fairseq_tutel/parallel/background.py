@@ -83,7 +83,6 @@ def _leave() -> None:
         os._exit(1)
 
 
-# Exit functions that are registered after `_leave` run before `_leave`.
 atexit.register(_leave)
 
 
