@@ -41,7 +41,7 @@ class StoreConfig:
     )
     moe_expert_cache_policy: str = memory(
         "lfu", choices=EVICTIONS,
-        help="expert that a full cache evicts: the least frequently used (lfu) or least recently used (lru)",
+        help="expert that a full cache evicts: least frequently used (lfu) or least recently used (lru)",
     )
     moe_expert_compute: str = memory(
         "quantized", choices=STORE_PRODUCTS,
