@@ -59,7 +59,7 @@ class ShardFiles:
         return self._staging[layout]
 
     def _spans_of(self, path: Path, descriptor: int) -> dict[str, tuple[int, int]]:
-        """Return the start and end of each tensor's bytes in a file; check that the file is unchanged."""
+        """Return the start and end of each tensor's bytes in a file; raise ValueError if it changed."""
         status = os.fstat(descriptor)
         identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
         if path not in self._known:

@@ -226,7 +226,7 @@ def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tupl
         parts = range(0, count, number)
         return _new(group, [range(part + i, part + number, step) for part in parts for i in range(step)])
 
-    # Even if P = W, EP gets a new communicator. EP and data parallelism then need no common call order.
+    # Even if P = W, EP gets its own communicator, so its collectives need no common order with others.
     expert_group = strided(size) if size > 1 else None
     replica_group = strided(count, size) if 1 < size < count else None
     grid = None
