@@ -51,6 +51,7 @@ def test_wheel_and_sdist_hold_every_module_as_a_regular_file(built):
     with tarfile.open(sdist) as archive:
         files = {m.name.split("/", 1)[1] for m in archive.getmembers() if m.isfile()}
     assert files >= _modules() | {"setup.py", "pyproject.toml", "LICENSE", "README.md"}
+    assert {name.split("/")[0] for name in files}.isdisjoint({"tests", "benchmarks"})
 
 
 @pytest.mark.long

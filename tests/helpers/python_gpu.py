@@ -353,7 +353,11 @@ def register():
     library = torch.library.Library("_", "IMPL")
     for key in ("CUDA", "PrivateUse1"):  # These dispatch keys include functions that create a tensor.
         library.fallback(run, key)
-    return library
+    # torch's builds for CUDA have functions for that key, which need a driver.
+    creating = torch.library.Library("aten", "IMPL", "CUDA")
+    for op in (aten.empty.memory_format, aten.empty_strided.default):
+        creating.impl(op, functools.partial(run, op))
+    return library, creating
 
 
 @contextlib.contextmanager

@@ -41,11 +41,13 @@ def seconds(run):
 )
 def test_a_log_record_is_read_equally_in_every_log_format(form):
     log = read_log([form.format(inner(10, load=[0.5, 1.5])), form.format(valid(10))])
-    assert log.entries == [
+    expected = (
         Record("train_inner", 10, {"epoch": 1, "update": 0.1, "loss": 3.5, "num_updates": 10},
               {"load": [0.5, 1.5]}),
         Record("valid", 10, {"epoch": 1, "ppl": 9.5, "num_updates": 10}),
-    ]  # fmt: skip
+    )  # fmt: skip
+    # From Python 3.13 on, two records whose seconds are nan differ.
+    assert [vars(record) for record in log.entries] == [vars(record) for record in expected]
 
 
 @pytest.mark.parametrize("prefix", ("", "2026-01-02 03:04:05 | INFO | valid | "))
