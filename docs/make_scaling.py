@@ -147,7 +147,7 @@ def paper_table() -> str:
          f"{gain_of_2dh(2048, 1):.2f}x, 256 MiB: {gain_of_2dh(2048, 256):.2f}x"],
         ["2DH faster than linear", "from about 256 A100s (Tutel's maintainer)",
          "from " + ", ".join(f"{_first_ahead(size):,} at {_size(size)}" for size in SIZES_MIB)],
-        ["adaptive r over static r = 1", "up to 1.74x (baseline not in our source)",
+        ["adaptive r over static r = 1", "up to 1.74x (with an unknown baseline)",
          f"{up_to(grid, 'over r = 1')}; 2,048 and 16,384 GPUs: {up_to(large, 'over r = 1')}"],
         ["adaptive r over static r = 0", "-",
          f"{up_to(grid, 'over r = 0')}; 2,048 and 16,384 GPUs: {up_to(large, 'over r = 0')}"],

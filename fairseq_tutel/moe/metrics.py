@@ -109,8 +109,8 @@ METRICS = (
     ),
     Metric(
         name="overflow_expert{}", of_counts=_overflow,
-        help="percent of dropped assignments of choice J; with --moe-choice experts, choice 1 is the "
-        "percent of tokens that no expert chose",
+        help="percent of dropped assignments of choice J; with --moe-choice experts, "
+        "overflow_expert1 is the percent of tokens that no expert chose",
     ),
     Metric(
         name="unused_expert{}_count", of_counts=lambda counts: counts.assigned_KE.eq(0).sum(dim=2),
