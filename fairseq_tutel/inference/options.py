@@ -23,8 +23,8 @@ class StoreConfig:
     # fmt: off
     moe_expert_store: str = memory(
         "resident", choices=("resident", *STORE_POLICIES),
-        help="in inference, resident loads all experts when the model is opened; on-demand loads experts with "
-        "tokens when their layer runs; pregated loads these experts while an earlier layer runs, for "
+        help="in inference, resident loads all experts when the model is opened; on-demand loads experts "
+        "with tokens when their layer runs; pregated loads these experts while an earlier layer runs, for "
         "models with --moe-pregate; prefetch-all loads all experts of the next layer",
     )
     moe_expert_tier: str = memory(
