@@ -101,11 +101,11 @@ METRICS = (
     ),
     Metric(
         name="expert{}_balance_top", of_counts=lambda counts: _fifth(counts, largest=True),
-        help="percent of tokens at the busiest fifth of the experts",
+        help="percent of tokens whose choice J is in the busiest fifth of the experts",
     ),
     Metric(
         name="expert{}_balance_bottom", of_counts=lambda counts: _fifth(counts, largest=False),
-        help="percent of tokens at the least busy fifth of the experts",
+        help="percent of tokens whose choice J is in the least busy fifth of the experts",
     ),
     Metric(
         name="overflow_expert{}", of_counts=_overflow,
