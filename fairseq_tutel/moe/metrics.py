@@ -103,16 +103,16 @@ METRICS = (
     ),
     Metric(
         name="expert{}_balance_top", of_counts=lambda counts: _fifth(counts, largest=True),
-        help="percent of tokens at the busiest fifth of the experts",
+        help="percent of tokens whose choice J is in the busiest fifth of the experts",
     ),
     Metric(
         name="expert{}_balance_bottom", of_counts=lambda counts: _fifth(counts, largest=False),
-        help="percent of tokens at the least busy fifth of the experts",
+        help="percent of tokens whose choice J is in the least busy fifth of the experts",
     ),
     Metric(
         name="overflow_expert{}", of_counts=_overflow,
-        help="percent of dropped assignments of choice J; with --moe-choice experts, choice 1 is the "
-        "percent of tokens that no expert chose",
+        help="percent of dropped assignments of choice J; with --moe-choice experts, "
+        "overflow_expert1 is the percent of tokens that no expert chose",
     ),
     Metric(
         name="unused_expert{}_count", of_counts=lambda counts: counts.assigned_KE.eq(0).sum(dim=2),

@@ -45,5 +45,5 @@ class CMCLConfig:
         rule=NOT_NEGATIVE,
     )
     cmcl_stochastic: bool = of_criterion(
-        False, "train members that do not learn a sample with a random label, not the uniform one"
+        False, "train members that do not learn a sample on a random label, not on the uniform distribution"
     )

@@ -69,8 +69,8 @@ class ModelConfig:
     )
     moe_eval_capacity_max_seqlen: bool = capacity(
         False,
-        help="in the formula of --moe-eval-capacity-token-fraction, every sentence counts as long as "
-        "--max-source-positions (encoder) or --max-target-positions (decoder)",
+        help="--moe-eval-capacity-token-fraction counts every sentence as --max-source-positions tokens "
+        "(encoder) or --max-target-positions tokens (decoder)",
     )
     moe_top1_expert: bool = older("top_k", 1)
     moe_gating_use_fp32: bool = accepted(False, "the gate and its softmax are in fp32 by default")

@@ -40,8 +40,9 @@ class TaskConfig:
     moe_expert_parallel_size: int = parallelism(
         0, unit="ranks",
         help="size of an expert-parallel (EP) group, whose ranks hold one set of experts and exchange "
-        "tokens; it divides the number of ranks, and divides or is a multiple of every layer's number of "
-        "experts; 0: the greatest common divisor in training, 1 (all experts on every rank) in inference",
+        "tokens; the size must divide the number of ranks, and divide or be a multiple of every layer's "
+        "number of experts; 0: the greatest common divisor of these numbers in training, 1 (all experts on "
+        "every rank) in inference",
     )
     moe_local_size: int = communication(
         0, unit="ranks", rule=(AT_LEAST_0[0], "give the ranks per node, or 0 for the launcher's value"),
@@ -65,8 +66,8 @@ class TaskConfig:
     )
     moe_adaptive_window: int = parallelism(
         128, unit="slots per expert", rule=whole(1, unit="slots"),
-        help="width of the capacity ranges in which --moe-adaptive auto chooses a strategy; a range is at "
-        "least as wide as a quarter of its lower end",
+        help="width of a range of capacities; --moe-adaptive auto chooses one strategy for each range; a "
+        "range is at least a quarter of its lower end wide",
     )
     moe_checkpoint: str = checkpoints(
         "full", choices=("full", "sharded"),
@@ -80,9 +81,9 @@ class TaskConfig:
     )
     moe_zero_stage: int = memory(
         0, rule=ZERO_STAGE,
-        help="ZeRO stage, which partitions tensors over the ranks that hold the same parameters: 0, none; "
-        "1, optimizer state and fp32 master weights; 2, also gradients, which are reduced during the "
-        "backward pass; experts are partitioned over their EP replicas, other parameters over all ranks",
+        help="ZeRO stage: 1 partitions optimizer state and fp32 master weights over the ranks that hold "
+        "the same parameters (all ranks; for experts, their EP replicas); 2 also partitions gradients, and "
+        "reduces them during the backward pass; 0 partitions nothing",
     )
     moe_offload_optimizer: bool = memory(
         False,
@@ -90,9 +91,9 @@ class TaskConfig:
     )
     moe_train_only: str = option(
         "", theme="Training", of="task",
-        help="the parameters to train, separated by commas; all others are frozen and have no gradient and "
-        "no optimizer state: experts, gates, dense (outside of MoE layers), encoder, decoder, embeddings, "
-        "expert:3,7 (single experts of every layer), or patterns such as decoder.layers.0.*; empty: all",
+        help="parameters to train, separated by commas: experts, gates, dense (outside of MoE layers), "
+        "encoder, decoder, embeddings, expert:3,7 (experts 3 and 7 of every layer), or patterns such as "
+        "decoder.layers.0.*; other parameters are frozen, without gradient and optimizer state; empty: all",
     )
     moe_comm_timeout: int = communication(
         1800, unit="seconds", rule=whole(0, 1_000_000),
