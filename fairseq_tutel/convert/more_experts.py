@@ -1,10 +1,10 @@
 """Adds experts to a MoE checkpoint: `convert upcycle` of a model that has experts already.
 
-E experts, D model_dim. Each expert gets n - 1 copies; its copies are neighbors. Equal gate rows would give
-a token all copies of its best expert instead of its top_k experts. So copy c of every expert adds the same
-random vector u_c [D] to the gate row. The logits of all experts' copies c then differ from the old logits
-by the same number u_c x. If the vectors are large, the copies with the largest u_c x win together, and the
-softmax over them equals the old one: a token keeps its experts and their weights.
+Each expert is replaced by n neighboring copies. With equal gate rows, a token would choose all copies of
+its best expert instead of its top_k experts. For each copy number c, one random vector u_c [model_dim] is
+therefore added to the gate rows of all experts' copies c. For a token x, their logits differ from the old
+logits by the same number, u_c x. If the vectors are large, x chooses only copies with the largest u_c x.
+The softmax over these copies equals the old softmax, so the token keeps its experts and their weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.option import flag_of
 from fairseq_tutel.plugin.registration.flags import expert_counts
 
-# Copies are only exact if the weights are a softmax of linear maps, and tokens choose their experts.
+# Outputs stay equal only if tokens choose experts, and weights are a softmax of a linear gate's logits.
 NEEDED = {"score_function": ("softmax",), "choice": ("tokens",), "gate_type": ("linear", "biased")}
 
 
@@ -31,7 +31,7 @@ def add_experts(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> 
     Args:
         saved: a checkpoint with experts in all its MoE layers.
         given: options of the experts, by their keys; only moe_expert_count is accepted.
-        how: the size of the changes to the copies.
+        how: the sizes of the changes to the copies and to their gate rows.
 
     Raises:
         ValueError: an option cannot be changed, or the gates do not allow copies.
@@ -83,7 +83,7 @@ def _refuse_gate(config: MoEConfig, layer: Layer) -> None:
 def _vary(
     weights: dict[str, Tensor], stacks: Sequence[str], gates: Sequence[str], copies: int, how: Variation
 ) -> None:
-    """Add noise to all copies of experts but the first, and vectors to the gate rows, in place."""
+    """Add noise to each expert's copies except the first, and vectors to the gate rows, in place."""
     generator = seeded_generator(how.seed, gates[0], -1, "copies")
     for name in stacks:
         for i, expert in enumerate(weights[name]):
@@ -93,7 +93,7 @@ def _vary(
                 expert += (noise * size).to(expert.dtype)
     for name in gates:
         rows = weights[name]
-        if rows.dim() == 2:  # not the bias
+        if rows.dim() == 2:  # The gate's bias has one dimension.
             vectors_nD = torch.randn(copies, rows.shape[1], generator=generator)
             vectors_nD *= how.gate_spread / rows.shape[1] ** 0.5
             rows += vectors_nD.repeat(len(rows) // copies, 1).to(rows.dtype)

@@ -99,7 +99,7 @@ def to_sharded(
             if tensor.expert_dtype:
                 errors[key] = tensor.error
         saved.write(target)
-    except BaseException:  # No checkpoint names this folder.
+    except BaseException:  # After an error, no checkpoint names the folder.
         if committed is not None and target.parent / committed not in before:
             shutil.rmtree(target.parent / committed, ignore_errors=True)
         with contextlib.suppress(OSError):

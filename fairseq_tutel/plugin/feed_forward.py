@@ -137,7 +137,7 @@ class MoEFeedForward(MoELayer):
         self.label = layer_label(name)
         self.batch_first = batch_first
         # All calls of a layer use one gate; the layer's other gates need no gradients. If unused gates
-        # needed gradients, data parallelism would wait for them, and weight decay would apply.
+        # needed gradients, data parallelism would wait for them, and weight decay would apply to them.
         for i, gate in enumerate([self.gate, *self.other_gates]):
             gate.requires_grad_(i == config.gate_index)
         self.context = context or Context()

@@ -1,4 +1,4 @@
-"""translate, sample and score: run a translation or language model on lines of text.
+"""The tools translate, sample and score run a translation or language model on lines of text.
 
 The results are written to standard output, in the order of the lines. An empty line has an empty result.
 """
@@ -24,17 +24,17 @@ TEXTS = {
     "score": "Print, for each line, a language model's mean log2-probability of a token, and the number of "
     "tokens, separated by a tab.",
 }
-# The lines of this number of batches are sorted by length together.
+# Number of batches whose lines are sorted by length together.
 BATCHES = 32
 
 
 def add_to(tools: Any) -> None:
-    """Add these tools as subcommands of `python -m fairseq_tutel`."""
+    """Add the tools `translate`, `sample` and `score` as subcommands of `python -m fairseq_tutel`."""
     for kind, text in TEXTS.items():
         parser = tools.add_parser(kind, description=text, example="SAVE lines.txt")
-        text = "a checkpoint, several joined by colons as an ensemble, or a --save-dir"
+        text = "a checkpoint, an ensemble of checkpoints joined by colons, or a --save-dir"
         parser.add_argument("model", metavar="MODEL", help=text)
-        text = "a file with one text a line [standard input]"
+        text = "a file with one text per line [standard input]"
         parser.add_argument("file", metavar="FILE", nargs="?", type=Path, help=text)
         text = "maximum number of lines in a batch [64]"
         parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help=text)
@@ -48,7 +48,7 @@ def add_to(tools: Any) -> None:
         if kind != "score":
             text = "number of hypotheses of the beam search [5]"
             parser.add_argument("--beam", type=at_least(1), default=5, metavar="N", help=text)
-            text = "results of each line; with more than one, each begins with its score and a tab [1]"
+            text = "number of results per line; above 1, each begins with its score and a tab [1]"
             parser.add_argument("--nbest", type=at_least(1), default=1, metavar="N", help=text)
             text = "maximum number of tokens of a result [as saved with the model]"
             parser.add_argument("--max-len", type=at_least(1), metavar="N", help=text)
@@ -67,7 +67,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(kind: str, arguments: argparse.Namespace) -> None:
-    """Read the lines, and print the results of `kind`, a key of `TEXTS`, in the same order."""
+    """Read the lines, and print the results of the tool `kind` (see `TEXTS`) in the same order."""
     if kind != "score" and arguments.nbest > arguments.beam:
         raise ValueError(f"--nbest is {arguments.nbest}; give at most --beam, which is {arguments.beam}.")
     from fairseq_tutel.parallel.progress import progress
@@ -99,14 +99,14 @@ def _lines_of(file: Path | None) -> list[str]:
 
 
 def _opened(kind: str, arguments: argparse.Namespace) -> Any:
-    """Open the model; raise ValueError if it is of another kind than the tool needs."""
+    """Open the model; raise ValueError if the tool `kind` cannot use the model."""
     from fairseq_tutel.plugin.hub import from_checkpoint
     from fairseq_tutel.plugin.hub_interfaces import Generation, Translation
 
     languages = {key: getattr(arguments, key, None) for key in ("source_lang", "target_lang")}
     options = {"moe_expert_store": arguments.expert_store, "user_dir": arguments.user_dir, **languages}
     options = {key: value for key, value in options.items() if value is not None}
-    logging.getLogger("fairseq").setLevel(logging.WARNING)  # its messages would follow every batch
+    logging.getLogger("fairseq").setLevel(logging.WARNING)  # fairseq would log every batch.
     device = "cpu" if arguments.cpu else None
     model = from_checkpoint(arguments.model, arguments.dictionaries, device=device, **options)
     other = "translate" if isinstance(model, Translation) else "sample or score"
@@ -120,7 +120,7 @@ def _opened(kind: str, arguments: argparse.Namespace) -> Any:
 
 
 def _options_of(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of fairseq's generator."""
+    """Return the options of fairseq's generator for the tool `kind`."""
     if kind == "score":
         return {"score_reference": True}
     options: dict[str, Any] = {"beam": arguments.beam}
@@ -136,7 +136,7 @@ def _options_of(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _fitted(model: Any, tokens: Any) -> Any:
-    """Cut a text's tokens to the number that the model accepts; the last token stays."""
+    """Shorten a text's tokens to the number that the model accepts, and keep the last token."""
     limits = model.max_positions if isinstance(model.max_positions, tuple) else (model.max_positions,)
     # Multilingual models and language models add a token.
     limit = int(limits[0]) - (len(limits) == 1 or hasattr(model.task, "langs"))
@@ -148,7 +148,7 @@ def _fitted(model: Any, tokens: Any) -> Any:
 
 
 def _printed(kind: str, model: Any, hypotheses: Sequence[Any], number: int) -> Iterator[str]:
-    """Yield the lines that are printed for the hypotheses of one text."""
+    """Yield the output lines of one text, one for each of the first `number` hypotheses."""
     for hypothesis in hypotheses[:number]:
         score = f"{float(hypothesis['score']) / math.log(2):.4f}"
         if kind == "score":

@@ -47,7 +47,7 @@ class Names:
     only: Callable[[Mapping[str, Any]], Iterable[int]] | None = None
 
     def rows(self, options: Mapping[str, Any]) -> Iterator[Row]:
-        """Yield the tensors of a model with the given fairseq options."""
+        """Yield the names of the tensors that a model with the given fairseq options has."""
         if any(options.get(key) != value for key, value in self.when.items()):
             return
         pairs = list(zip(expanded(self.theirs), expanded(self.ours), strict=True))
@@ -205,7 +205,7 @@ class Family:
     write_more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda options: {}
 
     def rows(self, options: Mapping[str, Any]) -> list[Row]:
-        """Return all tensors of a model with the given fairseq options."""
+        """Return the names of all tensors of a model with the given fairseq options."""
         return [row for names in self.names for row in names.rows(options)]
 
     def stacks(self, options: Mapping[str, Any]) -> dict[str, tuple[list[str], tuple[int, ...]]]:

@@ -233,7 +233,7 @@ class MoEOptimizerMixin:
 def _reduces_here(module: Any) -> bool:
     """Return whether a collective plan, instead of torch's wrapper, sums dense gradients."""
     while not isinstance(module, LegacyDistributedDataParallel):
-        module = getattr(module, "module", None)  # fairseq's wrappers have a model as `module`.
+        module = getattr(module, "module", None)  # fairseq's wrappers hold a model in `module`.
         if module is None:
             return False
     return not module.accumulate_grads and is_replaced("all_reduce", None)

@@ -142,7 +142,7 @@ NUMPY_NAMES = {"int": int, "long": int, "float": float, "compat": SimpleNamespac
 # Attributes that the files of this package set on objects of fairseq or torch. The list omits
 # configurations, and data and gradients of tensors.
 CHANGED = {
-    # fairseq constructs tasks, iterators, data sets, and models whose build_model has a fixed class.
+    # fairseq constructs tasks, iterators, data sets and some models; later, their classes are changed.
     "plugin/registration/variants.py": "__class__ __dataclass add_args",
     "plugin/registration/process.py": "_max_len",  # With _max_len = 0, a thread that reads batches ends.
     "plugin/registration/wrapped.py": "excepthook",  # The new excepthook prints errors as sentences.
