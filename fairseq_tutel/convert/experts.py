@@ -284,7 +284,7 @@ def kept_by_share(
     if not globally:
         counts = {layer: max(least[layer], _rounded(share * len(ids))) for layer, ids in ranked.items()}
     else:
-        # For each expert, t is the part of its layer's score that the experts up to it have in `ranked`.
+        # t is the fraction of the layer's score that an expert and all better experts have together.
         order = []
         for layer, ids in ranked.items():
             sums = accumulate(scores[layer][i] / sum(scores[layer]) for i in ids)

@@ -93,7 +93,7 @@ REFUSED = {
 TAGGED, TAGS = "add_data_source_prefix_tags", ("<MINED_DATA>", "<MMT_BT_DATA>", "<SMT_BT_DATA>")
 # Task options that name dictionaries, and their values for dictionaries next to the checkpoint.
 OWN_DICTIONARIES = {"data": "", "fixed_dictionary": None, "source_dict": None, "target_dict": None}
-# For options of Meta's branch that do not affect the outputs, what changes without this option.
+# For each option of Meta's branch that does not affect the outputs, what changes without the option.
 LEFT_OUT = {
     "no_emb_dropout": "training in fairseq_tutel applies --dropout to embeddings",
     "dummy_a2a": "fairseq_tutel always exchanges rows",

@@ -29,7 +29,7 @@ TABLE = re.compile(
 )
 # Forms of a language's token in fairseq's tasks; suffixes of its name for denoising and mined data.
 FORMS, ENDINGS = ("__{}__", "[{}]", "<{}>"), ("", "_dae", "_mined")
-Examples = Mapping[str, Sequence[str]]  # From a new symbol to the old symbols whose rows are averaged.
+Examples = Mapping[str, Sequence[str]]  # For a new symbol, the old symbols whose rows are averaged.
 
 
 def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
@@ -97,7 +97,7 @@ def _extended(
     lines = words.read_text(encoding="utf-8").split("\n") if words else []
     found = dict.fromkeys(word for line in lines if (word := re.split("[ \t\r]", line)[0]))
     names = [f"dict.{language}.txt" for language in ((*languages, *added) if fixed else added)]
-    first: dict[str, str] = {}  # From a text to its first file; other files with this text are links.
+    first: dict[str, str] = {}  # For each text, its first file; other files with this text are links.
     links = {path.name: first.setdefault(path.read_text(encoding="utf-8"), path.name) for path in paths}
     if names and len(first) > 1:
         raise ValueError("INPUT's languages have different dictionaries; give --data with --add-languages.")

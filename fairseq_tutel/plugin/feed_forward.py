@@ -358,7 +358,7 @@ def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
 
 def _stock_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield each stack of layers of a fairseq model, as (encoder or decoder, qualified name, layers)."""
-    modules = dict(model.named_modules())  # A shared module has only one of its names.
+    modules = dict(model.named_modules())  # A shared module is listed once.
     for prefix in models_of(model):
         for side, name in STACKS:
             if f"{prefix}{name}" in modules:

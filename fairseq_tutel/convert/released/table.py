@@ -61,7 +61,7 @@ class Names:
 
 def expanded(pattern: str) -> list[str]:
     """Expand each {a,b} in a pattern, and return all names; the last braces vary fastest."""
-    parts = BRACES.split(pattern)  # Odd parts were in braces.
+    parts = BRACES.split(pattern)  # Parts with an odd index were in braces.
     choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
     return ["".join(chosen) for chosen in itertools.product(*choices)]
 
@@ -174,7 +174,7 @@ class Family:
     options: tuple[Option, ...]
     # fairseq options that are equal in all models of the family.
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    # Keys that config.json must lack, or that must have equal values in all models of the family.
+    # Keys that config.json must lack, or that must have these values.
     assumed: Mapping[str, Any] = field(default_factory=dict)
     # Additional entries that to-hf writes to config.json.
     written: Mapping[str, Any] = field(default_factory=dict)

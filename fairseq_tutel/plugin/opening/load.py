@@ -37,7 +37,7 @@ from fairseq_tutel.plugin.registration.process import is_machine_error
 from fairseq_tutel.plugin.run_state import OPENED, RUN
 from fairseq_tutel.plugin.training.train_only import refuse_other_parts
 
-# Environment variable that makes damaged files be opened.
+# Environment variable that allows damaged files to be opened.
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
 # Errors of fairseq and torch for a file that is not a checkpoint; `is_machine_error` excludes some.
 FOREIGN_FILE_ERRORS = (

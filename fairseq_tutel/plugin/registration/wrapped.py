@@ -157,14 +157,14 @@ CHANGED = {
     # A signal ends a validation. fairseq has no hook for its sums of log values over ranks.
     "plugin/training/preemption.py": "valid_step _aggregate_logging_outputs",
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq would put the buffers on a GPU.
-    "plugin/criterions/teacher.py": "is_of_teacher",  # A copy of the task builds the teacher.
+    "plugin/criterions/teacher.py": "is_of_teacher",  # It marks the task's copy that builds the teacher.
     # fairseq would replace the loaded state. fairseq's Trainer compares optimizer names with checkpoints.
     "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__ holds_masters",
     "parallel/groups.py": "param_group",  # fairseq copies only param_group to fp32 masters.
     "parallel/gradients.py": "expert _tutel_expert root_scaled",  # The attributes mark parameters.
     "parallel/call_id.py": "_torchdynamo_disable count",  # `count` counts the calls of a layer.
     "parallel/rendezvous.py": "daemon",  # A daemon timer does not keep the process alive.
-    "parallel/zero_state.py": "zero_hook",  # A second optimizer replaces the first optimizer's hook.
+    "parallel/zero_state.py": "zero_hook",  # A second optimizer removes the first's hook.
 }
 
 

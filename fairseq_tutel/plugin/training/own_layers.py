@@ -64,7 +64,7 @@ class MoETrainer(Trainer):
         if extra_state is not None:
             refuse_loaded(self.cfg, self)
         options = self.cfg.optimization
-        if 0 < options.max_update <= self.get_num_updates():  # fairseq checks only after updates.
+        if 0 < options.max_update <= self.get_num_updates():  # fairseq checks this only after an update.
             logger.info("--max-update %d is already reached, so nothing was trained", options.max_update)
             options.max_epoch = -1
         return extra_state
