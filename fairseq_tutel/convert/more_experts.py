@@ -1,10 +1,10 @@
 """Adds experts to a MoE checkpoint: `convert upcycle` of a model that has experts already.
 
 Each expert is replaced by n neighboring copies. With equal gate rows, a token would choose all copies of
-its best expert instead of its top_k experts. For each copy number c, one random vector u_c [model_dim] is
-therefore added to the gate rows of all experts' copies c. For a token x, their logits differ from the old
-logits by the same number, u_c x. If the vectors are large, x chooses only copies with the largest u_c x.
-The softmax over these copies equals the old softmax, so the token keeps its experts and their weights.
+its best expert instead of its top_k experts. The same random vector u_c [model_dim] is therefore added to
+the gate rows of the c-th copies of all experts. For a token x, the logits of these copies all increase by
+u_c x. If the vectors are large, x chooses only the copies with the largest u_c x. The softmax over these
+copies equals the old softmax, so the token keeps its experts and their weights.
 """
 
 from collections.abc import Mapping, Sequence

@@ -172,7 +172,7 @@ class Family:
     task: str
     names: tuple[Names, ...]
     options: tuple[Option, ...]
-    # fairseq options that are equal in all models of the family.
+    # Values of fairseq options that are the same in all models of the family.
     fixed: Mapping[str, Any] = field(default_factory=dict)
     # Keys that config.json must lack, or that must have these values.
     assumed: Mapping[str, Any] = field(default_factory=dict)
@@ -260,7 +260,7 @@ class Family:
 
 
 def transformer_layer(side: str, theirs: str = "", has_cross_attention: bool | None = None) -> list[Names]:
-    """Return name patterns of an encoder's or decoder's layers, with fairseq's names after the prefix.
+    """Return name patterns of layers in which transformers' names after the prefix are fairseq's.
 
     Args:
         side: encoder or decoder.

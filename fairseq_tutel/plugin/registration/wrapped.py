@@ -154,7 +154,7 @@ CHANGED = {
     # A thread saves a copy of a trainer, with the attributes that fairseq's save_checkpoint reads.
     "plugin/training/background_save.py": "get_checkpoint_dict no_save save_checkpoint",
     "plugin/opening/load.py": "load",  # While fairseq opens a checkpoint, torch.load maps the file.
-    # A signal ends a validation. fairseq has no hook for its sums of log values over ranks.
+    # A signal ends a validation. The sums of log values over ranks also count the signals.
     "plugin/training/preemption.py": "valid_step _aggregate_logging_outputs",
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq would put the buffers on a GPU.
     "plugin/criterions/teacher.py": "is_of_teacher",  # It marks the task's copy that builds the teacher.
