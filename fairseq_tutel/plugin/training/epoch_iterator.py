@@ -49,7 +49,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     def set_update_freq(self, update_freq: Sequence[int], micro_batches: int = 0) -> None:
         """Set a rank's micro-batches per update for each epoch (--update-freq).
 
-        If `micro_batches` (all ranks' micro-batches per update) is given, a rank of W ranks has
+        If `micro_batches` (all ranks' micro-batches per update) is given, each of W ranks has
         ceil(micro_batches / W) micro-batches per update in every epoch.
         """
         self._micro_batches = micro_batches
