@@ -59,7 +59,7 @@ def to_full(saved: SavedModel, target: Path) -> None:
 def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
     """Read a sharded tensor into a tensor that is memory-mapped to an unnamed file in `folder`.
 
-    torch.save needs all tensors at once, but all tensors may not fit into memory.
+    torch.save needs all tensors at once, but memory may be too small for them.
     """
     count = math.prod(sharded.shape)
     if count == 0:
