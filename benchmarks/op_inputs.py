@@ -17,7 +17,7 @@ ACTIVATION = "relu"
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes T, D, H, E, K of the dropless layer that calls the ops, and whether its experts are SwiGLU."""
+    """Sizes T, D, H, E, K of the dropless layer that calls the ops, and whether the experts are SwiGLU."""
 
     tokens: int
     model_dim: int
@@ -162,6 +162,11 @@ def _gather_sum(t: Tensors) -> Call:
     return Call(arguments=(t.rows_RD, t.row_of_TK, t.weights_TK), work=work)
 
 
+def _gather_gradients(t: Tensors) -> Call:
+    work = _bytes(t.rows_RD, t.x_TD, t.row_of_TK, t.gate_R, t.weights_TK)
+    return Call(arguments=(t.rows_RD, t.row_of_TK, t.gate_R.unsqueeze(0)), work=work)
+
+
 def _gather_dot(t: Tensors) -> Call:
     work = _bytes(t.rows_RD, t.y_TD, t.row_of_TK, t.weights_TK)
     return Call(arguments=(t.rows_RD, t.row_of_TK, t.y_TD), work=work)
@@ -183,11 +188,6 @@ def _softmax_top_k_backward(t: Tensors) -> Call:
 def _assign_rows(t: Tensors) -> Call:
     # The op reads the expert ids, and writes the slots and three row maps.
     return Call(arguments=(t.ids_TK, len(t.fc1)), work=5 * t.ids_TK.nbytes)
-
-
-def _gather_values(t: Tensors) -> Call:
-    work = _bytes(t.gate_R, t.row_of_TK, t.weights_TK)
-    return Call(arguments=(t.gate_R, t.row_of_TK), work=work)
 
 
 def _load_loss(t: Tensors) -> Call:
@@ -212,9 +212,9 @@ def _ffn_up(t: Tensors) -> Call:
 
 
 def _ffn_down_backward(t: Tensors) -> Call:
-    # SwiGLU saves h and g, and recomputes a.
     kept = (t.a_RH, None, None) if t.fc3 is None else (None, t.h_RH, t.g_RH)
-    arguments = t.y_TD, t.token_of_R, t.gate_R, t.fc2, None, *kept, t.groups, ACTIVATION
+    gates = t.weights_TK.flatten(), t.source_of_R
+    arguments = t.y_TD, t.token_of_R, *gates, t.fc2, None, *kept, t.groups, ACTIVATION
     return _product(arguments, t.product_flops)
 
 
@@ -234,8 +234,8 @@ def _bytes(*tensors: Tensor) -> int:
 CALLS: dict[str, Callable[[Tensors], Call]] = {
     "gather_rows": _gather_rows,
     "gather_sum": _gather_sum,
+    "gather_gradients": _gather_gradients,
     "gather_dot": _gather_dot,
-    "gather_values": _gather_values,
     "softmax_top_k": _softmax_top_k,
     "softmax_top_k_backward": _softmax_top_k_backward,
     "assign_rows": _assign_rows,

@@ -1,4 +1,4 @@
-"""Defines options of the command line and configuration: names, defaults, flags, rules for values."""
+"""Defines the class of an option of the command line: name, default, flag, and rules for values."""
 
 import inspect
 import math
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fairseq_tutel.files import shown
 
 T = TypeVar("T")
-# A test of a value, and the end of the error message (after the value) if the test fails.
+# A test of a value, and the words that follow the value in the error message of a failed test.
 Rule = tuple[Callable[[Any], bool], str]
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -24,16 +24,18 @@ class Option:
 
     default: Any
     help: str  # help text without unit and default
-    of: str = ""  # owner of the key: model, task or criterion; empty: the option has no flag
+    of: str = ""  # owner of the key: model, task or criterion; an option without owner has no flag
     theme: str = ""  # heading in docs/flags.md
     unit: str = ""
-    choices: tuple[str, ...] = ()  # the valid values of an option with words as values
-    rule: Rule | None = None  # an additional test of the value
-    or_class: bool = False  # whether Python may give a class in place of a word
-    same_as: tuple[str, Any] | None = None  # the field of MoEConfig and the value that an older flag sets
-    flag: str = ""  # the flag, if it does not follow from the key
-    name: str = ""  # name of the dataclass field
-    key: str = ""  # name in fairseq's configuration
+    choices: tuple[str, ...] = ()  # the valid values, if values are words
+    rule: Rule | None = None  # a further test of a value
+    or_class: bool = False  # whether Python code may pass a class instead of a word
+    same_as: tuple[str, Any] | None = (
+        None  # for an older flag: the MoEConfig field that it sets, and the value
+    )
+    flag: str = ""  # the flag; empty if the key gives the flag
+    name: str = ""  # the name of the dataclass field
+    key: str = ""  # the option's name in fairseq's configuration
     type: Any = None
 
     @property
@@ -130,7 +132,8 @@ def _is_of_type(value: Any, kind: Any) -> bool:
 
 def is_whole(value: Any) -> bool:
     """Return whether a value is a Python or NumPy integer. A boolean is not an integer."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    kind = type(value)
+    return kind is int or (isinstance(value, numbers.Integral) and kind is not bool)
 
 
 def is_number(value: Any) -> bool:
@@ -139,7 +142,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_custom(kind: str | type) -> bool:
-    """Return whether a gate or expert type is a user's class, or names one: package.module.Class."""
+    """Return whether a gate or expert type is a user's class, or its name: package.module.Class."""
     return isinstance(kind, type) or "." in kind
 
 
@@ -169,7 +172,7 @@ def bytes_of(text: str) -> int | None:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError with this message if the condition is false."""
+    """Raise ValueError with the given message if the condition is false."""
     if not condition:
         raise ValueError(message)
 

@@ -1,7 +1,6 @@
 """Kernels of the MoE layer. Every op has a version in plain torch (`reference`) and a version in Triton.
 
-`OPS` lists the ops. Both versions (backends) of an op have the same signature. `backend_for` selects a
-backend.
+`OPS` lists the ops, whose versions have equal signatures. `backend_for` selects the version for a device.
 """
 
 import functools
@@ -14,8 +13,8 @@ from fairseq_tutel.kernels import reference
 OPS = (
     "gather_rows",
     "gather_sum",
+    "gather_gradients",
     "gather_dot",
-    "gather_values",
     "softmax_top_k",
     "softmax_top_k_backward",
     "assign_rows",

@@ -26,7 +26,7 @@ from fairseq_tutel.kernels.opaque import untraced
 from fairseq_tutel.kernels.products import linear, weight_grad
 from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, SavedActivations
 
-# Maximum size of the hidden rows of a block. They should stay in cache between two products.
+# Maximum size of the hidden rows of a block, which should stay in cache between two products.
 BLOCK_BYTES = 2**19
 
 
@@ -46,7 +46,7 @@ class Block:
 
 
 def blocks_of(counts: Sequence[int], most: int) -> list[Block]:
-    """Split the experts that have rows into blocks: one expert, or several with at most `most` rows."""
+    """Split experts with rows into blocks: one expert, or several experts with at most `most` rows."""
     blocks, first, end = [], 0, 0
     inside: list[tuple[int, int]] = []
 
@@ -96,7 +96,7 @@ def _up(
     keep: bool,
     y_RD: Tensor | None,
 ) -> SavedActivations:
-    """Run the FFN, write its output to y_RD unless that is None, and return activations for backward."""
+    """Run the FFN, write its output to y_RD if y_RD is given, and return activations for backward."""
     w, blocks = weights, _blocks(weights, groups, x_ND)
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     hidden_dim = w.fc1_weight.shape[1]
@@ -135,7 +135,8 @@ def ffn_backward(
     dy_ND: Tensor,
     x_ND: Tensor,
     index_R: Tensor | None,
-    gate_R: Tensor | None,
+    gate_N: Tensor | None,
+    source_R: Tensor | None,
     weights: FFNWeights,
     saved: SavedActivations,
     groups: Groups,
@@ -147,11 +148,15 @@ def ffn_backward(
     w, blocks = weights, _blocks(weights, groups, x_ND)
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     kind = ACTIVATIONS["swish" if w.is_glu else activation]
+    gate_R = None
+    if gate_N is not None and source_R is not None:
+        gate_R = gate_N.index_select(0, source_R.clamp_min(0))
     grads = FFNGradients.empty_like(w, num_rows, gate_R, needs_dx, needs_weights)
     outs = grads.weights
     hidden_dim = w.fc1_weight.shape[1]
     a_BnH, h_BnH, g_BnH = (_parts(t, blocks) for t in (saved.a_RH, saved.h_RH, saved.g_RH))
-    dgate_Bn, dx_BnD = (_parts(t, blocks) for t in (grads.gate_R, grads.x_RD))
+    dgate_R = None if grads.gate_PR is None else grads.gate_PR[0]
+    dgate_Bn, dx_BnD = (_parts(t, blocks) for t in (dgate_R, grads.x_RD))
     of_each, douts = w.of_each(), None if outs is None else outs.of_each()
     dy_reader, x_reader = (_readers(rows, index_R, blocks) for rows in (dy_ND, x_ND))
     make_places = _places(dy_ND, hidden_dim, blocks)
@@ -174,7 +179,7 @@ def ffn_backward(
                     for e, dy, dgate in _by_expert(block, dy_nD, dgate_n):
                         dgate += dy @ of_each.fc2_bias[e]
                 da_nH.mul_(gate_Bn1[number])
-                dy_nD.mul_(gate_Bn1[number])  # in place: gates require an index, so dy_nD is a copy
+                dy_nD.mul_(gate_Bn1[number])  # in place, because with an index dy_nD is a copy
             if douts is not None:
                 _outer(dy_nD, a_nH, douts.fc2_weight, douts.fc2_bias, block)
             dg_nH = None
@@ -230,7 +235,7 @@ def _by_expert(block: Block, *rows: Tensor) -> Iterable[tuple[Any, ...]]:
 
 
 def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
-    """Return the blocks of rows that are computed together; with several threads, each has one expert."""
+    """Return the blocks of rows that are computed together; with several threads, one expert each."""
     row_bytes = weights.fc1_weight.shape[1] * x_ND.itemsize
     return blocks_of(groups.host, BLOCK_BYTES // row_bytes if torch.get_num_threads() == 1 else 0)
 
@@ -251,8 +256,8 @@ def _sizes(blocks: Sequence[Block]) -> list[int]:
 def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
     """Split a tensor into one view per block of rows; a tensor of None gives None for every block.
 
-    All views are created at once. A view takes a microsecond, and threads would have to create views one at
-    a time under the GIL.
+    All views are created at once. Creating a view takes a microsecond, and Python threads would have to
+    create views one at a time.
     """
     if rows is None or not blocks:
         return [None] * len(blocks)
@@ -262,7 +267,7 @@ def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
 def _readers(
     x_ND: Tensor, index_R: Tensor | None, blocks: Sequence[Block]
 ) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory of functions; each returns the rows of the block with a given number.
+    """Return a factory of functions that return the rows of the block with a given number.
 
     Each thread calls the factory once. The thread's function gathers the rows of every block into the same
     buffer, which stays in cache.
@@ -280,9 +285,9 @@ def _readers(
 
 
 def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory of functions; each returns a buffer for the block with a given number.
+    """Return a factory of functions that return a buffer for the block with a given number.
 
-    Each thread calls the factory once, and uses the same buffer for all its blocks, which stays in cache.
+    Each thread calls the factory once, and uses one buffer for all blocks. The buffer stays in cache.
     """
     sizes = _sizes(blocks)
 
@@ -295,7 +300,7 @@ def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], C
 
 def _clear(weights: FFNWeights, counts: Sequence[int]) -> None:
     """Set the weight gradients of experts without rows to 0."""
-    for tensor in weights.tensors():
+    for tensor in weights:
         if tensor is not None:
             for e in (e for e, count in enumerate(counts) if count == 0):
                 tensor[e].zero_()

@@ -50,7 +50,7 @@ def ffn_forward(
 def ffn_activations(
     ops: Any, x_ND: Tensor, index_R: Tensor | None, weights: FFNWeights, groups: Groups, activation: str
 ) -> SavedActivations:
-    """Compute the activations that backward needs, if forward did not save them."""
+    """Compute the activations that backward needs, if forward did not save the activations."""
     return _up(ops, x_ND, index_R, weights, groups, activation, True)[1]
 
 
@@ -76,7 +76,8 @@ def ffn_backward(
     dy_ND: Tensor,
     x_ND: Tensor,
     index_R: Tensor | None,
-    gate_R: Tensor | None,
+    gate_N: Tensor | None,
+    source_R: Tensor | None,
     weights: FFNWeights,
     saved: SavedActivations,
     groups: Groups,
@@ -88,11 +89,12 @@ def ffn_backward(
 
     Args:
         ops: a namespace with ffn_down_backward, ffn_up_backward and grouped_weight_grad.
-        dy_ND: [R, D] without gates. With gates [N, D]: forward added gate[r] times the output of row r to
-            row index[r] of the tensor that has this gradient.
+        dy_ND: [R, D] without gates. With gates [N, D]: forward added gate[source[r]] times the output of
+            row r to row index[r] of the tensor that has this gradient.
         x_ND: as in forward.
         index_R: as in forward; required with gates.
-        gate_R: [R] in dy's dtype or wider, or None.
+        gate_N: in dy's dtype or wider, or None.
+        source_R: [R] int64, whose tail is not read; None without gates.
         weights: as in forward.
         saved: the activations that forward saved.
         groups: as in forward.
@@ -101,10 +103,11 @@ def ffn_backward(
         needs_weights: whether to compute the gradients of the weights.
     """
     w = weights
-    dh_RH, dg_RH, gated_RH, dgate_R = ops.ffn_down_backward(
+    dh_RH, dg_RH, gated_RH, dgate_PR = ops.ffn_down_backward(
         dy_ND,
         index_R,
-        gate_R,
+        gate_N,
+        source_R,
         w.fc2_weight,
         w.fc2_bias,
         saved.a_RH,
@@ -115,10 +118,11 @@ def ffn_backward(
     )
     dx_RD = ops.ffn_up_backward(dh_RH, w.fc1_weight, dg_RH, w.fc3_weight, groups) if needs_dx else None
     if not needs_weights:
-        return FFNGradients(dx_RD, dgate_R, None)
+        return FFNGradients(dx_RD, dgate_PR, None)
     dw2, db2 = ops.grouped_weight_grad(
-        dy_ND, gated_RH, groups, dout_index_R=index_R, bias=w.fc2_bias is not None, bias_scale_R=gate_R
-    )
+        dy_ND, gated_RH, groups, dout_index_R=index_R, bias=w.fc2_bias is not None, bias_scale_N=gate_N,
+        bias_source_R=source_R,
+    )  # fmt: skip
     dw1, db1 = ops.grouped_weight_grad(
         dh_RH, x_ND, groups, rows_index_R=index_R, bias=w.fc1_bias is not None
     )
@@ -127,4 +131,4 @@ def ffn_backward(
         dw3, db3 = ops.grouped_weight_grad(
             dg_RH, x_ND, groups, rows_index_R=index_R, bias=w.fc3_bias is not None
         )
-    return FFNGradients(dx_RD, dgate_R, FFNWeights(dw1, db1, dw2, db2, dw3, db3))
+    return FFNGradients(dx_RD, dgate_PR, FFNWeights(dw1, db1, dw2, db2, dw3, db3))

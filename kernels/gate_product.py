@@ -28,32 +28,65 @@ def product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     Backward splits the gradient of the logits into a bf16 number and the bf16 rest, which together have 16
     bits. With one bf16 number, rounding errors would remain where a softmax gradient cancels.
     """
-    return _Product.apply(x_TD, weight_ED)
+    return _Gate.apply(x_TD, weight_ED, 0, None, False)[1]
 
 
-class _Product(torch.autograd.Function):
+class _Gate(torch.autograd.Function):
+    """Autograd function of the gate: it returns x, the logits, and the results of `softmax_top_k`.
+
+    Backward adds the gradient of the returned x into the gate's gradient of x, in place. Only functions
+    whose backward returns a new tensor may therefore read the returned x.
+    """
+
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TD, weight_ED)
-        return _in_fp32(x_TD, weight_ED.t())
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_ED: Tensor, top_k: int, ops: Any, normalize: bool
+    ) -> tuple[Tensor | None, ...]:
+        logits_TE = _in_fp32(x_TD, weight_ED.t())
+        if top_k == 0:  # only the logits
+            ctx.save_for_backward(x_TD, weight_ED, None, None)
+            return None, logits_TE
+        probs_TE, ids_TK, weights_TK = ops.softmax_top_k(logits_TE, top_k, normalize)
+        ctx.save_for_backward(x_TD, weight_ED, probs_TE, ids_TK)
+        ctx.mark_non_differentiable(*((ids_TK,) if ctx.needs_input_grad[0] else (ids_TK, x_TD)))
+        ctx.set_materialize_grads(False)
+        ctx.ops, ctx.normalize = ops, normalize
+        return x_TD, logits_TE, probs_TE, ids_TK, weights_TK
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, weight_ED = ctx.saved_tensors
-        num_experts = weight_ED.shape[0]
-        pair_TF = x_TD.new_empty(x_TD.shape[0], 2 * num_experts)
-        high_TE, low_TE = pair_TF.split(num_experts, 1)
-        high_TE.copy_(dlogits_TE)
-        torch.sub(dlogits_TE, high_TE, out=low_TE)
-        dx_TD = dweight_ED = None
+    def backward(
+        ctx: Any, dx_TD: Any, dlogits_TE: Any, dprobs_TE: Any = None, _: Any = None, dweights_TK: Any = None
+    ) -> tuple[Tensor | None, ...]:
+        x_TD, weight_ED, probs_TE, ids_TK = ctx.saved_tensors
+        if probs_TE is not None:
+            given = probs_TE, ids_TK, dprobs_TE, dweights_TK, ctx.normalize
+        if dlogits_TE is None:
+            pair_TF, twice_FD = ctx.ops.gate_backward(*given, weight_ED)
+        else:
+            if probs_TE is not None:  # a balance loss reads the logits
+                dlogits_TE = dlogits_TE + ctx.ops.softmax_top_k_backward(*given)
+            pair_TF, twice_FD = _in_pairs(dlogits_TE, weight_ED.dtype), torch.cat((weight_ED, weight_ED))
+        dweight_ED = None
         if ctx.needs_input_grad[0]:
-            dx_TD = torch.mm(pair_TF, torch.cat((weight_ED, weight_ED)))
+            dx_TD = torch.mm(pair_TF, twice_FD) if dx_TD is None else dx_TD.addmm_(pair_TF, twice_FD)
         if ctx.needs_input_grad[1]:
-            both_FD = _in_fp32(pair_TF.t(), x_TD)
-            dweight_ED = torch.empty_like(weight_ED)
-            torch.add(*both_FD.split(num_experts), out=dweight_ED)
-        return dx_TD, dweight_ED
+            both_FD, half = _in_fp32(pair_TF.t(), x_TD), weight_ED.shape[0]
+            dweight_ED = torch.add(both_FD[:half], both_FD[half:], out=torch.empty_like(weight_ED))
+        return dx_TD, dweight_ED, None, None, None
+
+
+choice = _Gate.apply  # no function, because each call takes time
+
+
+def _in_pairs(dlogits_TE: Tensor, dtype: torch.dtype) -> Tensor:
+    """Split values into numbers of a narrower dtype and remainders of this dtype, as columns: [T, 2 E]."""
+    num_tokens, num_experts = dlogits_TE.shape
+    pair_TF = dlogits_TE.new_empty(num_tokens, 2 * num_experts, dtype=dtype)
+    high_TE, low_TE = pair_TF.split(num_experts, 1)
+    high_TE.copy_(dlogits_TE)
+    torch.sub(dlogits_TE, high_TE, out=low_TE)
+    return pair_TF
 
 
 def _in_fp32(a: Tensor, b: Tensor) -> Tensor:

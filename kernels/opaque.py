@@ -17,23 +17,38 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def opaque(fake: Callable[..., Any]) -> Callable[[Launch], Launch]:
+def opaque(
+    fake: Callable[..., Any], finish: Callable[[Any], Any] = lambda found: found
+) -> Callable[[Launch], Launch]:
     """Register a function that launches kernels as the torch operator `fairseq_tutel::<its name>`.
 
-    Eager calls bypass the operator, because its dispatch takes longer than a small launch.
+    Eager calls bypass the operator, because the dispatch of an operator takes longer than a small launch.
 
     Args:
         fake: a function with the same arguments, the first of which is a tensor; it returns empty tensors
-            of the right shapes.
+            of the right shapes, or None for results that are not needed.
+        finish: a function that is applied to the operator's results, but not to those of an eager call.
     """
 
     def decorate(launch: Launch) -> Launch:
-        operator = torch.library.custom_op(f"fairseq_tutel::{launch.__name__}", launch, mutates_args=())
-        operator.register_fake(fake)
+        def completed(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(launch)
+            def call(*arguments: Any) -> Any:
+                found = finish(function(*arguments))
+                if not isinstance(found, tuple):
+                    return found
+                # An operator cannot return None.
+                return tuple(found[0].new_empty(0) if t is None else t for t in found)
+
+            return call
+
+        name = f"fairseq_tutel::{launch.__name__}"
+        operator = torch.library.custom_op(name, completed(launch), mutates_args=())
+        operator.register_fake(completed(fake))
 
         @functools.wraps(launch)
         def call(*arguments: Any) -> Any:
-            if torch.compiler.is_compiling() or isinstance(arguments[0], FakeTensor):
+            if torch.compiler.is_dynamo_compiling() or isinstance(arguments[0], FakeTensor):
                 return operator(*arguments)
             return launch(*arguments)
 
@@ -45,8 +60,8 @@ def opaque(fake: Callable[..., Any]) -> Callable[[Launch], Launch]:
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Exclude a function, and all functions that it calls, from tracing by torch.compile.
 
-    It is used for functions whose control flow depends on values that change in every micro-batch.
-    torch.compiler.disable would import the compiler, so it is applied only if the compiler is already
+    The control flow of such functions depends on values that change in every micro-batch. Since
+    torch.compiler.disable imports the compiler, the function is disabled only if the compiler is already
     imported.
     """
 

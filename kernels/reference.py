@@ -2,8 +2,8 @@
 
 T tokens, D model_dim, K top_k, R rows, N source rows, E experts, H hidden_dim, I and O the input and output
 dimensions of a linear map. An index of -1 marks an empty row, which is read as zero. Rows are grouped by
-expert: expert e has the next counts[e] rows. The rows after the last group are called the tail. They belong
-to no expert.
+expert: expert e has the next counts[e] rows. The tail is the rows after the last group, which belong to no
+expert.
 """
 
 import itertools
@@ -88,23 +88,25 @@ def _sum_of_bags(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None) 
     )
 
 
+def gather_gradients(drows_RD: Tensor, row_of_TK: Tensor, dgate_PR: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of tokens and gate weights, summed over a token's rows and over P parts.
+
+    Entries of -1 in `row_of_TK` give 0.
+
+    Args:
+        drows_RD: [R, D], any float dtype.
+        row_of_TK: [T, K] int64 in -1 .. R - 1.
+        dgate_PR: [P, R] fp32, or wider.
+    """
+    dgate_R = dgate_PR[0] if len(dgate_PR) == 1 else dgate_PR.sum(0)
+    dweights_N1 = gather_rows(dgate_R.unsqueeze(1), row_of_TK.reshape(-1))
+    return gather_sum(drows_RD, row_of_TK), dweights_N1.view(row_of_TK.shape)
+
+
 def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
     """Compute dot products: dots[t, j] = <y[t], rows[row_of[t, j]]>, or 0 where row_of is -1."""
     copies_TKD = gather_rows(rows_RD, row_of_TK.reshape(-1)).view(*row_of_TK.shape, rows_RD.shape[1])
     return torch.bmm(copies_TKD, y_TD.unsqueeze(2)).squeeze(2)
-
-
-def gather_values(values_N: Tensor, index_X: Tensor) -> Tensor:
-    """Read values by index: result[x] = values[index[x]], or 0 where the index is -1.
-
-    Args:
-        values_N: [N], any float dtype.
-        index_X: int64 in -1 .. N - 1, of any shape, which is also the shape of the result.
-    """
-    if values_N.shape[0] == 0:
-        return values_N.new_zeros(index_X.shape)
-    read_X = values_N.index_select(0, index_X.reshape(-1).clamp_min(0)).view(index_X.shape)
-    return read_X.masked_fill_(index_X < 0, 0.0)
 
 
 def grouped_linear(rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups) -> Tensor:
@@ -132,7 +134,8 @@ def grouped_weight_grad(
     dout_index_R: Tensor | None = None,
     rows_index_R: Tensor | None = None,
     bias: bool = False,
-    bias_scale_R: Tensor | None = None,
+    bias_scale_N: Tensor | None = None,
+    bias_source_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of each expert's weight and bias, summed over the expert's rows.
 
@@ -144,8 +147,10 @@ def grouped_weight_grad(
         groups: the groups of the R rows; an empty group has gradient 0.
         dout_index_R: [R] int64.
         rows_index_R: [R] int64.
-        bias: whether to compute dbias[e], the sum of scale[r] dout[r] over group e; otherwise it is None.
-        bias_scale_R: scale, [R] in dout's dtype or wider, or None for ones; the tail is not read.
+        bias: whether to compute dbias[e], the sum of scale[source[r]] dout[r] over group e; otherwise it is
+            None.
+        bias_scale_N: scale, in dout's dtype or wider, or None for ones.
+        bias_source_R: source, [R] int64, whose tail is not read; None without a scale.
     """
     num_experts = len(groups.host)
     dweight_EOI = dout_NO.new_empty(num_experts, dout_NO.shape[1], rows_NI.shape[1])
@@ -154,8 +159,9 @@ def grouped_weight_grad(
         dout_nO = _read_rows(dout_NO, dout_index_R, own)
         torch.mm(dout_nO.t(), _read_rows(rows_NI, rows_index_R, own), out=dweight_EOI[e])
         if dbias_EO is not None:
-            if bias_scale_R is not None:
-                dout_nO = dout_nO * bias_scale_R[own].unsqueeze(1).to(dout_nO.dtype)
+            if bias_scale_N is not None and bias_source_R is not None:
+                scale_n = bias_scale_N[bias_source_R[own]]
+                dout_nO = dout_nO * scale_n.unsqueeze(1).to(dout_nO.dtype)
             torch.sum(dout_nO, dim=0, out=dbias_EO[e])
     return dweight_EOI, dbias_EO
 
@@ -198,7 +204,8 @@ def ffn_up(
 def ffn_down_backward(
     dy_ND: Tensor,
     index_R: Tensor | None,
-    gate_R: Tensor | None,
+    gate_N: Tensor | None,
+    source_R: Tensor | None,
     fc2_weight: Tensor,
     fc2_bias: Tensor | None,
     a_RH: Tensor | None,
@@ -209,15 +216,16 @@ def ffn_down_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Compute the backward pass through the FFN's second linear map (fc2) and the activation.
 
-    Returns (dh_RH, dg_RH, gated_RH, dgate_R). The forward pass computed y = a @ fc2.T + bias and added
-    gate[r] * y[r] to row index[r] of a tensor, whose gradient is dy. gated[r] = gate[r] * a[r] gives fc2's
-    weight gradient, dy[index].T @ gated. The gradient of gate[r] is computed without y: <dy, y> =
-    <dy @ fc2, a> + <dy, bias>.
+    Returns (dh_RH, dg_RH, gated_RH, dgate_PR). The forward pass computed y = a @ fc2.T + bias and added
+    gate[source[r]] * y[r] to row index[r] of a tensor, whose gradient is dy. gated[r] = gate[source[r]] *
+    a[r] gives fc2's weight gradient, dy[index].T @ gated. The gradient of a row's gate is computed without
+    y: <dy, y> = <dy @ fc2, a> + <dy, bias>. This gradient is the sum of the P parts in dgate.
 
     Args:
         dy_ND: [R, D], or [N, D] if `index_R` gives each row's source.
         index_R: [R] int64; -1 only in the tail.
-        gate_R: [R] in dy's dtype or wider, whose tail is not read; None for ones and no dgate.
+        gate_N: in dy's dtype or wider; None for ones and no dgate.
+        source_R: [R] int64, whose tail is not read; None without gates.
         fc2_weight: [E, D, H] in dy's dtype.
         fc2_bias: [E, D] or None.
         a_RH: saved by `ffn_up`; None to recompute it from h and g.
@@ -236,18 +244,20 @@ def ffn_down_backward(
     if a_RH is None:
         a_RH = kind.forward(kept_RH.clone())
         a_RH = a_RH if g_RH is None else a_RH * g_RH
-    gated_RH, dgate_R, dg_RH = a_RH, None, None
-    if gate_R is not None:
+    gated_RH, dgate_PR, dg_RH = a_RH, None, None
+    if gate_N is not None and source_R is not None:
+        gate_R = gather_rows(gate_N.unsqueeze(1), source_R).squeeze(1)
         dgate_R = torch.linalg.vecdot(da_RH, a_RH).to(gate_R.dtype)
         if fc2_bias is not None:
             for e, own in enumerate(_slices(groups)):
                 dgate_R[own] += dy_RD[own] @ fc2_bias[e]
+        dgate_PR = dgate_R.unsqueeze(0)
         gate_R1 = gate_R.unsqueeze(1).to(da_RH.dtype)
         gated_RH, da_RH = a_RH * gate_R1, da_RH * gate_R1
     if g_RH is not None:
         dg_RH = clear_tail(da_RH * F.silu(kept_RH), groups)
         da_RH = da_RH * g_RH
-    return clear_tail(kind.backward(da_RH, kept_RH), groups), dg_RH, gated_RH, dgate_R
+    return clear_tail(kind.backward(da_RH, kept_RH), groups), dg_RH, gated_RH, dgate_PR
 
 
 def ffn_up_backward(

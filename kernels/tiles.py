@@ -1,4 +1,4 @@
-"""The tile sizes of the grouped matrix products: one table by hardware, precision, kind and shape.
+"""The tile sizes of grouped matrix products, in one table by hardware, precision, kind and shape.
 
 `python -m benchmarks.tiles` times other tiles on the GPU at hand and prints rows for the table. A test
 compiles every tile of the table for its hardware and checks that no register spills.
@@ -40,7 +40,7 @@ class Tile(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of the table.
+    """A row of the table of tile sizes.
 
     Attributes:
         hardware: hardware classes, separated by spaces; see `triton_launch.hardware_of`.
@@ -60,6 +60,22 @@ class Row(NamedTuple):
     where: Callable[[int, int, int], bool] | None = None
 
 
+# The possible numbers of rows of a tile. A table of row tiles exists for each of these numbers.
+BLOCKS_M = (16, 32, 64, 128, 256)
+
+
+def num_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
+    """Return the number of row tiles of `block_m` rows that cover the rows of all experts."""
+    return num_rows // block_m + num_experts + 1
+
+
+@functools.lru_cache(maxsize=1024)
+def table_start(num_rows: int, num_experts: int, block_m: int) -> int:
+    """Return the position in `triton_tiles.row_tiles` of the table for tiles of `block_m` rows."""
+    smaller = (num_tiles(num_rows, num_experts, block) for block in BLOCKS_M if block < block_m)
+    return num_experts + 1 + 3 * sum(smaller)
+
+
 # up, glu_up: x @ fc1.T with the activation; linear: one product; dx, glu_dx: the gradient of input rows, in
 # one or two products; hidden, glu_hidden: the gradient of the hidden rows; weight: a weight gradient. With
 # relu, relu_up and relu_hidden need the fewest registers.
@@ -72,8 +88,8 @@ PRECISIONS = "half tf32 tf32x3 ieee"
 COMPILED = "not measured: a large tile that compiles without spilled registers"
 NVIDIA, NEWER, GLU = "sm_80 sm_90 sm_100 sm_120", "sm_90 sm_100 sm_120", "glu_up glu_hidden"
 
-# The first row that fits is used. The rows of the H100 were measured on one H100 80GB in bf16 with the
-# shapes A, C and E of benchmarks/layer_cases.py. The limits of a shape class lie between these shapes.
+# A product uses the first row that fits. The rows of the H100 were measured on one H100 80GB in bf16 with
+# the shapes A, C and E of benchmarks/layer_cases.py. The bounds of a condition lie between these shapes.
 TABLE = (
     Row("sm_90", "half", "linear", Tile(256, 128, 64, 8, 3), "H100, C: 666 TFLOP/s",
         lambda rows, n, k: rows >= 1024 and k >= 8192),
@@ -101,7 +117,7 @@ TABLE = (
     Row("sm_80", "half", KINDS, Tile(128, 128, 64, 8, 3), COMPILED),
     Row("sm_80", "tf32", GLU, Tile(128, 64, 32, 8, 3), COMPILED),
     Row("sm_80", "tf32", KINDS, Tile(128, 128, 32, 8, 3), COMPILED),
-    # Each operand is split into a TF32 number and a rest, and both are operands of products.
+    # Each operand is split into a TF32 number and a rest. Both numbers are operands of products.
     Row("sm_80 sm_120", "tf32x3", "glu_up", Tile(64, 32, 32, 4, 3), COMPILED),
     Row(NVIDIA, "tf32x3", KINDS, Tile(64, 64, 32, 4, 3), COMPILED),
     # Without matrix instructions, a thread holds its operands in registers.
@@ -118,6 +134,7 @@ TABLE = (
 )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1024)
 def choose(kind: str, hardware: str, precision: str, rows: int, experts: int, n: int, k: int) -> Tile:
     """Return the tile of a grouped matrix product, no larger than its matrices.
 
@@ -133,7 +150,7 @@ def choose(kind: str, hardware: str, precision: str, rows: int, experts: int, n:
     return _chosen(kind, hardware, precision, _covering(rows // experts), n, k)
 
 
-@functools.cache  # one entry per product of a model and power of two of the rows
+@functools.cache  # one entry per product of a model, for each power of two of the rows
 def _chosen(kind: str, hardware: str, precision: str, rows: int, n: int, k: int) -> Tile:
     found = rows_of(kind, hardware, precision)
     tile = next(row.tile for row in found if row.where is None or row.where(rows, n, k))
@@ -170,10 +187,10 @@ def _covering(size: int) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the smallest power of two that is at least this number. Triton's own function is slower."""
+    """Return the smallest power of two that is at least this number. Triton's function is slower."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """Return the quotient, rounded up. Triton's own function is slower."""
+    """Return the quotient, rounded up. Triton's function is slower."""
     return -(-number // divisor)

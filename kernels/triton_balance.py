@@ -1,12 +1,15 @@
-"""The last step of the GShard balance losses and their gradient, in one Triton launch. E experts."""
+"""Computes the last step of the GShard balance losses and its gradient in one Triton launch. E experts."""
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles import next_power_of_2
-from fairseq_tutel.kernels.triton_launch import accumulator_of, launch
+from fairseq_tutel.kernels.triton_launch import Plan, accumulator_of, launch
 
 
 def _fake_load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -18,20 +21,15 @@ def load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple[Tenso
     """Return a GShard balance loss and its gradient with respect to the sums of probabilities."""
     mass_E, load_E = mass_E.contiguous(), load_E.contiguous()
     loss, gradient_E = _fake_load_loss(mass_E, load_E, num_tokens)
-    launch(
-        _load_loss_kernel,
-        (1,),
-        mass_E.device,
-        mass_E,
-        load_E,
-        num_tokens,
-        loss,
-        gradient_E,
-        mass_E.shape[0],
-        ACC=accumulator_of(mass_E.dtype),
-        BLOCK_E=next_power_of_2(mass_E.shape[0]),
-    )
+    plan = _plan(mass_E.shape[0], mass_E.dtype)
+    launch(plan, mass_E.device, mass_E, load_E, num_tokens, loss, gradient_E)
     return loss, gradient_E
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(num_experts: int, dtype: torch.dtype) -> Plan:
+    constants = {"ACC": accumulator_of(dtype), "BLOCK_E": next_power_of_2(num_experts)}
+    return Plan(_load_loss_kernel, (1,), (num_experts,), constants)
 
 
 @triton.jit

@@ -8,18 +8,19 @@
 T tokens, D model_dim, K top_k, R rows.
 """
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles import cdiv, next_power_of_2
-from fairseq_tutel.kernels.triton_launch import accumulator_of, launch
+from fairseq_tutel.kernels.triton_launch import Plan, accumulator_of, launch
 
 # Maximum columns per program. One or two programs cover common model dimensions. The value is not tuned.
 MAX_BLOCK_D = 1024
-# Values per program of `gather_values`.
-BLOCK_VALUES = 1024
 
 
 def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) -> Tensor:
@@ -34,29 +35,59 @@ def _fake_gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | No
 @opaque(_fake_gather_sum)
 def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     """Sum each token's rows with weights: y[t] = sum over j of weights[t, j] * rows[row_of[t, j]]."""
-    rows_RD, row_of_TK = rows_RD.contiguous(), row_of_TK.contiguous()
-    weights_TK = None if weights_TK is None else weights_TK.contiguous()
-    num_tokens, top_k = row_of_TK.shape
     y_TD = _fake_gather_sum(rows_RD, row_of_TK)
-    if y_TD.numel() == 0:
-        return y_TD
-    model_dim = y_TD.shape[1]
-    block_d = _block_d(model_dim)
-    launch(
-        _gather_sum_kernel,
-        (num_tokens, cdiv(model_dim, block_d)),
-        rows_RD.device,
-        rows_RD,
-        row_of_TK,
-        weights_TK,
-        y_TD,
-        model_dim,
-        top_k,
-        ACC=accumulator_of(rows_RD.dtype),
-        BLOCK_K=min(next_power_of_2(top_k), 4),
-        BLOCK_D=block_d,
-    )
+    if y_TD.numel():
+        _launch_gather_sum(rows_RD, row_of_TK, weights_TK, y_TD)
     return y_TD
+
+
+def _fake_gather_gradients(drows_RD: Tensor, row_of_TK: Tensor, dgate_PR: Tensor) -> tuple[Tensor, Tensor]:
+    return _fake_gather_sum(drows_RD, row_of_TK), dgate_PR.new_empty(row_of_TK.shape)
+
+
+@opaque(_fake_gather_gradients)
+def gather_gradients(drows_RD: Tensor, row_of_TK: Tensor, dgate_PR: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of tokens and gate weights, summed over a token's rows and over P parts."""
+    dx_TD, dweights_TK = _fake_gather_gradients(drows_RD, row_of_TK, dgate_PR)
+    if dx_TD.numel():
+        _launch_gather_sum(drows_RD, row_of_TK, None, dx_TD, dgate_PR.contiguous(), dweights_TK)
+    return dx_TD, dweights_TK
+
+
+def _launch_gather_sum(
+    rows_RD: Tensor,
+    row_of_TK: Tensor,
+    weights_TK: Tensor | None,
+    y_TD: Tensor,
+    parts_PR: Tensor | None = None,
+    sums_TK: Tensor | None = None,
+) -> None:
+    num_parts = 0 if parts_PR is None else parts_PR.shape[0]
+    launch(
+        _gather_sum_plan(row_of_TK.shape, rows_RD.shape, num_parts, rows_RD.dtype),
+        rows_RD.device,
+        rows_RD.contiguous(),
+        row_of_TK.contiguous(),
+        None if weights_TK is None else weights_TK.contiguous(),
+        y_TD,
+        parts_PR,
+        sums_TK,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _gather_sum_plan(
+    map_shape: tuple[int, ...], rows_shape: tuple[int, ...], num_parts: int, dtype: torch.dtype
+) -> Plan:
+    (num_tokens, top_k), (num_rows, model_dim) = map_shape, rows_shape
+    constants = {
+        "ACC": accumulator_of(dtype),
+        "BLOCK_K": min(next_power_of_2(top_k), 4),
+        "BLOCK_D": _block_d(model_dim),
+        "BLOCK_P": next_power_of_2(num_parts),
+    }
+    grid = num_tokens, cdiv(model_dim, constants["BLOCK_D"])
+    return Plan(_gather_sum_kernel, grid, (num_parts, num_rows, model_dim, top_k), constants)
 
 
 def _fake_gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
@@ -70,77 +101,43 @@ def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
     dots_TK = _fake_gather_dot(rows_RD, row_of_TK, y_TD)
     if dots_TK.numel() == 0:
         return dots_TK
-    num_tokens, top_k = dots_TK.shape
-    model_dim = rows_RD.shape[1]
-    launch(
-        _gather_dot_kernel,
-        (num_tokens, top_k),
-        rows_RD.device,
-        rows_RD,
-        row_of_TK,
-        y_TD,
-        dots_TK,
-        model_dim,
-        top_k,
-        ACC=accumulator_of(rows_RD.dtype),
-        BLOCK_D=_block_d(model_dim),
-    )
+    plan = _gather_dot_plan(dots_TK.shape, rows_RD.shape[1], rows_RD.dtype)
+    launch(plan, rows_RD.device, rows_RD, row_of_TK, y_TD, dots_TK)
     return dots_TK
 
 
-def _fake_gather_values(values_N: Tensor, index_X: Tensor) -> Tensor:
-    return values_N.new_empty(index_X.shape)
-
-
-@opaque(_fake_gather_values)
-def gather_values(values_N: Tensor, index_X: Tensor) -> Tensor:
-    """Read values by index: result[x] = values[index[x]], or 0 where the index is -1."""
-    values_N, index_X = values_N.contiguous(), index_X.contiguous()
-    read_X = _fake_gather_values(values_N, index_X)
-    size = read_X.numel()
-    if size:
-        launch(
-            _gather_values_kernel,
-            (cdiv(size, BLOCK_VALUES),),
-            values_N.device,
-            values_N,
-            index_X,
-            read_X,
-            size,
-            BLOCK=BLOCK_VALUES,
-        )
-    return read_X
+@functools.lru_cache(maxsize=1024)
+def _gather_dot_plan(grid: tuple[int, ...], model_dim: int, dtype: torch.dtype) -> Plan:
+    constants = {"ACC": accumulator_of(dtype), "BLOCK_D": _block_d(model_dim)}
+    return Plan(_gather_dot_kernel, grid, (model_dim, grid[1]), constants)
 
 
 def _block_d(model_dim: int) -> int:
     return min(next_power_of_2(model_dim), MAX_BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["size"])
-def _gather_values_kernel(values_ptr, index_ptr, read_ptr, size, BLOCK: tl.constexpr):
-    where = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = where < size
-    index = tl.load(index_ptr + where, mask=inside, other=-1)
-    tl.store(read_ptr + where, tl.load(values_ptr + index, mask=index >= 0, other=0.0), mask=inside)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts", "num_rows"])
 def _gather_sum_kernel(
     rows_ptr,
     row_of_ptr,
     weights_ptr,
     y_ptr,
+    parts_ptr,
+    sums_ptr,
+    num_parts,
+    num_rows,
     model_dim,
     top_k,
     ACC: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < model_dim
     total = tl.zeros([BLOCK_D], dtype=ACC)
-    # Unrolled by BLOCK_K, so that several assignments are loaded at the same time for any top_k.
+    # The loop is unrolled by BLOCK_K, so that several assignments are loaded at the same time.
     for first in range(0, top_k, BLOCK_K):
         for offset in tl.static_range(BLOCK_K):
             j = first + offset
@@ -153,6 +150,12 @@ def _gather_sum_kernel(
             if weights_ptr is not None:
                 values *= tl.load(weights_ptr + copy, mask=kept, other=0.0).to(ACC)
             total += values
+            if parts_ptr is not None:
+                parts = tl.arange(0, BLOCK_P)
+                at = parts_ptr + parts.to(tl.int64) * num_rows + row
+                sums = tl.load(at, mask=parts < tl.where(kept, num_parts, 0), other=0.0)
+                is_mine = (tl.program_id(1) == 0) & (j < top_k)
+                tl.store(sums_ptr + copy, tl.sum(sums, axis=0), mask=is_mine)
     tl.store(y_ptr + token * model_dim + columns, total, mask=inside)
 
 

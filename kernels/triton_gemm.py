@@ -1,9 +1,10 @@
 """Multiplies each row by its expert's weight (grouped matrix product) in Triton, and can add two products.
 
-The functions have the same signatures as in `reference`. Sums are computed in fp32. For fp64 tensors, which
-only Triton's interpreter supports, sums are in fp64. Results are deterministic.
+The functions have the signatures of `reference`. Sums are computed in fp32, or in fp64 for fp64 tensors,
+which only the interpreter supports. One program writes each output element, so results are deterministic.
 """
 
+import functools
 from typing import Any
 
 import triton
@@ -12,10 +13,9 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.tiles import cdiv
-from fairseq_tutel.kernels.triton_launch import alike, chosen, launch, operands
+from fairseq_tutel.kernels.triton_launch import Plan, Product, alike, chosen, launch, operands
 from fairseq_tutel.kernels.triton_operands import add_product, load_bias, store_tile
-from fairseq_tutel.kernels.triton_tiles import num_tiles, place, read_tile, table_start
+from fairseq_tutel.kernels.triton_tiles import place, read_tile
 
 
 def grouped_linear(
@@ -54,39 +54,35 @@ def triton_linear(
     tf32x3: bool,
 ) -> Tensor:
     """Compute rows @ weight.T + bias + more @ more_weight.T, with the weights of each row's expert."""
-    num_experts, out_dim, in_dim = weight_EOI.shape
     num_rows = rows_RI.shape[0]
-    out_RO = rows_RI.new_empty(num_rows, out_dim)
+    out_RO = _linear_shape(rows_RI, weight_EOI)
     if out_RO.numel() == 0:
         return out_RO
     rows = [x.contiguous() for x in (rows_RI, more_RI) if x is not None]
     weights = alike([w for w in (weight_EOI, more_weight_EOI) if w is not None])
     bias_EO = None if bias_EO is None else bias_EO.contiguous()
 
-    # Forward and backward use equal tile sizes, but backward reads weights along their other dimension.
+    # Forward and backward have equal sizes, but backward reads weights along the other dimension.
     kind = "glu_dx" if more_RI is not None else "linear" if weights[0].stride(2) == 1 else "dx"
-    tile = chosen(kind, rows_RI, (num_rows, num_experts, out_dim, in_dim), tf32x3)
-    tiles_m = num_tiles(num_rows, num_experts, tile.block_m)
-    rows_from, weights_from, constants = operands(rows, weights, tile, tf32x3)
+    tile, precision = chosen(kind, rows_RI, num_rows, weight_EOI.shape, tf32x3)
+    rows_from, weights_from, product = operands(tile, precision, num_rows, rows, weights)
     launch(
-        _linear_kernel,
-        (tiles_m * cdiv(out_dim, tile.block_n),),
+        _plan(product),
         rows_RI.device,
         rows_from[0],
         weights_from[0],
         bias_EO,
-        rows_from[1] if len(rows) > 1 else None,
-        weights_from[1] if len(rows) > 1 else None,
+        rows_from[1] if more_RI is not None else None,
+        weights_from[1] if more_RI is not None else None,
         out_RO,
         tiles,
-        table_start(num_rows, num_experts, tile.block_m),
-        tiles_m,
-        out_dim,
-        in_dim,
-        *weights[0].stride(),
-        **constants,
     )
     return out_RO
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(product: Product) -> Plan:
+    return product.plan(_linear_kernel)
 
 
 @triton.jit(do_not_specialize=["start", "tiles_m"])

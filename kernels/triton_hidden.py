@@ -1,11 +1,12 @@
 """The backward pass through fc2 and the activation of all experts, in one Triton kernel.
 
-The signature equals the signature in `reference`. The kernel gathers the output's gradient while it loads
-the operands of the product. The epilogue computes the gate's gradient, and applies the gate's weight and
-the activation's derivative. It also writes the activation's output times the gate's weight, so that fc2's
-weight gradient is a product of plain rows.
+`ffn_down_backward` has the signature of the function in `reference`. The kernel gathers the output's
+gradient while it loads the operands of the product. The epilogue computes the gate's gradient, and applies
+the gate's weight and the activation's derivative. The epilogue also writes the activation's output times
+the gate's weight. The weight gradient of fc2 is then a product of plain rows.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_activations import activate, activate_backward
-from fairseq_tutel.kernels.triton_launch import chosen, launch, operands
+from fairseq_tutel.kernels.triton_launch import Plan, Product, chosen, contiguous, launch, operands
 from fairseq_tutel.kernels.triton_operands import (
     add_product,
     load_bias,
@@ -26,13 +27,14 @@ from fairseq_tutel.kernels.triton_operands import (
     rows_operand,
     store_tile,
 )
-from fairseq_tutel.kernels.triton_tiles import num_tiles, place, read_tile, table_start
+from fairseq_tutel.kernels.triton_tiles import place, read_tile
 
 
 def ffn_down_backward(
     dy_ND: Tensor,
     index_R: Tensor | None,
-    gate_R: Tensor | None,
+    gate_N: Tensor | None,
+    source_R: Tensor | None,
     fc2_weight: Tensor,
     fc2_bias: Tensor | None,
     a_RH: Tensor | None,
@@ -44,14 +46,15 @@ def ffn_down_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Compute the backward pass through the FFN's second linear map (fc2) and the activation.
 
-    Returns (dh_RH, dg_RH, gated_RH, dgate_R).
+    Returns (dh_RH, dg_RH, gated_RH, dgate_PR).
 
     Source: SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3, for the gate's gradient.
     """
-    dh_RH, dg_RH, gated_RH, dgate_R = triton_hidden(
+    dh_RH, dg_RH, gated_RH, dgate_PR = triton_hidden(
         dy_ND,
         index_R,
-        gate_R,
+        gate_N,
+        source_R,
         fc2_weight,
         fc2_bias,
         a_RH,
@@ -64,29 +67,37 @@ def ffn_down_backward(
     return (
         dh_RH,
         None if g_RH is None else dg_RH,
-        gated_RH if a_RH is None or gate_R is not None else a_RH,
-        None if gate_R is None else dgate_R,
+        gated_RH if a_RH is None or gate_N is not None else a_RH,
+        None if gate_N is None else dgate_PR,
     )
 
 
 def _hidden_shapes(
-    dy_ND: Tensor, index_R: Any, gate_R: Any, fc2_weight: Tensor, fc2_bias: Any, a_RH: Any, h_RH: Any,
-    g_RH: Any, *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy_ND: Tensor, index_R: Any, gate_N: Any, source_R: Any, fc2_weight: Tensor, fc2_bias: Any, a_RH: Any,
+    h_RH: Any, g_RH: Any, *_: Any, parts: int = 1,
+) -> tuple[Tensor, Any, Any, Any]:  # fmt: skip
     num_rows = dy_ND.shape[0] if index_R is None else index_R.shape[0]
     dh_RH = dy_ND.new_empty(num_rows, fc2_weight.shape[2])
-    dg_RH = dy_ND.new_empty(0) if g_RH is None else torch.empty_like(dh_RH)
-    writes_a = a_RH is None or gate_R is not None
-    gated_RH = torch.empty_like(dh_RH) if writes_a else dy_ND.new_empty(0)
-    dgate_R = dy_ND.new_empty(0) if gate_R is None else torch.empty_like(gate_R)
-    return dh_RH, dg_RH, gated_RH, dgate_R
+    dg_RH = None if g_RH is None else torch.empty_like(dh_RH)
+    writes_a = a_RH is None or gate_N is not None
+    gated_RH = torch.empty_like(dh_RH) if writes_a else None
+    dgate_PR, sum_dtype = None, torch.float64 if dy_ND.dtype == torch.float64 else torch.float32
+    if gate_N is not None:
+        dgate_PR = dh_RH.new_empty(parts, num_rows, dtype=sum_dtype)
+    return dh_RH, dg_RH, gated_RH, dgate_PR
 
 
-@opaque(_hidden_shapes)
+def _summed(found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the results of `triton_hidden` with the sum of the parts, whose number depends on the tile."""
+    return *found[:3], None if found[3] is None else found[3].sum(0, keepdim=True)
+
+
+@opaque(_hidden_shapes, _summed)
 def triton_hidden(
     dy_ND: Tensor,
     index_R: Tensor | None,
-    gate_R: Tensor | None,
+    gate_N: Tensor | None,
+    source_R: Tensor | None,
     fc2_weight: Tensor,
     fc2_bias: Tensor | None,
     a_RH: Tensor | None,
@@ -99,72 +110,53 @@ def triton_hidden(
     """Launch the kernel of `ffn_down_backward`; return empty tensors for results that are not needed.
 
     The arguments are those of `ffn_down_backward`, with the tables of `row_tiles` in place of groups.
-    `activation` is the function that was applied to h. With g it is "swish".
+    `activation` is the function that was applied to h. With g, it must be "swish".
     """
-    dh_RH, dg_RH, gated_RH, dgate_R = _hidden_shapes(
-        dy_ND, index_R, gate_R, fc2_weight, fc2_bias, a_RH, h_RH, g_RH
+    num_rows = (dy_ND if index_R is None else index_R).shape[0]
+    weight_EHD = fc2_weight.mT
+    kind = "glu_hidden" if g_RH is not None else "relu_hidden" if activation == "relu" else "hidden"
+    tile, precision = chosen(kind, dy_ND, num_rows, weight_EHD.shape, tf32x3)
+    has_dots = gate_N is not None and fc2_bias is not None
+    tiles_n = cdiv(weight_EHD.shape[1], tile.block_n) + has_dots
+    # Each column tile writes one part of the gate's gradient. The parts are added in a fixed order without
+    # atomics, so the result is deterministic.
+    dh_RH, dg_RH, gated_RH, dgate_PR = _hidden_shapes(
+        dy_ND, index_R, gate_N, source_R, fc2_weight, fc2_bias, a_RH, h_RH, g_RH, parts=tiles_n
     )
     if dh_RH.numel() == 0:
-        return dh_RH, dg_RH, gated_RH, dgate_R
-    num_rows, hidden_dim = dh_RH.shape
-    num_experts, model_dim, _ = fc2_weight.shape
+        return dh_RH, dg_RH, gated_RH, dgate_PR
     dy_ND = dy_ND.contiguous()
-    index_R, gate_R, fc2_bias, a_RH, h_RH, g_RH = (
-        None if t is None else t.contiguous() for t in (index_R, gate_R, fc2_bias, a_RH, h_RH, g_RH)
-    )
-    weight_EHD = fc2_weight.mT
-    sum_dtype = torch.promote_types(dy_ND.dtype, torch.float32)
-
-    kind = "glu_hidden" if g_RH is not None else "relu_hidden" if activation == "relu" else "hidden"
-    tile = chosen(kind, dy_ND, (num_rows, num_experts, hidden_dim, model_dim), tf32x3)
-    tiles_m = num_tiles(num_rows, num_experts, tile.block_m)
-    tiles_n = cdiv(hidden_dim, tile.block_n) + (gate_R is not None and fc2_bias is not None)
-    # Each column tile has one partial sum. The partial sums are added in a fixed order without atomics, so
-    # the result is deterministic.
-    parts_nR = None
-    if gate_R is not None:
-        parts_nR = torch.empty(tiles_n, num_rows, dtype=sum_dtype, device=dy_ND.device)
-    (dy_from,), (weight_from,), constants = operands(
-        [dy_ND], [weight_EHD], tile, tf32x3, are_gathered=index_R is not None
+    index_R, gate_N, source_R, fc2_bias = contiguous(index_R, gate_N, source_R, fc2_bias)
+    a_RH, h_RH, g_RH = contiguous(a_RH, h_RH, g_RH)
+    (dy_from,), (weight_from,), product = operands(
+        tile, precision, num_rows, [dy_ND], [weight_EHD], are_gathered=index_R is not None
     )
     launch(
-        _hidden_kernel,
-        (tiles_m * tiles_n,),
+        _plan(product, has_dots, activation, torch.version.hip is None),
         dy_ND.device,
         dy_from,
         index_R,
-        gate_R,
+        gate_N,
+        source_R,
         weight_from,
         fc2_bias,
         a_RH,
         h_RH,
         g_RH,
         dh_RH,
-        None if g_RH is None else dg_RH,
-        gated_RH if a_RH is None or gate_R is not None else None,
-        parts_nR,
+        dg_RH,
+        gated_RH,
+        dgate_PR,
         tiles,
-        table_start(num_rows, num_experts, tile.block_m),
-        tiles_m,
-        num_rows,
-        hidden_dim,
-        model_dim,
-        *weight_EHD.stride(),
-        ACTIVATION=activation,
-        # On AMD, four parts need twice the shared memory of two parts.
-        IS_CUDA=torch.version.hip is None,
-        **constants,
     )
-    if parts_nR is not None:
-        _sum_parts(parts_nR, dgate_R)
-    return dh_RH, dg_RH, gated_RH, dgate_R
+    return dh_RH, dg_RH, gated_RH, dgate_PR
 
 
-def _sum_parts(parts_nR: Tensor, dgate_R: Tensor) -> None:
-    if parts_nR.dtype == dgate_R.dtype:
-        torch.sum(parts_nR, dim=0, out=dgate_R)
-    else:
-        dgate_R.copy_(parts_nR.sum(0))
+@functools.lru_cache(maxsize=1024)
+def _plan(product: Product, has_dots: bool, activation: str, is_cuda: bool) -> Plan:
+    # On AMD, four parts need twice the shared memory of two parts.
+    constants = {"ACTIVATION": activation, "IS_CUDA": is_cuda}
+    return product.plan(_hidden_kernel, has_dots, (product.num_rows,), **constants)
 
 
 @triton.jit(do_not_specialize=["start", "tiles_m", "num_rows"])
@@ -172,6 +164,7 @@ def _hidden_kernel(
     dy,
     index,
     gate,
+    source,
     weight,
     bias,
     a_in,
@@ -182,9 +175,9 @@ def _hidden_kernel(
     a_out,
     parts,
     tiles,
+    num_rows,
     start,
     tiles_m,
-    num_rows,
     N,
     K,
     stride_e,
@@ -225,12 +218,13 @@ def _hidden_kernel(
         PRECISION, ROWS_DESCRIPTOR, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_K,
     )  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
-    count = (end - first).to(tl.int32)  # 32 bits need fewer registers
-    readable = tl.where(expert < 0, 0, count)  # the tail is not read
+    count = (end - first).to(tl.int32)  # numbers of 32 bits need fewer registers
+    readable = tl.where(expert < 0, 0, count)  # rows after the last group are not read
     scale = tl.full([BLOCK_M], 1, ACC)
     if gate is not None:
-        scale = tl.load(gate + first + rows, mask=rows < readable, other=0.0).to(ACC)
-    # Parts reduce register use, because the epilogue holds up to six values per element.
+        sources = tl.load(source + first + rows, mask=rows < readable, other=0)
+        scale = tl.load(gate + sources, mask=rows < readable, other=0.0).to(ACC)
+    # The epilogue holds up to six values per element. Splitting the tile into parts saves registers.
     part = tl.zeros([BLOCK_M], dtype=ACC)
     halves = da.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
     for half in tl.static_range(2):
@@ -259,7 +253,7 @@ def _hidden_kernel(
         part_at = parts + n_tile.to(tl.int64) * num_rows
         if IS_CUDA:
             tl.store(part_at + first + rows, part, mask=rows < count)
-        else:  # on gfx950, the other form adds 23 instructions to the main loop
+        else:  # on gfx950, the CUDA code adds 23 instructions to the main loop
             tl.store(part_at + (first + rows), part, mask=first + rows < end)
 
 
@@ -317,7 +311,7 @@ def _hidden_backward(
         a = activate(kept, ACTIVATION)
         if g_in is not None:
             a *= g
-        a = a.to(dh_out.dtype.element_ty).to(da.dtype)  # as forward rounded it
+        a = a.to(dh_out.dtype.element_ty).to(da.dtype)  # forward rounded a, too
     part = tl.sum(da * a, 1)
     if a_out is not None:
         store_tile(a_out + first * N, a * scale[:, None], 0, count, n, N)

@@ -1,16 +1,18 @@
 """Launches Triton kernels, and selects launch parameters: hardware, tile, precision, descriptors (TMA)."""
 
 import functools
+import itertools
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 from triton.runtime import driver
 
 from fairseq_tutel.kernels import interpreted
-from fairseq_tutel.kernels.tiles import Tile, choose
+from fairseq_tutel.kernels.tiles import Tile, cdiv, choose, num_tiles, table_start
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -22,63 +24,82 @@ ALIGNMENT = 16  # bytes; TMA requires it for a tensor's address and all strides 
 IS_HIP = torch.version.hip is not None
 
 
-class _Compiled(threading.local):
-    """The kernels that this thread has launched: by key, the compiled kernel and its constants."""
-
-    def __init__(self) -> None:
-        self.by_key: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
-
-
-_COMPILED = _Compiled()
+# Each thread's compiled kernels, by all properties for which Triton compiles a kernel again.
+_COMPILED = threading.local()
+# An ID of each combination of a kernel, its constants, and the properties of its integer arguments.
+_NUMBERS: dict[tuple[Any, ...], int] = {}
+_COUNTER = itertools.count()
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any
-) -> None:
-    """Launch a Triton kernel on the current stream of a device; all kernels are launched by this function.
-
-    Triton takes several times as long to find a compiled kernel as to launch it. Therefore the first launch
-    caches the kernel. The key has all properties of arguments for which Triton specializes kernels.
+class Plan:
+    """The kernel, grid and arguments of a launch, without tensors. Callers cache plans by sizes and dtypes.
 
     Args:
         kernel: a function decorated with triton.jit.
         grid: the number of programs in one to three dimensions.
-        device: the device of the tensors.
-        arguments: tensors, tensor descriptors, numbers or None, in the kernel's order.
+        numbers: the kernel's arguments after its tensors.
         constants: compile-time constants and Triton's options, such as num_warps, in the same order in all
-            launches of a kernel.
+            plans of a kernel.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[int, ...], constants: dict[str, Any]
+    ) -> None:
+        self.kernel, self.numbers, self.constants = kernel, numbers, constants
+        self.grid = (*grid, 1, 1)[:3]
+        self.rest = *numbers, *(constants[name] for name in kernel.arg_names if name in constants)
+        # Triton compiles special kernels for 1, for multiples of 16, and for numbers of more than 32 bits.
+        kinds = ((n == 1, n >> 31, n % ALIGNMENT == 0) for n in numbers)
+        self.key = _NUMBERS.setdefault((kernel.fn, *constants.values(), *kinds), next(_COUNTER))
+
+
+def launch(plan: Plan, device: torch.device, *tensors: Any) -> None:
+    """Launch a Triton kernel on the current stream of a device; all kernels are launched by this function.
+
+    Triton takes several times as long to find a compiled kernel as to launch it. Therefore the first launch
+    caches the compiled kernel by all properties for which Triton specializes kernels.
+
+    Args:
+        plan: the kernel, its grid and its other arguments.
+        device: the device of the tensors.
+        tensors: tensors, tensor descriptors or None, in the kernel's order.
     """
     if not is_direct(device):
-        kernel[grid](*arguments, **constants)
+        plan.kernel[plan.grid](*tensors, *plan.numbers, **plan.constants)
         return
-    if device.index != driver.active.get_current_device():
-        with torch.cuda.device(device.index):
-            launch(kernel, grid, device, *arguments, **constants)
+    active, index = driver.active, device.index
+    if index != active.get_current_device():
+        with torch.cuda.device(index):
+            launch(plan, device, *tensors)
         return
-    key = [kernel.fn, device.index, *constants.values()]
-    for argument in arguments:
-        if argument is None:
-            key.append(None)
-        elif isinstance(argument, int):
-            # Triton specializes for 1, for multiples of 16, and for numbers of more than 32 bits.
-            key += (1,) if argument == 1 else (argument >> 31, argument % ALIGNMENT == 0)
-        elif isinstance(argument, Tensor):
-            key += argument.dtype, argument.data_ptr() % ALIGNMENT
-            if IS_HIP:
-                key.append(argument.untyped_storage().nbytes() < 2**31)
+    cache: dict[Any, Any] = vars(_COMPILED)
+    key: list[Any] = [plan.key, index]
+    add = key.append
+    for tensor in tensors:
+        if tensor is None:
+            add(None)
+        elif type(tensor) is TensorDescriptor:
+            key += tensor.base.dtype, *tensor.block_shape
         else:
-            key += argument.base.dtype, *argument.block_shape
-    found = _COMPILED.by_key.get(tuple(key))
-    if found is not None:
-        compiled, rest = found
-        compiled[(*grid, 1, 1)](*arguments, *rest)
+            add(tensor.dtype)
+            add(tensor.data_ptr() % ALIGNMENT)
+            if IS_HIP:
+                add(tensor.untyped_storage().nbytes() < 2**31)
+    found = cache.get(tuple(key))
+    if found is None:
+        # A new thread has no CUDA context, but a launch with tensor descriptors needs a context. Neither
+        # torch.cuda.stream nor torch.cuda.set_device (to the current device) binds a context.
+        torch.zeros(1, device=device)
+        compiled = plan.kernel[plan.grid](*tensors, *plan.numbers, **plan.constants)
+        fixed = compiled.function, compiled.packed_metadata, None, None, None
+        cache[tuple(key)] = compiled, compiled.run, fixed
         return
-    # A new thread has no CUDA context, but a launch with tensor descriptors needs a context. Neither
-    # torch.cuda.stream nor torch.cuda.set_device (to the current device) binds a context.
-    torch.zeros(1, device=device)
-    compiled = kernel[grid](*arguments, **constants)
-    rest = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-    _COMPILED.by_key[tuple(key)] = compiled, rest
+    compiled, run, fixed = found
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # of a profiler
+        compiled[plan.grid](*tensors, *plan.rest)
+    else:  # without metadata for hooks, which would double the time of a launch
+        run(*plan.grid, active.get_current_stream(index), *fixed, *tensors, *plan.rest)
 
 
 @functools.cache
@@ -109,7 +130,7 @@ def hardware_class(major: int) -> str:
 def precision_of(dtype: torch.dtype, tf32x3: bool = False) -> str:
     """Return the precision of a dtype's matrix products: one of PRECISIONS in tiles.
 
-    fp32 is "ieee", or "tf32" if torch allows it. With `tf32x3` it is "tf32x3" on an NVIDIA GPU.
+    fp32 is "ieee", or "tf32" if torch allows it. With `tf32x3`, fp32 is "tf32x3" on an NVIDIA GPU.
     """
     if dtype in (torch.float16, torch.bfloat16):
         return "half"
@@ -123,9 +144,13 @@ def precision_of(dtype: torch.dtype, tf32x3: bool = False) -> str:
     return "tf32" if (newer == "tf32" if newer else switch.allow_tf32) else "ieee"
 
 
-def chosen(kind: str, rows: Tensor, shape: tuple[int, int, int, int], tf32x3: bool = False) -> Tile:
-    """Return the tile of a grouped product of rows; `shape` has the last four arguments of `choose`."""
-    return choose(kind, hardware_of(rows.device), precision_of(rows.dtype, tf32x3), *shape)
+def chosen(
+    kind: str, rows: Tensor, num_rows: int, shape: tuple[int, ...], tf32x3: bool = False
+) -> tuple[Tile, str]:
+    """Return the tile and the kernel's precision of a product with weights of this shape: E, N, K."""
+    hardware, precision = hardware_of(rows.device), precision_of(rows.dtype, tf32x3)
+    tile = choose(kind, hardware, precision, num_rows, *shape)
+    return tile, input_precision_of(hardware, precision, rows.dtype)
 
 
 def accumulator_of(dtype: torch.dtype) -> tl.dtype:
@@ -138,18 +163,17 @@ def has_descriptors(device: torch.device) -> bool:
     return TensorDescriptor is not None and hardware_of(device) in DESCRIPTORS
 
 
-def input_precision_of(rows: Tensor, tf32x3: bool = False) -> str:
-    """Return the precision constant for the kernels' matrix products; on a GPU it affects only fp32."""
-    if hardware_of(rows.device) == "interpreted" and rows.dtype == torch.bfloat16:
+def input_precision_of(hardware: str, precision: str, dtype: torch.dtype) -> str:
+    """Return the precision constant for the kernels' matrix products. On a GPU, it affects only fp32."""
+    if hardware == "interpreted" and dtype == torch.bfloat16:
         return "interpreted"
-    precision = precision_of(rows.dtype, tf32x3)
     return "ieee" if precision == "half" else precision
 
 
 def described(tensors: list[Tensor], block: tuple[int, ...], is_transposed: bool = False) -> Any:
     """Return TMA descriptors that load tiles of shape `block`; None if a tensor does not support TMA.
 
-    With `is_transposed`, they describe tensors with the last two dimensions exchanged.
+    With `is_transposed`, the descriptors exchange the last two dimensions of the tensors.
     """
     found = []
     for tensor in tensors:
@@ -163,7 +187,7 @@ def described(tensors: list[Tensor], block: tuple[int, ...], is_transposed: bool
         )
         if checked is None or tensor.data_ptr() % ALIGNMENT:
             return None
-        descriptor = object.__new__(TensorDescriptor)  # without the checks, which take longer than a launch
+        descriptor = object.__new__(TensorDescriptor)  # skips slow checks
         descriptor.__dict__.update(checked, base=tensor)
         found.append(descriptor)
     return found
@@ -189,62 +213,79 @@ def _descriptor(
     return vars(TensorDescriptor(like, list(shape), list(strides), list(block)))
 
 
+class Product(NamedTuple):
+    """The properties of a grouped matrix product that determine its launch, except the kernel."""
+
+    tile: Tile
+    precision: str  # precision of the matrix instructions
+    num_rows: int  # rows of the result
+    shape: torch.Size  # the shape of the weights: E, N, K
+    strides: tuple[int, ...]  # the strides of the weights
+    dtype: torch.dtype
+    describes_rows: bool  # whether the rows are tensor descriptors
+    describes_weights: bool
+
+    def plan(
+        self, kernel: Any, more_columns: int = 0, numbers: tuple[int, ...] = (), **constants: Any
+    ) -> Plan:
+        """Return the plan of a kernel with one program per tile and `more_columns` more per row tile."""
+        tile, (num_experts, *sizes) = self.tile, self.shape
+        columns = cdiv(sizes[0], tile.block_n) + more_columns
+        tiles_m = num_tiles(self.num_rows, num_experts, tile.block_m)
+        start = table_start(self.num_rows, num_experts, tile.block_m)
+        constants |= {
+            "PRECISION": self.precision,
+            "ACC": accumulator_of(self.dtype),
+            "ROWS_DESCRIPTOR": self.describes_rows,
+            "WEIGHT_DESCRIPTOR": self.describes_weights,
+            "K_INNER": self.strides[2] == 1,
+            **tile.blocks,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+        return Plan(
+            kernel, (tiles_m * columns,), (*numbers, start, tiles_m, *sizes, *self.strides), constants
+        )
+
+
 def operands(
+    tile: Tile,
+    precision: str,
+    num_rows: int,
     rows: list[Tensor],
     weights_ENK: list[Tensor],
-    tile: Tile,
-    tf32x3: bool,
     are_gathered: bool = False,
-) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Return the arguments of a product's kernel for rows and weights, and its constants and options.
+) -> tuple[list[Any], list[Any], Product]:
+    """Return the arguments of a product's kernel for rows and weights, and the properties of the product.
 
     Rows and weights are TMA descriptors if all of them support TMA, otherwise tensors.
 
     Args:
+        tile: the tile sizes.
+        precision: the precision constant of the kernel.
+        num_rows: the number of rows of the result.
         rows: the rows of each product.
         weights_ENK: the weights of each product, with equal strides; see `alike`.
-        tile: the tile sizes.
-        tf32x3: whether to compute fp32 products as three TF32 products.
         are_gathered: whether the kernel reads the rows through an index map.
     """
+    weight, dtype = weights_ENK[0], rows[0].dtype
+    shape, strides = weight.shape, weight.stride()
     rows_read = None if are_gathered else described(rows, (tile.block_m, tile.block_k))
-    k_inner = weights_ENK[0].stride(2) == 1
+    k_inner = strides[2] == 1
     block = (1, tile.block_n, tile.block_k) if k_inner else (1, tile.block_k, tile.block_n)
     weights_read = described(weights_ENK, block, is_transposed=not k_inner)
-    constants = _constants(
-        tile,
-        input_precision_of(rows[0], tf32x3),
-        rows[0].dtype,
-        rows_read is not None,
-        weights_read is not None,
-        k_inner,
-    )
-    return rows_read or rows, weights_read or weights_ENK, constants
+    are_described = rows_read is not None, weights_read is not None
+    product = Product(tile, precision, num_rows, shape, strides, dtype, *are_described)
+    return rows_read or rows, weights_read or weights_ENK, product
 
 
-@functools.cache  # one entry per product of a model
-def _constants(
-    tile: Tile,
-    precision: str,
-    dtype: torch.dtype,
-    describes_rows: bool,
-    describes_weights: bool,
-    k_inner: bool,
-) -> dict[str, Any]:
-    return {
-        "PRECISION": precision,
-        "ACC": accumulator_of(dtype),
-        "ROWS_DESCRIPTOR": describes_rows,
-        "WEIGHT_DESCRIPTOR": describes_weights,
-        "K_INNER": k_inner,
-        **tile.blocks,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return contiguous tensors with the values of the given tensors; None stays None."""
+    return [None if t is None else t.contiguous() for t in tensors]
 
 
 def alike(weights: list[Tensor]) -> list[Tensor]:
     """Return the weights with equal strides; if their strides differ, copy them to contiguous tensors."""
-    if all(w.stride() == weights[0].stride() for w in weights):
+    if len(weights) == 1 or all(w.stride() == weights[0].stride() for w in weights):
         return weights
     return [w.contiguous() for w in weights]

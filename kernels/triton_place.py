@@ -7,6 +7,7 @@ The scan needs no atomics, sort, [T, E] tensor or host read. T tokens, E experts
 assignments, where j * T + t is choice j of token t.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -16,17 +17,17 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.reference_route import Rows
-from fairseq_tutel.kernels.tiles import cdiv
-from fairseq_tutel.kernels.triton_launch import launch
-from fairseq_tutel.kernels.triton_tiles import BLOCKS_M, CONSTANTS, table_start, tile_programs, write_tiles
+from fairseq_tutel.kernels.tiles import BLOCKS_M, cdiv, table_start
+from fairseq_tutel.kernels.triton_launch import Plan, launch
+from fairseq_tutel.kernels.triton_tiles import CONSTANTS, tile_programs, write_tiles
 
 # Assignments per block. A slot needs BLOCK_N comparisons, and the scan has N / BLOCK_N steps. PEERS
-# assignments are compared at a time, because comparing 32 at once spills scalar registers on gfx90a. Not
-# tuned for speed.
+# assignments are compared at a time, because comparing 32 at once spills scalar registers on gfx90a. The
+# numbers are not tuned.
 BLOCK_N, PEERS = 128, 16
-# Experts that are compared at a time.
+# Number of experts that are compared at a time.
 COUNT_BLOCK_E = 32
-# Tile of the scan over blocks. A tile covers few experts, because only different programs run in parallel.
+# Tile sizes of the scan over blocks. A tile has few experts, because tiles run in parallel.
 SCAN_BLOCK_B, SCAN_BLOCK_E = 256, 8
 
 
@@ -45,22 +46,22 @@ def assign_rows(
     time, batch = time_first or (1, ids_TK.shape[0])
     found = place_assignments(ids_TK, asked_TK, order_N, limit, num_experts, time, batch)
     slots_TK, row_of_TK, source_of_R, token_of_R, counts = found
-    if ids_TK.shape[1] == 1:  # an assignment's number is its token's
+    if ids_TK.shape[1] == 1:  # then assignment t belongs to token t
         token_of_R = source_of_R
     assigned_KE, counts_E, dropped_K, tiles = _parts(counts, ids_TK.shape[1], num_experts)
     return Rows(slots_TK, assigned_KE, counts_E, dropped_K, row_of_TK, source_of_R, token_of_R, tiles)
 
 
 def _parts(counts: Tensor, top_k: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the views of the buffer of all small results: assigned_KE, counts_E, dropped_K, tiles."""
+    """Split the buffer of all small results into views: assigned_KE, counts_E, dropped_K, tiles."""
     sizes = top_k * num_experts, num_experts, top_k
-    assigned, counts_E, dropped_K, tiles = counts.split((*sizes, counts.shape[0] - sum(sizes)))
+    assigned, counts_E, dropped_K, tiles = counts.split_with_sizes((*sizes, counts.shape[0] - sum(sizes)))
     return assigned.view(top_k, num_experts), counts_E, dropped_K, tiles
 
 
 def _fake_place_assignments(
     ids_TK: Tensor, asked_TK: Any, order_N: Any, limit: Any, num_experts: int, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Any, Tensor]:
     num_tokens, top_k = ids_TK.shape
     size = num_tokens * top_k
     tiles = table_start(size, num_experts, 2 * BLOCKS_M[-1])
@@ -68,7 +69,7 @@ def _fake_place_assignments(
         ids_TK.new_empty(num_tokens, top_k),
         ids_TK.new_empty(num_tokens, top_k),
         ids_TK.new_empty(size),
-        ids_TK.new_empty(0 if top_k == 1 else size),
+        None if top_k == 1 else ids_TK.new_empty(size),
         ids_TK.new_empty((top_k + 1) * num_experts + top_k + tiles),
     )
 
@@ -85,7 +86,7 @@ def place_assignments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernels of `assign_rows`: slots_TK, row_of_TK, source_of_R, token_of_R, small results.
 
-    For K = 1, token_of_R is empty. `_parts` splits the small results.
+    For K = 1, token_of_R is None, or empty under torch.compile. `_parts` splits the small results.
 
     Args:
         ids_TK: as in `assign_rows`.
@@ -103,46 +104,31 @@ def place_assignments(
     if num_tokens == 0:
         counts.zero_()
         return found
-    assigned_KE, counts_E, dropped_K, tiles = _parts(counts, top_k, num_experts)
     ids_TK = ids_TK.contiguous()
     asked = None if asked_TK is None else asked_TK.contiguous().view(torch.uint8)
     sizes = num_tokens, top_k, num_experts, time, batch
-    results = assigned_KE, counts_E, dropped_K, limit
-    starts_BE = _block_starts(ids_TK, asked, None, sizes, results)
-    chains, length = top_k, num_tokens
+    starts_BE, plan = _block_starts(ids_TK, asked, None, sizes, counts, limit)
     if order_N is not None:
         order_N = order_N.contiguous()
         # An order may mix choices, so its blocks do not give the counts per choice.
-        del starts_BE  # frees the memory for the next tensor, which has the same size
-        starts_BE = _block_starts(ids_TK, asked, order_N, sizes, (None, *results[1:]))
-        chains, length = 1, top_k * num_tokens
-    num_blocks = cdiv(length, BLOCK_N)
+        del starts_BE  # frees memory for the next tensor
+        starts_BE, plan = _block_starts(ids_TK, asked, order_N, sizes, counts, limit)
     launch(
-        _place_kernel,
-        (chains * num_blocks + tile_programs(num_tokens * top_k, num_experts),),
+        plan,
         ids_TK.device,
         ids_TK,
         asked,
         order_N,
         limit,
         starts_BE,
-        counts_E,
+        counts,
         slots_TK,
         row_of_TK,
         source_of_R,
-        None if top_k == 1 else token_of_R,
-        tiles,
-        chains * num_blocks,
-        num_blocks,
-        length,
-        *sizes,
-        BLOCK=BLOCK_N,
-        PEERS=PEERS,
-        BLOCK_E=COUNT_BLOCK_E,
-        **CONSTANTS,
+        token_of_R,
     )
     if limit is not None:
-        torch.sum(slots_TK >= limit, dim=0, out=dropped_K)
+        torch.sum(slots_TK >= limit, dim=0, out=_parts(counts, top_k, num_experts)[2])
     return found
 
 
@@ -151,44 +137,37 @@ def _block_starts(
     asked: Tensor | None,
     order_N: Tensor | None,
     sizes: tuple[int, ...],
-    results: tuple[Tensor | None, ...],
-) -> Tensor:
-    """Return each expert's number of assignments before each block, and write the counts to `results`.
+    counts: Tensor,
+    limit: Tensor | None,
+) -> tuple[Tensor, Plan]:
+    """Return each expert's number of assignments before each block, and write the totals to `counts`.
 
     The blocks split K chains of T assignments each, or one chain of N assignments if an order is given. The
-    result is [chains * blocks, E] int32, chain by chain.
+    first result is [chains * blocks, E] int32, chain by chain; the second is the plan of `_place_kernel`.
     """
+    count, scan, place = _plans(sizes, order_N is not None)
+    starts_BE = ids_TK.new_empty(count.grid[0], sizes[2], dtype=torch.int32)
+    launch(count, ids_TK.device, ids_TK, asked, order_N, starts_BE)
+    launch(scan, ids_TK.device, starts_BE, counts, limit)
+    return starts_BE, place
+
+
+@functools.lru_cache(maxsize=1024)
+def _plans(sizes: tuple[int, ...], has_order: bool) -> tuple[Plan, Plan, Plan]:
+    """Return the plans of the count, scan and place kernels for the sizes (T, K, E, time, batch)."""
     num_tokens, top_k, num_experts, *_ = sizes
-    chains, length = (top_k, num_tokens) if order_N is None else (1, top_k * num_tokens)
+    chains, length = (1, top_k * num_tokens) if has_order else (top_k, num_tokens)
     num_blocks = cdiv(length, BLOCK_N)
-    starts_BE = ids_TK.new_empty(chains * num_blocks, num_experts, dtype=torch.int32)
-    launch(
-        _count_kernel,
-        (chains * num_blocks, cdiv(num_experts, COUNT_BLOCK_E)),
-        ids_TK.device,
-        ids_TK,
-        asked,
-        order_N,
-        starts_BE,
-        num_blocks,
-        length,
-        *sizes,
-        BLOCK=BLOCK_N,
-        BLOCK_E=COUNT_BLOCK_E,
+    programs, numbers = chains * num_blocks, (num_blocks, length, *sizes)
+    blocks = {"BLOCK": BLOCK_N, "BLOCK_E": COUNT_BLOCK_E}
+    scan = {"HAS_ORDER": has_order, "BLOCK_B": SCAN_BLOCK_B, "BLOCK_E": SCAN_BLOCK_E}
+    scan_grid = (cdiv(num_experts, SCAN_BLOCK_E),)
+    place_grid = (programs + tile_programs(num_tokens * top_k, num_experts),)
+    return (
+        Plan(_count_kernel, (programs, cdiv(num_experts, COUNT_BLOCK_E)), numbers, blocks),
+        Plan(_scan_kernel, scan_grid, (chains, num_blocks, top_k, num_experts), scan),
+        Plan(_place_kernel, place_grid, (programs, *numbers), {**blocks, "PEERS": PEERS, **CONSTANTS}),
     )
-    launch(
-        _scan_kernel,
-        (cdiv(num_experts, SCAN_BLOCK_E),),
-        ids_TK.device,
-        starts_BE,
-        *results,
-        chains,
-        num_blocks,
-        num_experts,
-        BLOCK_B=SCAN_BLOCK_B,
-        BLOCK_E=SCAN_BLOCK_E,
-    )
-    return starts_BE
 
 
 @triton.jit
@@ -200,7 +179,7 @@ def _assignments_at(
     positions,
     sizes,
 ):
-    """Load the assignments at these positions, as t * K + j, and their experts; E for no expert."""
+    """Load the assignments t * K + j at these positions, and their experts; expert E stands for none."""
     length, num_tokens, top_k, num_experts, time, batch = sizes
     inside = positions < length
     if order is not None:
@@ -247,13 +226,13 @@ def _count_kernel(
 @triton.jit(do_not_specialize=["chains", "num_blocks"])
 def _scan_kernel(
     starts,
-    assigned,
-    kept,
-    dropped,
+    results,
     limit,
     chains,
     num_blocks,
+    top_k,
     num_experts,
+    HAS_ORDER: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -272,14 +251,14 @@ def _scan_kernel(
             earlier = tl.cumsum(counts, axis=0) - counts
             tl.store(starts + cells, before[None, :] + earlier, mask=mask)
             before += tl.sum(counts, axis=0)
-        if assigned is not None:
-            tl.store(assigned + chain * num_experts + experts, before - before_chain, mask=inside)
+        if not HAS_ORDER:
+            tl.store(results + chain * num_experts + experts, before - before_chain, mask=inside)
         if tl.program_id(0) == 0:
-            tl.store(dropped + chain, 0)
+            tl.store(results + (top_k + 1) * num_experts + chain, 0)
     rows = before.to(tl.int64)
     if limit is not None:
         rows = tl.minimum(rows, tl.load(limit))
-    tl.store(kept + experts, rows, mask=inside)
+    tl.store(results + top_k * num_experts + experts, rows, mask=inside)
 
 
 @triton.jit(do_not_specialize=["programs", "num_blocks", "length", "num_tokens", "time", "batch"])
@@ -289,12 +268,11 @@ def _place_kernel(
     order,
     limit,
     starts,
-    kept,
+    results,
     slots_out,
     row_of,
     source_of,
     token_of,
-    tiles,
     programs,
     num_blocks,
     length,
@@ -304,16 +282,17 @@ def _place_kernel(
     time,
     batch,
     BLOCK: tl.constexpr,
-    PEERS: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    PEERS: tl.constexpr,
     SIZES: tl.constexpr,
     SMALLEST: tl.constexpr,
     TILES_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     block = tl.program_id(0)
+    kept = results + top_k * num_experts  # each expert's number of rows
     if block >= programs:  # further programs write the tables of row tiles
-        num_rows = num_tokens * top_k
+        num_rows, tiles = num_tokens * top_k, kept + num_experts + top_k
         write_tiles(block - programs, kept, tiles, num_rows, num_experts, SIZES, SMALLEST, TILES_E, BLOCK_T)
         return
     chain, first = block // num_blocks, block % num_blocks * BLOCK

@@ -1,8 +1,9 @@
-"""Softmax with top-k in Triton, forward and backward, in place of `reference_route` on GPUs.
+"""Computes softmax with top-k and its gradient in Triton; replaces `reference_route` on GPUs.
 
 T tokens, E experts, K top_k.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles import cdiv, next_power_of_2
-from fairseq_tutel.kernels.triton_launch import accumulator_of, launch
+from fairseq_tutel.kernels.triton_launch import Plan, accumulator_of, launch
 
 # Elements of a [tokens, experts] tile. With 4096 the fp64 kernel takes 25 s to compile for sm_80. With 1024
-# every kernel compiles in less than 1 s and needs at most 96 registers. Not tuned for speed on a GPU.
+# every kernel compiles in less than 1 s and needs at most 128 registers. The number is not tuned for speed.
 TILE = 1024
 
 
@@ -32,28 +33,9 @@ def softmax_top_k(logits_TE: Tensor, top_k: int, normalize: bool = False) -> tup
     """Compute the softmax and each token's K largest probabilities: (probs_TE, ids_TK, weights_TK)."""
     logits_TE = logits_TE.contiguous()
     probs_TE, ids_TK, weights_TK = _fake_softmax_top_k(logits_TE, top_k)
-    num_tokens, num_experts = logits_TE.shape
-    if num_tokens == 0:
-        return probs_TE, ids_TK, weights_TK
-    block_t, block_e = _tile(num_experts, logits_TE.dtype == torch.float64)
-    launch(
-        _softmax_top_k_kernel,
-        (cdiv(num_tokens, block_t),),
-        logits_TE.device,
-        logits_TE,
-        probs_TE,
-        ids_TK,
-        weights_TK,
-        num_tokens,
-        num_experts,
-        top_k,
-        NORMALIZE=normalize,
-        TINY=torch.finfo(logits_TE.dtype).tiny,
-        ACC=accumulator_of(logits_TE.dtype),
-        BLOCK_T=block_t,
-        BLOCK_E=block_e,
-        BLOCK_K=next_power_of_2(top_k),
-    )
+    if logits_TE.shape[0]:
+        plan = _plan(logits_TE.shape, top_k, normalize, logits_TE.dtype)
+        launch(plan, logits_TE.device, logits_TE, probs_TE, ids_TK, weights_TK)
     return probs_TE, ids_TK, weights_TK
 
 
@@ -70,41 +52,68 @@ def softmax_top_k_backward(
     normalize: bool = False,
 ) -> Tensor:
     """Return the gradient of the logits in `softmax_top_k`; an output gradient of None means zeros."""
-    probs_TE, ids_TK = probs_TE.contiguous(), ids_TK.contiguous()
+    return gate_backward(probs_TE, ids_TK, dprobs_TE, dweights_TK, normalize, None)[0]
+
+
+def gate_backward(
+    probs_TE: Tensor,
+    ids_TK: Tensor,
+    dprobs_TE: Tensor | None,
+    dweights_TK: Tensor | None,
+    normalize: bool,
+    weight_ED: Tensor | None,
+) -> tuple[Tensor, Any]:
+    """Return two factors, pair_TF and twice_FD, whose product is the gradient of a linear gate's input."""
     if dprobs_TE is not None and dprobs_TE.stride() not in ((0, 1), (probs_TE.shape[1], 1)):
         dprobs_TE = dprobs_TE.contiguous()  # a balance loss gives all tokens one row, of stride 0
-    dweights_TK = None if dweights_TK is None else dweights_TK.contiguous()
-    dlogits_TE = torch.empty_like(probs_TE)
     num_tokens, num_experts = probs_TE.shape
-    if num_tokens == 0:
-        return dlogits_TE
-    block_t, block_e = _tile(num_experts, probs_TE.dtype == torch.float64)
+    twice_FD, size = None, 0
+    if weight_ED is None:
+        dlogits = probs_TE.new_empty(probs_TE.shape)
+    else:
+        weight_ED, size = weight_ED.contiguous(), weight_ED.numel()
+        dlogits = weight_ED.new_empty(num_tokens, 2 * num_experts)
+        twice_FD = weight_ED.new_empty(2 * num_experts, weight_ED.shape[1])
+    if num_tokens + size == 0:
+        return dlogits, twice_FD
+    stride = 0 if dprobs_TE is None else dprobs_TE.stride(0)
     launch(
-        _softmax_top_k_backward_kernel,
-        (cdiv(num_tokens, block_t),),
+        _plan(probs_TE.shape, ids_TK.shape[1], normalize, probs_TE.dtype, (size, stride)),
         probs_TE.device,
-        probs_TE,
-        ids_TK,
+        probs_TE.contiguous(),
+        ids_TK.contiguous(),
         dprobs_TE,
-        dweights_TK,
-        dlogits_TE,
-        num_tokens,
-        num_experts,
-        ids_TK.shape[1],
-        0 if dprobs_TE is None else dprobs_TE.stride(0),
-        NORMALIZE=normalize,
-        TINY=torch.finfo(probs_TE.dtype).tiny,
-        ACC=accumulator_of(probs_TE.dtype),
-        BLOCK_T=block_t,
-        BLOCK_E=block_e,
+        None if dweights_TK is None else dweights_TK.contiguous(),
+        dlogits,
+        weight_ED,
+        twice_FD,
     )
-    return dlogits_TE
+    return dlogits, twice_FD
 
 
-def _tile(num_experts: int, is_wide: bool) -> tuple[int, int]:
-    """Return the tile size (tokens, experts). A tile covers all experts; fp64 tiles have half the size."""
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    shape: tuple[int, ...], top_k: int, normalize: bool, dtype: torch.dtype, backward: tuple[int, ...] = ()
+) -> Plan:
+    """Return the plan of the forward kernel, or of the backward kernel for a weight size and a stride."""
+    num_tokens, num_experts = shape
+    # A tile covers all experts; fp64 tiles have half the size.
     block_e = max(next_power_of_2(num_experts), 16)
-    return max(TILE // (2 if is_wide else 1) // block_e, 1), block_e
+    block_t = max(TILE // (2 if dtype == torch.float64 else 1) // block_e, 1)
+    constants = {
+        "NORMALIZE": normalize,
+        "TINY": torch.finfo(dtype).tiny,
+        "ACC": accumulator_of(dtype),
+        "BLOCK_T": block_t,
+        "BLOCK_E": block_e,
+    }
+    programs, numbers = cdiv(num_tokens, block_t), (num_tokens, num_experts, top_k)
+    if not backward:
+        constants |= {"BLOCK_K": next_power_of_2(top_k)}
+        return Plan(_softmax_top_k_kernel, (programs,), numbers, constants)
+    size, stride = backward
+    grid, constants = (programs + cdiv(size, TILE),), constants | {"BLOCK": TILE}
+    return Plan(_softmax_top_k_backward_kernel, grid, (size, *numbers, stride), constants)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -155,13 +164,16 @@ def _softmax_top_k_kernel(
     tl.store(weights_ptr + copies, weights, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "size"])
 def _softmax_top_k_backward_kernel(
     probs_ptr,
     ids_ptr,
     dprobs_ptr,
     dweights_ptr,
     dlogits_ptr,
+    gate_ptr,
+    twice_ptr,
+    size,
     num_tokens,
     num_experts,
     top_k,
@@ -171,7 +183,16 @@ def _softmax_top_k_backward_kernel(
     ACC: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    programs = tl.cdiv(num_tokens, BLOCK_T)
+    if gate_ptr is not None:  # noqa: SIM102 (the first condition is evaluated at compile time)
+        if tl.program_id(0) >= programs:  # further programs copy the gate's weight
+            copied = (tl.program_id(0) - programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            values = tl.load(gate_ptr + copied, mask=copied < size)
+            tl.store(twice_ptr + copied, values, mask=copied < size)
+            tl.store(twice_ptr + size + copied, values, mask=copied < size)
+            return
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts = tl.arange(0, BLOCK_E)
     here = tokens < num_tokens
@@ -200,7 +221,15 @@ def _softmax_top_k_backward_kernel(
             dweights = (dweights - shift) / total
             grads += tl.where(experts[None, :] == ids[:, None], dweights[:, None], 0.0)
     dots = tl.sum(probs * grads, axis=1)
-    tl.store(dlogits_ptr + cells, probs * (grads - dots[:, None]), mask=inside)
+    dlogits = probs * (grads - dots[:, None])
+    if gate_ptr is None:
+        tl.store(dlogits_ptr + cells, dlogits, mask=inside)
+    else:
+        cells += tokens[:, None] * num_experts
+        dlogits = dlogits.to(tl.float32)
+        high = dlogits.to(dlogits_ptr.dtype.element_ty)
+        tl.store(dlogits_ptr + cells, high, mask=inside)
+        tl.store(dlogits_ptr + num_experts + cells, dlogits - high.to(tl.float32), mask=inside)
 
 
 @triton.jit

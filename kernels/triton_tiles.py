@@ -1,37 +1,21 @@
 """Assigns row tiles to programs on the device, so that the host does not read the row counts.
 
-The grid of a matrix product has R // BLOCK_M + E + 1 row tiles, which is an upper bound. Rows after the
-last group form an additional group with expert -1. A row of the tile table is (expert, first row, end of
-the group's rows). In an unused tile, the first row is not below the end.
+The grid of a product has R // BLOCK_M + E + 1 row tiles, which is an upper bound. Rows after the last group
+form an additional group with expert -1. A row of the table is (expert, first row, end of the group's rows).
+In an unused row of the table, the first row is not below the end.
 """
-
-import functools
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.tiles import cdiv
-from fairseq_tutel.kernels.triton_launch import launch
+from fairseq_tutel.kernels.tiles import BLOCKS_M, cdiv, num_tiles, table_start
+from fairseq_tutel.kernels.triton_launch import Plan, launch
 
-# The tables of row tiles exist for these numbers of rows per tile.
-BLOCKS_M = (16, 32, 64, 128, 256)
 BLOCK_TILES = 32
 # The compile-time constants of a kernel that calls `write_tiles`.
 CONSTANTS = {"SIZES": len(BLOCKS_M), "SMALLEST": BLOCKS_M[0], "TILES_E": 64, "BLOCK_T": BLOCK_TILES}
-
-
-def num_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Return the number of row tiles in the table for tiles of `block_m` rows."""
-    return num_rows // block_m + num_experts + 1
-
-
-@functools.lru_cache(maxsize=1024)
-def table_start(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Return the position in `row_tiles` of the table for tiles of `block_m` rows."""
-    smaller = (num_tiles(num_rows, num_experts, block) for block in BLOCKS_M if block < block_m)
-    return num_experts + 1 + 3 * sum(smaller)
 
 
 def _fake_row_tiles(counts_E: Tensor, num_rows: int) -> Tensor:
@@ -52,16 +36,9 @@ def row_tiles(counts_E: Tensor, num_rows: int) -> Tensor:
         tiles] for each number in BLOCKS_M.
     """
     tiles, num_experts = _fake_row_tiles(counts_E, num_rows), counts_E.shape[0]
-    launch(
-        _row_tiles_kernel,
-        (tile_programs(num_rows, num_experts),),
-        counts_E.device,
-        counts_E.contiguous(),
-        tiles,
-        num_rows,
-        num_experts,
-        **CONSTANTS,
-    )
+    grid = (tile_programs(num_rows, num_experts),)
+    plan = Plan(_row_tiles_kernel, grid, (num_rows, num_experts), CONSTANTS)
+    launch(plan, counts_E.device, counts_E.contiguous(), tiles)
     return tiles
 
 
@@ -83,8 +60,8 @@ def write_tiles(
     program, counts, tiles, num_rows, num_experts, SIZES: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Write the part of the tables of `row_tiles` that one Triton program writes."""
-    # Each number in BLOCKS_M is twice the previous number. 32 bits need fewer registers.
+    """Write one program's part of the tables of `row_tiles`."""
+    # Each number in BLOCKS_M is twice the number before. Numbers of 32 bits need fewer registers.
     block_m = tl.full([], SMALLEST, tl.int32)
     num_rows = tl.cast(num_rows, tl.int32)
     table = tiles + num_experts + 1
@@ -101,7 +78,7 @@ def write_tiles(
     rows_before = tl.full([], 0, tl.int32)
     tiles_before = tl.full([], 0, tl.int32)
     is_first = program == 0
-    written = tl.where(is_first, num_experts, 0)  # The first program writes the experts' first rows.
+    written = tl.where(is_first, num_experts, 0)  # the first program also writes each expert's first row
     for first_expert in range(0, num_experts, BLOCK_E):
         e = first_expert + tl.arange(0, BLOCK_E)
         count = tl.load(counts + e, mask=e < num_experts, other=0).to(tl.int32)

@@ -1,10 +1,11 @@
-"""The FFN's first linear map (fc1) and the activation of all experts, in one Triton kernel.
+"""Computes fc1, the first linear map, and the activation of all experts in one Triton kernel.
 
-The signature equals the signature in `reference`. The kernel gathers tokens while it loads the operands,
-and applies the activation in its epilogue. With fc3, both products share one read of the rows. h is rounded
-to the rows' dtype before the activation, so that saved and recomputed activations are bit-identical.
+The kernel gathers tokens while it loads the operands, and applies the activation in the epilogue. With fc3,
+both products share one read of the rows. h is rounded to the rows' dtype before the activation, so that
+saved and recomputed activations are bit-identical.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -15,9 +16,16 @@ from torch import Tensor
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_activations import activate
-from fairseq_tutel.kernels.triton_launch import alike, chosen, launch, operands
+from fairseq_tutel.kernels.triton_launch import (
+    Plan,
+    Product,
+    alike,
+    chosen,
+    contiguous,
+    launch,
+    operands,
+)
 from fairseq_tutel.kernels.triton_operands import (
     load_bias,
     load_rows,
@@ -26,7 +34,7 @@ from fairseq_tutel.kernels.triton_operands import (
     rows_operand,
     store_tile,
 )
-from fairseq_tutel.kernels.triton_tiles import num_tiles, place, read_tile, table_start
+from fairseq_tutel.kernels.triton_tiles import place, read_tile
 
 
 def ffn_up(
@@ -62,11 +70,11 @@ def ffn_up(
 def _up_shapes(
     x_ND: Tensor, index_R: Any, fc1_weight: Tensor, fc1_bias: Any, fc3_weight: Any, fc3_bias: Any,
     tiles: Any, activation: str, keep_h: bool, *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Any, Any]:  # fmt: skip
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     a_RH = x_ND.new_empty(num_rows, fc1_weight.shape[1])
-    h_RH = torch.empty_like(a_RH) if keep_h else x_ND.new_empty(0)
-    g_RH = torch.empty_like(a_RH) if keep_h and fc3_weight is not None else x_ND.new_empty(0)
+    h_RH = torch.empty_like(a_RH) if keep_h else None
+    g_RH = torch.empty_like(a_RH) if keep_h and fc3_weight is not None else None
     return a_RH, h_RH, g_RH
 
 
@@ -83,34 +91,29 @@ def triton_up(
     keep_h: bool,
     tf32x3: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel of `ffn_up`; return empty tensors for results that are not needed.
+    """Launch the kernel of `ffn_up`. Under torch.compile, a result is empty where `ffn_up` returns None.
 
     The arguments are those of `ffn_up`, with the tables of `row_tiles` in place of groups. `activation` is
-    applied to h. With fc3 it is "swish". `keep_h`: whether to return h and, with fc3, g.
+    applied to h. With fc3, it must be "swish". `keep_h`: whether to return h and, with fc3, g.
     """
     a_RH, h_RH, g_RH = _up_shapes(
         x_ND, index_R, fc1_weight, fc1_bias, fc3_weight, fc3_bias, tiles, activation, keep_h
     )
     if a_RH.numel() == 0:
         return a_RH, h_RH, g_RH
-    num_rows, hidden_dim = a_RH.shape
-    num_experts, _, model_dim = fc1_weight.shape
+    num_rows = a_RH.shape[0]
     x_ND = x_ND.contiguous()
-    index_R, fc1_bias, fc3_bias = (
-        None if t is None else t.contiguous() for t in (index_R, fc1_bias, fc3_bias)
-    )
+    index_R, fc1_bias, fc3_bias = contiguous(index_R, fc1_bias, fc3_bias)
     is_glu = fc3_weight is not None
     weights = alike([fc1_weight] if fc3_weight is None else [fc1_weight, fc3_weight])
 
     kind = "glu_up" if is_glu else "relu_up" if activation == "relu" else "up"
-    tile = chosen(kind, x_ND, (num_rows, num_experts, hidden_dim, model_dim), tf32x3)
-    tiles_m = num_tiles(num_rows, num_experts, tile.block_m)
-    (x_from,), weights_from, constants = operands(
-        [x_ND], weights, tile, tf32x3, are_gathered=index_R is not None
+    tile, precision = chosen(kind, x_ND, num_rows, fc1_weight.shape, tf32x3)
+    (x_from,), weights_from, product = operands(
+        tile, precision, num_rows, [x_ND], weights, are_gathered=index_R is not None
     )
     launch(
-        _up_kernel,
-        (tiles_m * cdiv(hidden_dim, tile.block_n),),
+        _plan(product, activation),
         x_ND.device,
         x_from,
         index_R,
@@ -119,18 +122,16 @@ def triton_up(
         weights_from[1] if is_glu else None,
         fc3_bias,
         a_RH,
-        h_RH if keep_h else None,
-        g_RH if keep_h and is_glu else None,
+        h_RH,
+        g_RH,
         tiles,
-        table_start(num_rows, num_experts, tile.block_m),
-        tiles_m,
-        hidden_dim,
-        model_dim,
-        *weights[0].stride(),
-        ACTIVATION=activation,
-        **constants,
     )
     return a_RH, h_RH, g_RH
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(product: Product, activation: str) -> Plan:
+    return product.plan(_up_kernel, ACTIVATION=activation)
 
 
 @triton.jit(do_not_specialize=["start", "tiles_m"])

@@ -1,20 +1,28 @@
-"""The gradients of every expert's weight and bias in Triton: products that sum over an expert's rows.
+"""Computes the gradients of every expert's weight and bias in Triton, summed over the expert's rows.
 
-The signature equals the signature in `reference`. The kernel gathers both operands while it loads them.
-Each program writes one tile of one expert's weight gradient, or a part of its bias gradient, so no sums
-across programs are needed. The gradients of an expert without rows are set to zero.
+The kernel gathers both operands while it loads them. Each program writes one tile of an expert's weight
+gradient, or a part of the bias gradient, so no sums across programs are needed. The gradients of an expert
+without rows are set to zero.
 """
 
+import functools
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.tiles import cdiv
-from fairseq_tutel.kernels.triton_launch import accumulator_of, chosen, input_precision_of, launch
+from fairseq_tutel.kernels.tiles import Tile, cdiv
+from fairseq_tutel.kernels.triton_launch import (
+    Plan,
+    accumulator_of,
+    chosen,
+    contiguous,
+    launch,
+)
 from fairseq_tutel.kernels.triton_operands import multiply
 from fairseq_tutel.kernels.triton_tiles import place
 
@@ -27,25 +35,27 @@ def grouped_weight_grad(
     dout_index_R: Tensor | None = None,
     rows_index_R: Tensor | None = None,
     bias: bool = False,
-    bias_scale_R: Tensor | None = None,
+    bias_scale_N: Tensor | None = None,
+    bias_source_R: Tensor | None = None,
     tf32x3: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of each expert's weight and bias, summed over the expert's rows."""
     num_experts = groups.counts.shape[0]
     tiles = groups.tiles((dout_NO if dout_index_R is None else dout_index_R).shape[0])
     dweight_EOI, dbias_EO = triton_weight_grad(
-        dout_NO, rows_NI, tiles, num_experts, dout_index_R, rows_index_R, bias, bias_scale_R, tf32x3
-    )
+        dout_NO, rows_NI, tiles, num_experts, dout_index_R, rows_index_R, bias, bias_scale_N, bias_source_R,
+        tf32x3,
+    )  # fmt: skip
     return dweight_EOI, dbias_EO if bias else None
 
 
 def _weight_grad_shapes(
     dout_NO: Tensor, rows_NI: Tensor, tiles: Tensor, num_experts: int, of_dout: Any, of_rows: Any,
     bias: bool, *_: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Any]:  # fmt: skip
     out_dim = dout_NO.shape[1]
     dweight_EOI = dout_NO.new_empty(num_experts, out_dim, rows_NI.shape[1])
-    dbias_EO = dout_NO.new_empty(num_experts, out_dim) if bias else dout_NO.new_empty(0)
+    dbias_EO = dout_NO.new_empty(num_experts, out_dim) if bias else None
     return dweight_EOI, dbias_EO
 
 
@@ -58,10 +68,11 @@ def triton_weight_grad(
     dout_index_R: Tensor | None,
     rows_index_R: Tensor | None,
     bias: bool,
-    bias_scale_R: Tensor | None,
+    bias_scale_N: Tensor | None,
+    bias_source_R: Tensor | None,
     tf32x3: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel of `grouped_weight_grad`; without `bias`, the bias gradient is empty.
+    """Launch the kernel of `grouped_weight_grad`; without `bias`, the bias gradient is None or empty.
 
     The arguments are the arguments of `grouped_weight_grad`, with the tables of `row_tiles` and the number
     of experts in place of groups.
@@ -71,39 +82,45 @@ def triton_weight_grad(
     )
     if dweight_EOI.numel() == 0:
         return dweight_EOI, dbias_EO
-    _, out_dim, in_dim = dweight_EOI.shape
     dout_NO, rows_NI = dout_NO.contiguous(), rows_NI.contiguous()
-    dout_index_R, rows_index_R, bias_scale_R = (
-        None if t is None else t.contiguous() for t in (dout_index_R, rows_index_R, bias_scale_R)
-    )
+    dout_index_R, rows_index_R = contiguous(dout_index_R, rows_index_R)
+    bias_scale_N, bias_source_R = contiguous(bias_scale_N, bias_source_R)
 
     num_rows = (dout_NO if dout_index_R is None else dout_index_R).shape[0]
-    tile = chosen("weight", dout_NO, (num_rows, num_experts, in_dim, out_dim), tf32x3)
-    columns = cdiv(in_dim, tile.block_n) + bias
+    shape = num_experts, rows_NI.shape[1], dout_NO.shape[1]
+    tile, precision = chosen("weight", dout_NO, num_rows, shape, tf32x3)
     launch(
-        _weight_grad_kernel,
-        (num_experts * cdiv(out_dim, tile.block_m) * columns,),
+        _plan(dweight_EOI.shape, bias, tile, precision, dout_NO.dtype),
         dout_NO.device,
         dout_NO,
         dout_index_R,
         rows_NI,
         rows_index_R,
-        bias_scale_R,
+        bias_scale_N,
+        bias_source_R,
         tiles,
         dweight_EOI,
-        dbias_EO if bias else None,
-        out_dim,
-        in_dim,
-        PRECISION=input_precision_of(dout_NO, tf32x3),
-        ACC=accumulator_of(dout_NO.dtype),
-        BLOCK_O=tile.block_m,
-        BLOCK_I=tile.block_n,
-        BLOCK_R=tile.block_k,
-        GROUP=tile.group,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        dbias_EO,
     )
     return dweight_EOI, dbias_EO
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(shape: torch.Size, bias: bool, tile: Tile, precision: str, dtype: torch.dtype) -> Plan:
+    num_experts, out_dim, in_dim = shape
+    tiles_i = cdiv(in_dim, tile.block_n) + bias
+    constants = {
+        "PRECISION": precision,
+        "ACC": accumulator_of(dtype),
+        "BLOCK_O": tile.block_m,
+        "BLOCK_I": tile.block_n,
+        "BLOCK_R": tile.block_k,
+        "GROUP": tile.group,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    grid = (num_experts * cdiv(out_dim, tile.block_m) * tiles_i,)
+    return Plan(_weight_grad_kernel, grid, (out_dim, in_dim), constants)
 
 
 @triton.jit
@@ -126,16 +143,19 @@ def _load_transposed(x, source, r, end, columns, D):
 
 
 @triton.jit
-def _write_bias(dout, dout_index, scale, dbias, expert, first, end, o, OUT, ACC, BLOCK_R: tl.constexpr):
-    """Write the sums of scale[r] * dout[r] over an expert's rows to dbias, at the columns o."""
-    # One sum per element: a sum over the tile's rows in each step would synchronize the warps.
+def _write_bias(
+    dout, dout_index, scale, source, dbias, expert, first, end, o, OUT, ACC, BLOCK_R: tl.constexpr
+):
+    """Write the sums of scale[source[r]] * dout[r] over an expert's rows to dbias, at the columns o."""
+    # There is one sum per element. A sum over the tile's rows in each step would synchronize the warps.
     sums = tl.zeros([o.shape[0], BLOCK_R], dtype=ACC)
     # Explicit stages make the compiler prefetch a loop without matrix products.
     for r_0 in tl.range(first, end, BLOCK_R, num_stages=2):
         r = r_0 + tl.arange(0, BLOCK_R)
         tile = _load_transposed(dout, _sources(dout_index, r, end), r, end, o, OUT).to(ACC)
         if scale is not None:
-            tile *= tl.load(scale + r, mask=r < end, other=0.0).to(ACC)[None, :]
+            of_row = _sources(source, r, end)
+            tile *= tl.load(scale + of_row, mask=r < end, other=0.0).to(ACC)[None, :]
         sums += tile
     tl.store(dbias + expert.to(tl.int64) * OUT + o, tl.sum(sums, 1), mask=o < OUT)
 
@@ -147,6 +167,7 @@ def _weight_grad_kernel(
     rows,
     rows_index,
     bias_scale,
+    bias_source,
     starts,
     dweight,
     dbias,
@@ -161,7 +182,7 @@ def _weight_grad_kernel(
 ):
     tiles_o, tiles_i = tl.cdiv(OUT, BLOCK_O), tl.cdiv(IN, BLOCK_I)
     if dbias is not None:
-        tiles_i += 1  # the programs of the last tile column sum the bias
+        tiles_i += 1  # the programs of the last tile column compute the bias gradient
     expert = tl.program_id(0) // (tiles_o * tiles_i)
     tile_o, tile_i = place(tl.program_id(0) % (tiles_o * tiles_i), tiles_o, tiles_i, GROUP)
     first = tl.load(starts + expert).to(tl.int32)
@@ -169,7 +190,9 @@ def _weight_grad_kernel(
     o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
     if dbias is not None:  # noqa: SIM102 (the first condition is evaluated at compile time)
         if tile_i == tiles_i - 1:
-            _write_bias(dout, dout_index, bias_scale, dbias, expert, first, end, o, OUT, ACC, BLOCK_R)
+            _write_bias(
+                dout, dout_index, bias_scale, bias_source, dbias, expert, first, end, o, OUT, ACC, BLOCK_R
+            )
             return
     i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
     total = tl.zeros([BLOCK_O, BLOCK_I], dtype=ACC)

@@ -3,7 +3,7 @@
 D model_dim, H hidden_dim, E experts, R rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 class ExpertTensorList:
     """A list of n experts' tensors that kernels can use like a stacked tensor [n, ...].
 
-    It supports only forward passes without gradients.
+    Such a list supports only forward passes without gradients.
 
     Attributes:
         make: returns the tensor of one expert.
@@ -33,7 +33,7 @@ class ExpertTensorList:
         return self.make(index)
 
     def unbind(self, dim: int) -> "ExpertTensorList":
-        """Return a sequence with one tensor per expert; each tensor is created when it is read."""
+        """Return a sequence with one tensor per expert, which is created when it is read."""
         assert dim == 0
         return self
 
@@ -66,25 +66,16 @@ class FFNWeights(NamedTuple):
         """Whether the experts are gated, that is, have fc3."""
         return self.fc3_weight is not None
 
-    @classmethod
-    def of(cls, tensors: Sequence[Any]) -> "FFNWeights":
-        """Create the FFN weights from a sequence of tensors in the order of NAMES."""
-        return cls(*tensors)
-
     def of_each(self) -> Any:
         """Return the FFN weights with each stacked tensor split into one tensor per expert."""
-        return FFNWeights.of([None if t is None else t.unbind(0) for t in self.tensors()])
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the FFN's weight tensors (fc1, fc2, fc3) in the order of NAMES."""
-        return tuple(self)
+        return FFNWeights._make(None if t is None else t.unbind(0) for t in self)
 
 
 NAMES = FFNWeights._fields
 
 
 class SavedActivations(NamedTuple):
-    """The activations that the FFN's forward saves for backward, without its input.
+    """The activations that the FFN's forward saves for backward, without the FFN's input.
 
     Attributes:
         a_RH: [R, H] the activation function's output, if its derivative is computed from it; else None.
@@ -102,12 +93,13 @@ class FFNGradients(NamedTuple):
 
     Attributes:
         x_RD: [R, D] the gradient of every row's input, with a zero tail; None if it is not needed.
-        gate_R: [R] the gradient of the gates, with an undefined tail; None without gates.
+        gate_PR: [P, R] parts, whose sum is the gradient of each row's gate, with an undefined tail; None
+            without gates.
         weights: the gradients of the weights; None if they are not needed.
     """
 
     x_RD: Tensor | None
-    gate_R: Tensor | None
+    gate_PR: Tensor | None
     weights: FFNWeights | None
 
     @classmethod
@@ -118,8 +110,8 @@ class FFNGradients(NamedTuple):
         w1 = weights.fc1_weight
         return cls(
             w1.new_empty(num_rows, w1.shape[2]) if needs_dx else None,
-            None if gate_R is None else torch.empty_like(gate_R),
-            FFNWeights.of([None if t is None else torch.empty_like(t) for t in weights.tensors()])
+            None if gate_R is None else torch.empty_like(gate_R).unsqueeze(0),
+            FFNWeights._make(None if t is None else torch.empty_like(t) for t in weights)
             if needs_weights
             else None,
         )

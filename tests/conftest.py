@@ -25,7 +25,7 @@ poison_empty()
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Return a function that starts the processes of a world size once, for all tests."""
+    """Return a function that returns the processes of a world size, which all tests share."""
     started: dict[tuple[int, bool], Ranks] = {}
 
     def of(world_size: int, on_gpus: bool = False) -> Ranks:

@@ -53,8 +53,8 @@ class Variation:
     )
     gate_spread: float = table_option(
         10.0,
-        "standard deviation of the number added to the logits of a copy of a MoE model's experts, "
-        "for a token with root mean square 1; larger values change the model's outputs less",
+        "standard deviation of the number added to the gate logits of a copy of a MoE model's experts, for "
+        "a token with root mean square 1; larger values change the outputs less, and raise the z loss",
         of="tool",
         rule=NOT_NEGATIVE,
     )

@@ -17,33 +17,24 @@ from fairseq_tutel.checkpoint.saved import Layer, SavedModel
 from fairseq_tutel.convert.command import Variation
 from fairseq_tutel.convert.configs import configs_of, counts_text, gate_rows, per_expert
 from fairseq_tutel.moe.build import seeded_generator
-from fairseq_tutel.moe.config import MoEConfig, label_of
-from fairseq_tutel.option import flag_of
+from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin.registration.flags import expert_counts
 
 # Outputs stay equal only if tokens choose experts, and weights are a softmax of a linear gate's logits.
-NEEDED = {"score_function": ("softmax",), "choice": ("tokens",), "gate_type": ("linear", "biased")}
+COPIED = ("softmax", "tokens", "linear", "biased")
 
 
 def add_experts(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> str:
     """Multiply the numbers of experts of a MoE checkpoint, in place; return a summary.
 
-    Args:
-        saved: a checkpoint with experts in all its MoE layers.
-        given: options of the experts, by their keys; only moe_expert_count is accepted.
-        how: the sizes of the changes to the copies and to their gate rows.
-
-    Raises:
-        ValueError: an option cannot be changed, or the gates do not allow copies.
+    `given` has options of the experts, by key; only moe_expert_count is accepted. `how` sets the sizes of
+    the changes to copies and gates. Raises ValueError for other options, and if gates cannot be copied.
     """
-    others = [key for key in given if key != "moe_expert_count"]
-    others += [
-        key for key in ("reinitialize", "gate_scale") if getattr(how, key) != getattr(Variation, key)
-    ]
-    if others or not given:
+    kept = Variation(seed=how.seed, expert_noise=how.expert_noise, gate_spread=how.gate_spread)
+    if {*given} != {"moe_expert_count"} or how != kept:
         raise ValueError(
-            "INPUT has experts already, so --moe-expert-count must be given, and "
-            f"{flag_of(others[0]) if others else 'no other option of the experts'} must not."
+            "INPUT has experts already; give --moe-expert-count, and none of the other options of experts, "
+            "--reinitialize and --gate-scale."
         )
     configs, weights = configs_of(saved), dict(saved.weights)
     counts = expert_counts(given["moe_expert_count"], len(configs))
@@ -57,40 +48,36 @@ def add_experts(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> 
         _refuse_gate(config, layer)
         for name in per_expert(saved, layer, config):
             weights[name] = weights[name].repeat_interleave(copies, dim=0)
-        if copies > 1:
-            stacks = [f"{layer.moe}.experts.{name}" for name in saved.stacks(layer)]
-            _vary(weights, stacks, gate_rows(config, layer), copies, how)
+        stacks = [f"{layer.moe}.experts.{name}" for name in saved.stacks(layer)]
+        _vary(weights, stacks, gate_rows(config, layer), copies, how)
     saved.options["moe_expert_count"] = counts_text(counts)
     saved.restart(weights)
     old = counts_text([config.num_experts for config in configs.values()])
     return (
         f": {saved.name('model')}, {old} -> {counts_text(counts)} experts\n"
-        "its initial outputs nearly equal the old outputs; a larger --gate-spread makes them more equal"
+        "its initial outputs equal the old outputs but for a few tokens; --gate-spread changes their number"
     )
 
 
 def _refuse_gate(config: MoEConfig, layer: Layer) -> None:
-    values = [("score_function", config.score_function), ("choice", config.choice)]
-    values += [("gate_type", str(kind)) for kind in config.gate_types]
-    for name, value in values:
-        if value not in NEEDED[name]:
+    for value in (config.score_function, config.choice, *map(str, config.gate_types)):
+        if value not in COPIED:
             raise ValueError(
-                f"{layer.label} has {label_of(name)} {value}, but experts can be added only to "
-                f"{' or '.join(NEEDED[name])}."
+                f"{layer.label} routes with {value}, but experts can be added only with softmax "
+                "(--moe-score-function), tokens (--moe-choice), and linear or biased gates."
             )
 
 
 def _vary(
     weights: dict[str, Tensor], stacks: Sequence[str], gates: Sequence[str], copies: int, how: Variation
 ) -> None:
-    """Add noise to each expert's copies except the first, and vectors to the gate rows, in place."""
+    """Add noise to all copies of each expert but the first, and a vector to each gate row, in place."""
     generator = seeded_generator(how.seed, gates[0], -1, "copies")
     for name in stacks:
         for i, expert in enumerate(weights[name]):
             noise = torch.randn(expert.shape, generator=generator)
             size = how.expert_noise * expert.float().square().mean().sqrt()
-            if i % copies and expert.is_floating_point():
-                expert += (noise * size).to(expert.dtype)
+            expert += (noise * size * (i % copies > 0)).to(expert.dtype)
     for name in gates:
         rows = weights[name]
         if rows.dim() == 2:  # The gate's bias has one dimension.

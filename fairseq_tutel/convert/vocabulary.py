@@ -92,8 +92,6 @@ def _extended(
     paths = [Path(fixed)] if fixed else sorted(folder.glob("dict*.txt"))
     if not paths or options.get("source_dict") or options.get("target_dict"):
         raise ValueError(f"{folder} has no dict*.txt of this task, to which to add words; give --data.")
-    if words and not words.is_file():
-        raise ValueError(f"--add-words is {words}, which is no file; give a text with one word a line.")
     lines = words.read_text(encoding="utf-8").split("\n") if words else []
     found = dict.fromkeys(word for line in lines if (word := re.split("[ \t\r]", line)[0]))
     names = [f"dict.{language}.txt" for language in ((*languages, *added) if fixed else added)]

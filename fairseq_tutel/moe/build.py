@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 
 def load_class(name: str | type) -> Any:
-    """Return the class; if `name` is text such as package.module.Class, import the class."""
+    """Return a class; text such as package.module.Class imports the class."""
     if isinstance(name, type):
         return name
     module_name, _, class_name = name.rpartition(".")
@@ -34,10 +35,17 @@ def redraw(module: Any, seed: int) -> None:
 
 
 def draw(kind: Callable[[Any], nn.Module], config: Any, seed: int) -> nn.Module:
-    """Build an object, kind(config), on the CPU with this seed; restore the state of torch's generator."""
+    """Call kind(config) on the CPU with this seed; then restore the state of torch's random generator."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(seed)  # CPU only; torch.manual_seed would also reseed GPUs
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the GPUs
         return kind(config)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether a module has hooks, or a `forward` function that a library set on the object."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    has_hooks = bool(before or after or module._backward_pre_hooks or module._backward_hooks)
+    return has_hooks or "forward" in vars(module) or _has_any_global_hook()
 
 
 def seeded_generator(seed: int, name: str, expert: int, tensor: str) -> torch.Generator:
@@ -54,8 +62,8 @@ def hashed_seed(seed: int, name: str, expert: int, tensor: str) -> int:
 def draw_linear(
     target: Tensor, fan_in: int, kind: str, init_std: float, generator: torch.Generator
 ) -> None:
-    """Initialize a weight or bias as nn.Linear does; with `init_std`, weights are normal, biases zero."""
-    values = torch.zeros(target.shape, dtype=torch.float32)  # on the CPU for every device
+    """Initialize a weight or bias as nn.Linear does; with `init_std`, weights are normal, biases are 0."""
+    values = torch.zeros(target.shape, dtype=torch.float32)  # on the CPU, for equal values
     if init_std == 0:
         bound = 1 / math.sqrt(fan_in)
         nn.init.uniform_(values, -bound, bound, generator=generator)

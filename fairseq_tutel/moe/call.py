@@ -11,9 +11,9 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.slots import Capacity, MicroBatch, capacity_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Call:
-    """The arguments of one forward pass of a MoE layer, without the tokens. None: as configured."""
+    """The arguments of one forward pass of a MoE layer, without tokens. None means the configured value."""
 
     shape: tuple[int, ...]  # shape of x without D; T is the product of these sizes
     time_first: bool = False  # x is [time, batch, D]; token t is (t // S, t % S)
@@ -33,13 +33,16 @@ class Call:
         **overrides: Any,
     ) -> "Call":
         """Check the arguments of a forward pass and return them as a Call, or raise ValueError."""
-        if x.shape[-1:] != (model_dim,) or (time_first and x.dim() != 3):
-            shape = f"[{'time, batch' if time_first else '...'}, {model_dim}]"
-            raise ValueError(f"x has shape {tuple(x.shape)}; give {shape}, where {model_dim} is model_dim.")
+        *shape, width = x.shape or (0,)
+        if width != model_dim or (time_first and len(shape) != 2):
+            expected = f"[{'time, batch' if time_first else '...'}, {model_dim}]"
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; give {expected}, where {model_dim} is model_dim."
+            )
         return cls(
-            shape=tuple(x.shape[:-1]),
+            shape=tuple(shape),
             time_first=time_first,
-            padding_T=_flat(padding_mask, x, time_first),
+            padding_T=None if padding_mask is None else _flat(padding_mask, x, time_first),
             **overrides,
         )
 
@@ -69,7 +72,7 @@ class Call:
 
     @property
     def sentences(self) -> tuple[int, int] | None:
-        """The micro-batch's numbers of sentences and time steps; None for one token or a list of tokens."""
+        """The numbers of sentences and time steps; None if x is one token or a list of tokens."""
         if self.time_first:
             return self.shape[1], self.shape[0]
         if len(self.shape) < 2:
@@ -78,10 +81,8 @@ class Call:
         return math.prod(outer), time
 
 
-def _flat(padding_mask: Tensor | None, x: Tensor, time_first: bool) -> Tensor | None:
-    """Flatten a mask to [T], in the order of the tokens."""
-    if padding_mask is None:
-        return None
+def _flat(padding_mask: Tensor, x: Tensor, time_first: bool) -> Tensor:
+    """Flatten a padding mask to [T], in the order of the tokens."""
     expected = (x.shape[1], x.shape[0]) if time_first else tuple(x.shape[:-1])
     if tuple(padding_mask.shape) != expected or padding_mask.dtype != torch.bool:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 A way to choose experts is a line of `ways_of` and a function named after its flag. For example, the flag
 --moe-rsample has `rsample_keys`, tests/moe/test_choice.py::test_rsample_… and a row in docs/routing.md.
-T tokens, E experts, K top_k, G groups of experts. Only scores and weights have a gradient.
+T tokens, E experts, K top_k, G groups of experts. Only scores and gate weights have gradients.
 """
 
 import math
@@ -13,22 +13,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fairseq_tutel import kernels
+from fairseq_tutel.kernels import gate_product
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.reference_route import choose_experts, normalized, row_softmax
+from fairseq_tutel.moe.build import is_hooked
 from fairseq_tutel.moe.config import MoEConfig, check_top_k
+from fairseq_tutel.moe.gates import LinearGate
 from fairseq_tutel.moe.slots import MicroBatch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Chosen:
     """The experts that each token chose, with their weights, before slots are assigned."""
 
-    scores_TE: Tensor  # detached
-    probs_TE: Tensor  # see `Routing`
+    scores_TE: Tensor  # without gradient
+    probs_TE: Tensor  # as in `Routing`
     expert_ids_TK: Tensor  # int64, best first
-    weights_TK: Tensor  # before any assignment is left out
+    weights_TK: Tensor  # weights of all assignments
 
 
 # A function that returns new keys from keys_TE and logits_TE, all without gradients. A key of -inf excludes
@@ -37,10 +41,10 @@ Way = Callable[[Tensor, Tensor], Tensor]
 
 
 def ways_of(config: MoEConfig, batch: MicroBatch) -> list[Way]:
-    """Return the functions that change the keys of experts, in order. Without functions, keys are scores.
+    """Return the functions that change the keys of experts, in order; without any, keys are scores.
 
-    A token's experts are the experts with the K largest keys. The first way gets the scores as keys. The
-    fused kernel runs only if the list is empty.
+    A token's experts are the experts with the K largest keys. The first function gets the scores as keys.
+    The fused kernel runs only if the list is empty.
     """
     top_k, training, function = batch.top_k, batch.training, config.score_function
     bias_E: Any = batch.bias_E
@@ -78,6 +82,40 @@ def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
     )
 
 
+def choose_from(
+    gate: Any, x_TD: Tensor, config: MoEConfig, batch: MicroBatch
+) -> tuple[Tensor, Tensor, Chosen] | None:
+    """Compute logits and choose experts in one autograd node; return None if an option prevents it.
+
+    The results are the tokens as an output of the node, the logits, and the chosen experts.
+    """
+    can_fuse = (
+        type(gate) is LinearGate
+        and torch.is_grad_enabled()
+        and gate.fp32_gate
+        and gate_product.is_supported(x_TD, gate.weight)
+        and config.choice == "tokens"
+        and config.score_function == "softmax"
+        and not (batch.training and config.gate_noise)
+        and not ways_of(config, batch)
+        and not is_hooked(gate)
+        and not torch.is_autocast_enabled(x_TD.device.type)
+        and not torch.compiler.is_compiling()
+        and not isinstance(x_TD, FakeTensor)
+    )
+    if not can_fuse or not hasattr(ops := kernels.ops(config.backend, x_TD.device), "gate_backward"):
+        return None
+    check_top_k(batch.top_k, config)
+    normalize = config.normalize_gate == "before" and batch.top_k > 1
+    passed_TD, logits_TE, probs_TE, expert_ids_TK, weights_TK = gate_product.choice(
+        x_TD, gate.weight, batch.top_k, ops, normalize
+    )
+    chosen = Chosen(
+        scores_TE=probs_TE.detach(), probs_TE=probs_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK
+    )
+    return passed_TD, logits_TE, chosen
+
+
 def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
     """Return the experts' scores, and the scores normalized to sum to 1 per token: scores_TE, probs_TE."""
     if score_function == "softmax":
@@ -95,7 +133,7 @@ def softmax_top_k(
     With `normalize`, a token's weights are divided by their sum.
     """
     device = logits_TE.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # as torch.softmax does on GPUs
+    if device != "meta" and torch.is_autocast_enabled(device):  # as torch.softmax under autocast
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     if not (torch.is_grad_enabled() and logits_TE.requires_grad):
         return ops.softmax_top_k(logits_TE, top_k, normalize)
@@ -142,7 +180,7 @@ def second_expert_policy_keys(keys_TE: Tensor, logits_TE: Tensor, score_function
 
 
 def _instead(keys_TE: Tensor, new_TE: Tensor) -> Tensor:
-    """Return the new keys, made finite, with -inf for experts that the old keys exclude."""
+    """Return finite new keys, but -inf for the experts that the old keys exclude."""
     new_TE = new_TE.clamp_min(torch.finfo(new_TE.dtype).min)
     return new_TE.masked_fill(keys_TE.isneginf(), -math.inf)
 
@@ -150,9 +188,9 @@ def _instead(keys_TE: Tensor, new_TE: Tensor) -> Tensor:
 def mask_expert_groups(keys_TE: Tensor, groups: int, kept: int, top_k: int) -> Tensor:
     """Set the keys of experts outside each token's `kept` best groups of neighbouring experts to -inf.
 
-    A group's score is the sum of the max(K / kept, 1) largest of its keys.
+    A group's score is the sum of the max(K / kept, 1) largest keys in the group.
 
-    Source: DeepSeek-V3 (2024), section 2.1.2: two scores of a group for K = 8 and 4 groups.
+    Source: DeepSeek-V3 (2024), section 2.1.2, which adds two scores per group for K = 8 and 4 groups.
     """
     num_tokens, num_experts = keys_TE.shape
     by_group_TGe = keys_TE.view(num_tokens, groups, num_experts // groups)
@@ -179,7 +217,7 @@ def experts_choose(
 ) -> Tensor:
     """Let experts choose tokens; return each token's slot in each expert, or -1: slots_TE int64.
 
-    Each expert chooses `capacity` tokens and no padding; ties go to the first in `position_T`.
+    Each expert chooses `capacity` tokens and no padding. In a tie, the first token in `position_T` wins.
 
     Source: Zhou et al. 2022, Mixture-of-Experts with Expert Choice Routing, section 3.2.
     """

@@ -56,7 +56,7 @@ PARALLEL_TYPE: Rule = (
 TEMPERATURE: Rule = (lambda v: 0.01 <= v < math.inf, "give a number of at least 0.01")
 
 
-# Balance losses by their name in --moe-balance-loss.
+# The help texts of the balance losses that --moe-balance-loss can name.
 BALANCE_LOSSES = {
     "gshard": "fraction of first choices times mean probability, summed over experts",
     "gshard_all": "gshard with the fraction of all choices",
@@ -101,7 +101,7 @@ class MoEConfig:
 
     # fmt: off
     prefix: ClassVar[str] = "moe_"  # prefix of the keys
-    # Fields without `of` are set from the fairseq model's own options or from ModelConfig.
+    # Fields without `of` are set from options of the fairseq model or from ModelConfig.
     model_dim: int = option(
         MISSING, rule=AT_LEAST_1, flag="--decoder-embed-dim / --encoder-embed-dim",
         help="D, the width of a token",
@@ -350,7 +350,7 @@ MoEConfig.__doc__ = documented(MoEConfig)
 
 
 def label_of(name: str) -> str:
-    """Return the text that names a MoEConfig field in messages: the field and, if any, its flag."""
+    """Return the name of a MoEConfig field in messages: the field's name and, if there is one, the flag."""
     return LAYER[name].label
 
 
@@ -396,7 +396,8 @@ def check_top_k(top_k: int, config: MoEConfig) -> None:
     """Raise ValueError if top_k exceeds the number of experts that a token can choose from."""
     groups, kept = config.expert_groups, min(config.groups_per_token, config.expert_groups)
     most = config.num_experts // groups * kept
-    require(
-        is_whole(top_k) and 1 <= top_k <= most,
-        f"{label_of('top_k')} is {top_k!r}, but a token can choose from {most} experts; give 1 to {most}.",
-    )
+    if not (is_whole(top_k) and 1 <= top_k <= most):
+        label = label_of("top_k")
+        raise ValueError(
+            f"{label} is {top_k!r}, but a token can choose from {most} experts; give 1 to {most}."
+        )

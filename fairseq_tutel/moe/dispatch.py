@@ -1,8 +1,8 @@
-"""Dispatchers send the tokens of a layer to their experts (dispatch) and return the outputs (combine).
+"""Dispatch, combine, and the dispatchers that send a layer's tokens to experts and back.
 
-Dispatch maps x_TD to rows_RD, and combine maps rows_RD to y_TD. Dispatch and combine are adjoint to each
-other. Forward and backward of dispatch and combine are gathers that use the maps between assignments and
-rows. Dispatch and combine use no scatters or atomics, so equal inputs give bit-identical results.
+Dispatch maps x_TD to rows_RD, and combine maps rows_RD to y_TD. The backward pass of one has the form of
+the other's forward. All four passes are gathers by maps between assignments and rows, without scatters or
+atomics. Equal inputs therefore give bit-identical results.
 
 - `Local` is the dispatcher if all experts are on this rank.
 - `Gathering` gathers the weights of all experts on every rank for one forward pass (adaptive_r = 0).
@@ -67,9 +67,9 @@ def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: 
     """Return each token's sum of expert outputs, weighted unless `prescore` is set.
 
     Args:
-        rows_RD: the experts' outputs, in any float dtype, differentiable. rows_RD may have fewer than R
-            rows, because the unused tail of the compact layout can be cut.
-        routing: the rows and gate weights of each token.
+        rows_RD: the experts' outputs, in any float dtype, differentiable. It may have fewer than R rows,
+            because unused rows at the end can be cut.
+        routing: the rows and weights of each token.
         backend: as in `dispatch`.
         prescore: whether `dispatch` has multiplied the rows by the gate weights.
 
@@ -100,7 +100,7 @@ class _Dispatch(torch.autograd.Function):
             ctx.save_for_backward(None, None, row_of_TK)
             return ops.gather_rows(x_TD, token_of_R)
         ctx.save_for_backward(x_TD, weights_TK, row_of_TK)
-        scale_R = ops.gather_values(weights_TK.reshape(-1), source_of_R)
+        scale_R = ops.gather_rows(weights_TK.reshape(-1, 1), source_of_R).squeeze(1)
         return ops.gather_rows(x_TD, token_of_R, scale_R)
 
     @staticmethod
@@ -141,7 +141,7 @@ class _Combine(torch.autograd.Function):
         dy_TD, token_of_R = dy_TD.contiguous(), token_of(source_of_R, ctx.top_k)
         if weights_TK is None:
             return ctx.ops.gather_rows(dy_TD, token_of_R), None, None, None, None
-        scale_R = ctx.ops.gather_values(weights_TK.reshape(-1), source_of_R)
+        scale_R = ctx.ops.gather_rows(weights_TK.reshape(-1, 1), source_of_R).squeeze(1)
         drows_RD = ctx.ops.gather_rows(dy_TD, token_of_R, scale_R)
         dweights_TK = ctx.ops.gather_dot(rows_RD, row_of_TK, dy_TD).to(weights_TK.dtype)
         return drows_RD, dweights_TK, None, None, None

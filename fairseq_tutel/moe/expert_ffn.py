@@ -1,13 +1,13 @@
-"""The FFN of all experts as one autograd node that saves only its input, hidden rows and routing.
+"""Computes the FFN of all experts as one autograd node that saves only the input, hidden rows and routing.
 
-With row maps, the node includes dispatch, experts and combine. It reads rows directly from the tokens, and
-computes the gradient of the gate weights from the hidden rows h. It therefore saves neither dispatched rows
-nor expert outputs. T tokens, D model_dim, H hidden_dim, E experts, K top_k, R rows, N rows of x (T with row
-maps, R without).
+With row maps, the node includes dispatch, experts and combine. The node reads rows directly from the
+tokens, and computes the gradient of the gate weights from the hidden rows h. It therefore saves neither
+dispatched rows nor expert outputs. T tokens, D model_dim, H hidden_dim, E experts, K top_k, R rows, N rows
+of x (T with row maps, R without).
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,53 +19,41 @@ from fairseq_tutel.kernels.weights import NAMES, FFNWeights, SavedActivations
 from fairseq_tutel.moe.expert_stack import Tensors
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class FFNCall:
     """The arguments of the experts' FFN function that are not tensors."""
 
-    ops: Any  # namespace of the kernels
+    ops: Any  # namespace of kernels: `kernels.ops`
     groups: Groups
     activation: str  # activation between the two linear maps; ignored for `glu`
     recompute: bool = False  # whether backward computes h again instead of saving it
 
 
-class RowMaps(NamedTuple):
-    """The maps between the T rows of the FFN's input and output and the R rows of its experts.
-
-    Attributes:
-        weights_TK: factors of the experts' outputs; None for ones.
-        row_of_TK: as in `Routing`.
-        source_of_R: as in `Routing`.
-        token_of_R: as in `Routing`.
-    """
-
-    weights_TK: Tensor | None
-    row_of_TK: Tensor
-    source_of_R: Tensor
-    token_of_R: Tensor
+# weights_TK, row_of_TK, source_of_R and token_of_R of a `Routing`; None stands for weights of 1.
+RowMaps = tuple[Tensor | None, Tensor, Tensor, Tensor]
 
 
 def ffn(x_ND: Tensor, tensors: Tensors, call: FFNCall, maps: RowMaps | None = None) -> Tensor:
     """Run the experts' FFNs and return each row's output [R, D], or each token's weighted sum [T, D].
 
-    Without maps, `x_ND` holds rows sorted by expert, and rows after the last group give 0. With maps,
-    `x_ND` holds the tokens. The maps must have the compact layout and keep all rows on this rank.
+    Without row maps, `x_ND` holds rows sorted by expert, and rows after the last group give 0. With row
+    maps, `x_ND` holds the tokens. Row maps must have the compact layout and keep all rows on this rank.
     """
     named = [tensors.get(name) for name in NAMES]
     given = maps or (None, None, None, None)
     if torch.is_grad_enabled():
         return _FFN.apply(call, x_ND, *given, *named)
-    # Without gradients the tensors may be an expert tensor list, which autograd cannot save.
+    # Without gradients, a weight may be an expert tensor list, which autograd cannot save.
     return _FFN.forward(_NoGraph(), call, x_ND, *given, *named)
 
 
 class _NoGraph:
-    """A stand-in for the autograd context in a forward pass that has no backward pass."""
+    """A replacement for the autograd context in a forward pass without a backward pass."""
 
     needs_input_grad = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Ignore the tensors instead of saving them, because there is no backward pass."""
+        """Do not save the tensors, because there is no backward pass."""
 
 
 class _FFN(torch.autograd.Function):
@@ -81,7 +69,7 @@ class _FFN(torch.autograd.Function):
         *named: Any,
     ) -> Tensor:
         ctx.call, keep = call, not call.recompute and any(ctx.needs_input_grad)
-        of_call = FFNWeights.of(named), call.groups, call.activation
+        of_call = FFNWeights(*named), call.groups, call.activation
         y, saved = call.ops.ffn_forward(x_ND, token_of_R, *of_call, keep=keep)
         if row_of_TK is not None:
             y = call.ops.gather_sum(y, row_of_TK, weights_TK)
@@ -95,25 +83,26 @@ class _FFN(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weights_TK, row_of_TK, source_of_R, a_RH, h_RH, g_RH, *named = ctx.saved_tensors
         call, ops, needs = ctx.call, ctx.call.ops, ctx.needs_input_grad
-        # The tokens of the rows are computed again, because another saved map would take 8 T K bytes.
-        index_R = None
-        if row_of_TK is not None:
-            index_R = token_of(source_of_R, row_of_TK.shape[1])
-        of_call = FFNWeights.of(named), call.groups, call.activation
+        # Backward computes each row's token again, because saving this map would take 8 T K bytes.
+        index_R = None if row_of_TK is None else token_of(source_of_R, row_of_TK.shape[1])
+        of_call = FFNWeights(*named), call.groups, call.activation
         saved = SavedActivations(a_RH, h_RH, g_RH)
         if call.recompute:
             saved = ops.ffn_activations(x_ND, index_R, *of_call)
-        gate_R = None
-        if weights_TK is not None:
-            gate_R = ops.gather_values(weights_TK.reshape(-1), source_of_R)
+        gates = (None, None) if weights_TK is None else (weights_TK.reshape(-1), source_of_R)
         grads = ops.ffn_backward(
-            dy.contiguous(), x_ND, index_R, gate_R, of_call[0], saved, *of_call[1:], needs_dx=needs[1],
+            dy.contiguous(), x_ND, index_R, *gates, of_call[0], saved, *of_call[1:], needs_dx=needs[1],
             needs_weights=any(needs[6:]),
         )  # fmt: skip
         dx, dweights_TK = grads.x_RD, None
-        if needs[1] and row_of_TK is not None:
+        if needs[1] and needs[2]:
+            dx, dweights_TK = ops.gather_gradients(dx, row_of_TK, grads.gate_PR)
+        elif needs[1] and row_of_TK is not None:
             dx = ops.gather_sum(dx, row_of_TK)
-        if needs[2]:
-            dweights_TK = ops.gather_values(grads.gate_R, row_of_TK)
-        of_weights = [None] * len(named) if grads.weights is None else grads.weights.tensors()
+        elif needs[2]:
+            dgate_R1 = grads.gate_PR.sum(0).unsqueeze(1)
+            dweights_TK = ops.gather_rows(dgate_R1, row_of_TK.reshape(-1)).view(row_of_TK.shape)
+        if dweights_TK is not None:
+            dweights_TK = dweights_TK.to(weights_TK.dtype)
+        of_weights = [None] * len(named) if grads.weights is None else grads.weights
         return None, dx, dweights_TK, None, None, None, *of_weights

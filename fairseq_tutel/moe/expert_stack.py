@@ -1,4 +1,4 @@
-"""The base class of experts, whose parameters are stacked. E experts, e on a rank, s shards of each."""
+"""The base class of experts, with stacked parameters. E experts, e local experts, s shards per expert."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe.build import is_hooked
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.option import require
@@ -25,7 +25,7 @@ class Weights:
     """The source of experts' weight tensors: given tensors, or the parameters of the stack."""
 
     are_own: bool = True  # whether other ranks can gather these tensors
-    of_all: bool = False  # whether these are the tensors of all experts, so that no rows need to be sent
+    of_all: bool = False  # whether this rank has the tensors of all experts and need not send rows
     _tensors: Tensors | None = None
 
     def __init__(self, tensors: Tensors | None = None, of_all: bool = False) -> None:
@@ -34,9 +34,9 @@ class Weights:
     def of_groups(self, stack: "ExpertStack", groups: Groups) -> tuple[Tensors, Groups]:
         """Return the experts' weights by name, and the groups of rows of these experts.
 
-        A subclass may omit experts without rows. Then the tensors [n, ...] and the groups belong to the
-        remaining experts, in ascending order. This method is called within the experts' forward, because
-        forward hooks, such as the hooks of torch.nn.utils.prune, compute the tensors just before.
+        A subclass may omit experts without rows. The tensors [n, ...] and groups are then those of the
+        other experts, in ascending order. The experts' forward calls this method, because forward hooks,
+        such as those of torch.nn.utils.prune, compute the tensors immediately before.
         """
         if self._tensors is not None:
             return self._tensors, groups
@@ -62,20 +62,20 @@ class StoredStack(Protocol):
     shape: tuple[int, ...]
 
     def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
-        """Read the tensors of `count` experts from expert `first` on, or only shard `index` of each."""
+        """Read the tensors of `count` experts from expert `first` on, or shard `index` of these tensors."""
 
 
 class ExpertStack(nn.Module):
     """One rank's experts or expert shards of a layer; dimension 0 of each parameter is the expert.
 
     `load_state_dict` takes this rank's experts from a state dict with all E experts. `state_dict` contains
-    this rank's experts by default. `save_as` can replace these by all experts, or by references to files.
+    this rank's experts by default. `save_as` can make it contain all experts, or references to files.
     """
 
-    # For each stacked tensor, the dimension that is split into expert shards. Empty: experts cannot be
+    # For each stacked tensor, the dimension that is split into expert shards. If empty, experts cannot be
     # split.
     slice_dims: ClassVar[dict[str, int]] = {}
-    # Tensors that are added to the output. Their shards split the last dimension and are padded with zeros.
+    # Tensors that are added to the output. A shard has a part of the last dimension, padded with 0.
     added: ClassVar[tuple[str, ...]] = ()
     # Whether `run` also accepts quantized matrices instead of tensors.
     takes_quantized: ClassVar[bool] = False
@@ -112,8 +112,8 @@ class ExpertStack(nn.Module):
     def load_later(self, keep_sources: bool = False) -> None:
         """Allow `load_state_dict` to replace the parameters of a stack that was built on the meta device.
 
-        A loaded tensor is used without a copy if it fills its storage. With `keep_sources`, loaded tensors
-        are only kept for `take_sources`, and the parameters stay on the meta device.
+        A loaded tensor is used without a copy if it fills its storage. With `keep_sources`, `take_sources`
+        returns the loaded tensors, and the parameters stay on the meta device.
         """
         self._loads_later, self._sources = True, {} if keep_sources else None
         self._compute_device = torch.device("cpu")
@@ -124,14 +124,15 @@ class ExpertStack(nn.Module):
         return sources or {}
 
     def save_as(self, tensors: Mapping[str, Any] | None) -> None:
-        """Put these tensors into state dicts instead of this rank's experts; None restores the default."""
+        """Put these tensors into state dicts in place of this rank's experts; None restores the default."""
         self._in_state_dict = tensors
 
     def forward(self, rows_RD: Tensor, groups: Groups, weights: Weights = OWN) -> Tensor:
         """Run each expert on its group of rows; rows after the last group are not used.
 
-        Rows are sorted by expert. `groups` has one group for each local expert, or for each of all experts
-        if `weights` has all. The result is [R, D], or shorter if the rows after the last group are omitted.
+        Rows are sorted by expert. `groups` has one group for each local expert, or for every expert if
+        `weights` has all experts. The result is [R, D], or shorter if the rows after the last group are
+        omitted.
         """
         tensors, groups = weights.of_groups(self, groups)
         if self.config.recompute_experts and not self.is_one_node and torch.is_grad_enabled():
@@ -143,21 +144,14 @@ class ExpertStack(nn.Module):
         raise NotImplementedError
 
     @property
-    def is_hooked(self) -> bool:
-        """Whether calls must run hooks or a `forward` of this object, which some libraries set."""
-        before, after = self._forward_pre_hooks, self._forward_hooks
-        has_hooks = bool(before or after or self._backward_pre_hooks or self._backward_hooks)
-        return has_hooks or "forward" in vars(self) or _has_any_global_hook()
-
-    @property
     def is_one_node(self) -> bool:
-        """Whether the experts are one autograd node, which recomputes its own hidden rows."""
+        """Whether the experts are one autograd node, which can recompute hidden rows in backward."""
         return False
 
     @property
     def can_fuse(self) -> bool:
         """Whether `run_fused` can replace dispatch, `forward` and combine as separate steps."""
-        return self.is_one_node and not self.is_hooked
+        return self.is_one_node and not is_hooked(self)
 
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
         """Dispatch tokens, run their experts and combine; return each token's weighted sum of outputs."""
@@ -188,7 +182,7 @@ class ExpertStack(nn.Module):
         raise NotImplementedError
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that are stacked by expert, by name, without those of shared modules."""
+        """Return, by name, the parameters that are stacked by expert, without those of shared modules."""
         return dict(self.named_parameters(recurse=False))
 
     @cached_property
@@ -198,9 +192,8 @@ class ExpertStack(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the expert weights, and without autocast also of the experts' inputs."""
-        dtypes = (getattr(self, name).dtype for name in self.names)
-        return next(dtype for dtype in dtypes if dtype.is_floating_point)
+        """The dtype of the expert weights. Without autocast, the experts' inputs have this dtype, too."""
+        return next(d for name in self.names if (d := getattr(self, name).dtype).is_floating_point)
 
     @property
     def device(self) -> torch.device:
@@ -210,7 +203,7 @@ class ExpertStack(nn.Module):
         return next(iter(self.expert_parameters().values())).device
 
     def prepared(self, tensors: Tensors, device: torch.device) -> Tensors:
-        """Convert the weights for one forward pass, such as to autocast's dtype; row chunks share them."""
+        """Convert the weights for one forward pass, for example to autocast's dtype."""
         return tensors
 
     def slice_of(self, name: str) -> Slice:
@@ -220,7 +213,7 @@ class ExpertStack(nn.Module):
 
     def mark(self) -> None:
         """Mark the expert parameters, so that gradient reduction and gathering treat them correctly."""
-        names = self.names  # is cached at the first call
+        names = self.names  # the first call caches the names
         is_cut = self.part.slices > 1
         for name, parameter in self.expert_parameters().items():
             if is_cut or self.num_local < self.config.num_experts:
@@ -266,7 +259,7 @@ class ExpertStack(nn.Module):
 
     @torch.no_grad()
     def own_part(self, name: str, whole: Tensor) -> Tensor:
-        """Return a view of this rank's part of a tensor [n, ...] of n complete experts: its shards."""
+        """Return a view of this rank's expert shards in a tensor [n, ...] of n complete experts."""
         return cut(whole, self.slice_of(name), self.part.index)
 
     def _refuse_offloaded(self, prefix: str) -> None:
@@ -319,7 +312,7 @@ class ExpertStack(nn.Module):
     def _take(self, name: str, tensor: Tensor) -> nn.Parameter:
         """Register a tensor loaded from a state dict as a parameter and return the parameter."""
         old: nn.Parameter = getattr(self, name)
-        if tensor.untyped_storage().nbytes() > tensor.nbytes:  # otherwise its full storage stays in memory
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:  # otherwise the storage stays in memory
             tensor = tensor.clone()
         taken = nn.Parameter(tensor.to(old.dtype), requires_grad=old.requires_grad)
         self.register_parameter(name, taken)

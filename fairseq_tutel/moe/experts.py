@@ -63,7 +63,8 @@ class Experts(ExpertStack):
             fan_in = self.whole_shape(f"{map_name}_weight")[1]
             for i in range(self.num_local):
                 generator = seeded_generator(seed, name, self.first + i, tensor)
-                # The complete expert is drawn and then split, so that the number of ranks has no effect.
+                # The complete expert is drawn and then split, so that a model is equal for every number of
+                # ranks.
                 whole = parameter.new_empty(self.whole_shape(tensor))
                 draw_linear(whole, fan_in, kind, self.config.init_std, generator)
                 parameter[i].copy_(self.own_part(tensor, whole.unsqueeze(0))[0])
@@ -84,8 +85,8 @@ class Experts(ExpertStack):
         return ffn(rows_RD, tensors, self._call(groups, rows_RD.device, rows_RD.dtype))
 
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
-        """Dispatch tokens, run experts and return each token's weighted sum, as one autograd node."""
-        maps = RowMaps(routing.weights_TK, routing.row_of_TK, routing.source_of_R, routing.token_of_R)
+        """Dispatch, run the experts and combine, as one autograd node; return each token's weighted sum."""
+        maps = routing.weights_TK, routing.row_of_TK, routing.source_of_R, routing.token_of_R
         return self._by_maps(x_TD, routing.groups, maps, weights)
 
     def run_unsorted(
@@ -99,7 +100,7 @@ class Experts(ExpertStack):
         """Run the experts on rows in any order. Fused experts read the rows in place, without sorting."""
         if not self.can_fuse:
             return super().run_unsorted(rows_RD, groups, to_expert_R, to_row_R, weights)
-        maps = RowMaps(None, to_row_R.unsqueeze(1), to_expert_R, to_expert_R)
+        maps = None, to_row_R.unsqueeze(1), to_expert_R, to_expert_R
         return self._by_maps(rows_RD, groups, maps, weights)
 
     def _by_maps(self, x_TD: Tensor, groups: Groups, maps: RowMaps, weights: Weights) -> Tensor:
@@ -166,11 +167,11 @@ def activation_of(config: MoEConfig) -> Callable[[Tensor], Tensor]:
 
 
 class CustomExperts(ExpertStack):
-    """Experts of a user's class. `kind(config)` makes one expert, a module from rows [n, D] to rows [n, D].
+    """Experts of a custom class: `kind(config)` returns one expert, which maps rows [n, D] to rows [n, D].
 
-    Parameters of all experts are stacked under the name in the user's class, in which a dot becomes __.
-    Stacked parameters are exchanged, saved and loaded like the parameters of built-in experts. The
-    constructor initializes each expert with a different seed.
+    Parameters are stacked by expert under their own names, in which a dot becomes __. Parameters are
+    exchanged, saved and loaded like those of built-in experts. The constructor draws each expert with a
+    different seed.
     """
 
     def __init__(
@@ -268,13 +269,13 @@ def grouped_linear(
     """
     rows = rows.to(weight.dtype)
     ops = kernels.ops(backend, rows.device, rows.dtype, fp32_products)
-    if not torch.is_grad_enabled():  # Without gradients, `weight` may be an expert tensor list.
+    if not torch.is_grad_enabled():  # without gradients, `weight` may be an expert tensor list
         return ops.grouped_linear(rows, weight, bias, groups)
     return _GroupedLinear.apply(rows, weight, bias, groups, ops)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """All experts' linear maps as one autograd node, because `weight[i]` makes full-size gradients."""
+    """One autograd node for all experts, because each `weight[i]` would make a full-size gradient."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The MoE layer: routing, experts, balance losses. T tokens, D model_dim, E experts, K top_k, R rows."""
+"""The MoE layer with its balance losses. T tokens, D model_dim, E experts, K top_k, R rows."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fairseq_tutel.moe.adaptive import static_strategy
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
 from fairseq_tutel.moe.call import Call
+from fairseq_tutel.moe.choice import choose_from
 from fairseq_tutel.moe.config import MoEConfig, parse_balance_loss
 from fairseq_tutel.moe.decode import are_few, can_defer, decide_few
 from fairseq_tutel.moe.dispatch import Dispatcher, OwnExperts, choose_dispatcher
@@ -27,14 +28,14 @@ from fairseq_tutel.moe.gates import (
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts
 from fairseq_tutel.moe.slots import Capacity
-from fairseq_tutel.option import is_whole, require
+from fairseq_tutel.option import is_whole
 from fairseq_tutel.parallel.call_id import CallCounter
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.parallel.strategy import Strategy
 from fairseq_tutel.parallel.transfer import ExchangeTimer
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class MoEOutput:
     """The balance losses and the routing of one forward pass.
 
@@ -59,7 +60,7 @@ class MoEOutput:
 
     @cached_property
     def losses(self) -> dict[str, Tensor]:
-        """The unweighted balance losses by name. Some of them need a collective at the first access."""
+        """The unweighted balance losses by name. Some losses need a collective at the first access."""
         assert self.routing.gate is not None
         return balance_losses(self.balance_weights, self.routing, self.routing.gate)
 
@@ -109,7 +110,7 @@ class MoELayer(nn.Module):
         torch.Size([4, 10, 64])
     """
 
-    router: Any = None  # if set, routes several layers with `routing_of`, as in inference/pregate.py
+    router: Any = None  # if set, this object routes several layers, as in inference/pregate.py
 
     def __init__(
         self,
@@ -209,17 +210,20 @@ class MoELayer(nn.Module):
         return y_TD.view(*call.shape, y_TD.shape[1]), self.balance(routing)
 
     def routing_of(self, x_TD: Tensor, call: Call) -> Routing:
-        """Return the routing of a forward pass, from the router in `router`, or else from `route`."""
+        """Return the routing of a forward pass, from `router` if it is set, otherwise from `route`."""
         if self.router is None:
             return self.route(x_TD, call)
         return self.router.routing_of(self, x_TD, call)
 
     def route(self, x_TD: Tensor, call: Call) -> Routing:
-        """Choose experts for every token with the gate; this needs neither experts nor other ranks."""
+        """Choose experts for every token with the gate, without the experts' weights or other ranks."""
         index = self.config.gate_index if call.gate_index is None else call.gate_index
         gate, config = self.gate_at(index)
+        bias_E = None if self.balance_bias is None else self.balance_bias.bias
+        batch = call.micro_batch(config, self.training, bias_E)
         seen_TD = gate_input(x_TD, config, self.training)
-        clean_TE = gate_logits(gate, seen_TD, config)
+        found = choose_from(gate, seen_TD, config, batch)
+        passed_TD, clean_TE, chosen = found or (None, gate_logits(gate, seen_TD, config), None)
         logits_TE = noisy_logits(clean_TE, config, self.training)
         cmr_T1 = None if self.beside is None else self.beside.cmr_gate_of(x_TD)
         topology = self.topology if self.training else None
@@ -227,12 +231,11 @@ class MoELayer(nn.Module):
             logits_TE=logits_TE, clean_TE=clean_TE, noise=config.noise_std,
             score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
             cmr_T1=cmr_T1, topology=topology, backend=config.backend,
+            x_TD=None if chosen is None else seen_TD, passed_TD=passed_TD,
         )  # fmt: skip
-        bias_E = None if self.balance_bias is None else self.balance_bias.bias
-        batch = call.micro_batch(config, self.training, bias_E)
         if self.topology.expert_group is None and are_few(logits_TE, config, batch):
             return decide_few(logits_TE, config, batch, gate_output)
-        routing = decide(logits_TE, config, batch, gate_output)
+        routing = decide(logits_TE, config, batch, gate_output, chosen)
         if self.training and call.is_new and self.balance_bias is not None:
             self.balance_bias.count(routing.assigned_KE)
         return routing
@@ -243,20 +246,22 @@ class MoELayer(nn.Module):
         If `local` is set, each rank processes all its rows with this rank's experts, and sends no rows. All
         ranks must pass the same value.
         """
-        experts = self.experts
+        experts, gate = self.experts, routing.gate
+        if gate is not None and gate.passed_TD is not None and gate.x_TD is x_TD:
+            x_TD = gate.passed_TD  # then one product adds both gradients of x
         if not torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(experts.dtype)
         dispatcher = OwnExperts(experts, self.config) if local else self.dispatcher
         y_TD = dispatcher.apply(x_TD, routing, experts.weights)
         if self.beside is not None:
-            cmr_T1 = None if routing.gate is None else routing.gate.cmr_T1
+            cmr_T1 = None if gate is None else gate.cmr_T1
             y_TD = self.beside(x_TD, y_TD, routing.real_T, cmr_T1)
         return mask_outputs(y_TD, 1, self.config.fom, self.training)
 
     def balance(self, routing: Routing) -> MoEOutput:
         """Return the balance losses of a routing from `route`. Some losses make this a collective call."""
         output = MoEOutput(routing, self.balance_weights)
-        if not can_defer(self.training):  # compute them with gradients
+        if not can_defer(self.training):  # compute losses now, with gradients
             output.cmr_sum  # noqa: B018
             if self.balance_weights:  # otherwise the loss is a constant, which may never be read
                 output.balance_loss  # noqa: B018
@@ -285,7 +290,9 @@ class MoELayer(nn.Module):
     def gate_at(self, index: int) -> tuple[nn.Module, MoEConfig]:
         """Return the gate with this index and its configuration; raise ValueError for an invalid index."""
         count = len(self.gate_configs)
-        message = f"gate_index is {index!r} but there are {count} gates; choose from 0 to {count - 1}."
-        require(is_whole(index) and 0 <= index < count, message)
+        if not (is_whole(index) and 0 <= index < count):
+            raise ValueError(
+                f"gate_index is {index!r} but there are {count} gates; choose from 0 to {count - 1}."
+            )
         gate = self.gate if index == 0 else self.other_gates[index - 1]
         return gate, self.gate_configs[index]

@@ -1,7 +1,7 @@
-"""Routing: computes the experts, slots and rows of every token from its logits.
+"""Routing: computes the experts, slots and rows of every token from the gate's logits.
 
-T tokens, E experts, K top_k, C capacity, R rows. A row is a row of the buffer that is sorted by expert. A
-source t * K + j is assignment j of token t.
+T tokens, E experts, K top_k, C capacity, R rows. A row is a row of the buffer that is sorted by expert. The
+source t * K + j of a row is assignment j of token t.
 """
 
 from dataclasses import dataclass, replace
@@ -25,28 +25,31 @@ from fairseq_tutel.moe.slots import Capacity, MicroBatch, place_assignments, sen
 from fairseq_tutel.parallel.groups import Topology
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class GateOutput:
     """The gate's results that balance losses use in addition to the routing."""
 
-    logits_TE: Tensor  # the logits that experts were chosen by, with noise in training
+    logits_TE: Tensor  # the logits by which experts were chosen, with noise in training
     clean_TE: Tensor  # the logits before noise; the same tensor if there is no noise
-    noise: float = 0.0  # standard deviation of the noise on logits
+    noise: float = 0.0  # standard deviation of the noise that is added to logits
     score_function: str = "softmax"
     sentences: tuple[int, int] | None = None  # (S, time) of the micro-batch; None for one sentence
     time_first: bool = False  # whether token t is (t // S, t % S) or (t // time, t % time)
     cmr_T1: Tensor | None = None  # differentiable, the CMR gate g of each token; None without CMR
     topology: Topology | None = None  # `gshard_global` sums the loads of its ranks; None in evaluation
-    backend: str = "auto"  # of the kernels
+    backend: str = "auto"  # backend of the kernels
+    # The input tokens of the gate's autograd node, and the same tokens as an output of this node.
+    x_TD: Tensor | None = None
+    passed_TD: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Routing:
     """The assignments of tokens to experts in one micro-batch on one rank.
 
     Dispatch, exchange, balance losses and metrics read this object. Invariants:
 
-    - Slot -1 and row -1 are the only marks of "no expert". Every expert ID is from 0 to E - 1, even if the
+    - Only slot -1 and row -1 mark "no expert". Every expert ID is from 0 to E - 1, even if the
       assignment was left out. Expert IDs can therefore always be used as indices.
     - Slot -1: the assignment was left out. All assignments of padding are left out. Any assignment of a
       token can be left out, including the first.
@@ -105,17 +108,22 @@ class Routing:
 
 
 def decide(
-    logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None = None
+    logits_TE: Tensor,
+    config: MoEConfig,
+    batch: MicroBatch,
+    gate: GateOutput | None = None,
+    chosen: Chosen | None = None,
 ) -> Routing:
     """Choose experts, slots and rows for every token and return the routing.
 
-    The rows are in the compact layout, which has no empty rows between experts.
+    `chosen` is the result of `choose`; None calls `choose`. The rows are in the compact layout, which has
+    no empty rows between experts.
 
-    Source: GShard (Lepikhin et al. 2020) section 2.2 for capacity and order; Tutel for any k.
+    Source: GShard (Lepikhin et al. 2020), section 2.2, for capacity and order; Tutel for K above 2.
     """
     if config.choice == "experts":
         return _decide_by_experts(logits_TE, config, batch, gate)
-    return placed(choose(logits_TE, config, batch), config, batch, gate)
+    return placed(chosen or choose(logits_TE, config, batch), config, batch, gate)
 
 
 def placed(chosen: Chosen, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None = None) -> Routing:
@@ -143,8 +151,8 @@ def _decide_by_experts(
 
     The K' columns of a token are the experts that chose it, with the lowest ID first. On the CPU, K' is the
     largest number of experts that chose one token. On other devices K' is E, which avoids a device-to-host
-    read. Only the first choice of `assigned_KE` and `dropped_K` has values: the number of all assignments,
-    and the number of tokens, without padding, that no expert chose.
+    read. The first choice of `assigned_KE` counts all assignments. The first choice of `dropped_K` counts
+    the tokens, without padding, that no expert chose. Other choices are 0.
     """
     length, num_experts = logits_TE.shape
     top_k, capacity, real_T = batch.top_k, batch.capacity, batch.real_T
@@ -192,7 +200,7 @@ def _count_tokens(values_TX: Tensor, real_T: Tensor | None) -> Tensor:
 
 
 def padded(routing: Routing, capacity: int) -> Routing:
-    """Return the routing with `capacity` rows per expert (the padded layout), made from a compact one."""
+    """Convert a routing in the compact layout to the padded layout, with `capacity` rows per expert."""
     row_of_TK, source_of_R = row_maps(
         routing.expert_ids_TK, routing.slots_TK, routing.row_of_TK >= 0, routing.counts_E, capacity, 0
     )
@@ -214,7 +222,7 @@ def scaled(weights_TK: Tensor, config: MoEConfig, training: bool) -> Tensor:
 
 
 def mask_outputs(values_TX: Tensor, masks: int, probability: float, training: bool) -> Tensor:
-    """Set values to 0 with a probability in training; in evaluation multiply all by 1 - probability.
+    """In training, set values to 0 with this probability; in evaluation, multiply all by 1 - probability.
 
     `masks` is the number of random masks per token: 1, or one for each column of `values_TX`.
 

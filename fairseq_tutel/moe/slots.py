@@ -24,10 +24,10 @@ class Capacity:
     # f > 0: A factor f > 0 gives K * ceil(f * T / E) slots; 0 gives no limit. With f < 0, the limit is that
     # of -f, and buffers are no larger than the busiest expert needs.
     factor: float = 0.0
-    token_fraction: float = 0.0  # If above 0, the slots are ceil(token_fraction * T).
-    tokens: int = 0  # If above 0, this number replaces T in token_fraction * T.
-    minimum: int = 0  # The smallest number of slots of an expert.
-    multiple: int = 1  # The number of slots is rounded up to a multiple of this number.
+    token_fraction: float = 0.0  # above 0: ceil(token_fraction * T) slots; replaces the factor
+    tokens: int = 0  # above 0: replaces T, the number of real tokens, in the token_fraction rule
+    minimum: int = 0  # the smallest number of slots
+    multiple: int = 1  # the number of slots is rounded up to a multiple of this number
 
     @property
     def is_limited(self) -> bool:
@@ -60,7 +60,7 @@ class Capacity:
         return (limit + self.multiple - 1) // self.multiple * self.multiple
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class MicroBatch:
     """The arguments of routing for one micro-batch, except the gate's logits and the layer's options."""
 
@@ -75,7 +75,7 @@ class MicroBatch:
 
 
 def evaluates_as_in_training(config: MoEConfig) -> bool:
-    """Whether evaluation uses the training capacity, by an option or because experts choose tokens."""
+    """Whether evaluation uses the training capacity: by an option, or because experts choose tokens."""
     fraction = config.eval_capacity_token_fraction
     unset = fraction == 0 and config.eval_capacity_factor == 0
     return fraction < 0 or (config.choice == "experts" and unset)
@@ -148,7 +148,7 @@ def by_own_score(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, t
 
 
 def _choice_by_choice(order_KT: Tensor) -> Tensor:
-    """Join the token orders of all choices to one order [N] of assignments, with first choices first."""
+    """Concatenate the token orders of all choices to one order of assignments [N], first choices first."""
     top_k, num_tokens = order_KT.shape
     first_K1 = torch.arange(top_k, device=order_KT.device).unsqueeze(1) * num_tokens
     return (order_KT + first_K1).flatten()

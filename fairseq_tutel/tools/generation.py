@@ -4,17 +4,19 @@ The results are written to standard output, in the order of the lines. An empty 
 """
 
 import argparse
+import ast
 import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.inference.options import StoreConfig
 from fairseq_tutel.option import options_in
-from fairseq_tutel.tools.arguments import above_0, at_least
+from fairseq_tutel.tools.arguments import at_least
 
 logger = logging.getLogger(__name__)
 
@@ -29,40 +31,35 @@ BATCHES = 32
 
 
 def add_to(tools: Any) -> None:
-    """Add the tools `translate`, `sample` and `score` as subcommands of `python -m fairseq_tutel`."""
-    for kind, text in TEXTS.items():
-        parser = tools.add_parser(kind, description=text, example="SAVE lines.txt")
+    """Add the tools translate, sample and score as subcommands of `python -m fairseq_tutel`."""
+    for kind, description in TEXTS.items():
+        parser = tools.add_parser(kind, description=description, example="SAVE lines.txt")
         text = "a checkpoint, an ensemble of checkpoints joined by colons, or a --save-dir"
         parser.add_argument("model", metavar="MODEL", help=text)
         text = "a file with one text per line [standard input]"
         parser.add_argument("file", metavar="FILE", nargs="?", type=Path, help=text)
-        text = "maximum number of lines in a batch [64]"
-        parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help=text)
-        text = "folder with the dictionaries [the data folder of the training run]"
-        parser.add_argument("--dictionaries", metavar="FOLDER", help=text)
-        parser.add_argument("--user-dir", metavar="FOLDER", help="folder that defines a custom model")
+
+        def add(flag: str, text: str, parser: Any = parser, **keywords: Any) -> None:
+            parser.add_argument(flag, help=text, **keywords)
+
+        count: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
+        add("--batch-size", "maximum number of lines in a batch [64]", default=64, **count)
         store = options_in(StoreConfig)[0]
         text = f"{store.help} [{store.default}]"
-        parser.add_argument("--expert-store", choices=store.choices, default=store.default, help=text)
-        parser.add_argument("--cpu", action="store_true", help="run on the CPU")
+        add("--expert-store", text, choices=store.choices, default=store.default)
+        text = (
+            "replace a saved option, such as bpe=sentencepiece, user_dir=DIR, or data=DIR for dictionaries"
+        )
+        add("--option", text, metavar="KEY=VALUE", action="append")
+        add("--cpu", "run on the CPU", action="store_true")
         if kind != "score":
-            text = "number of hypotheses of the beam search [5]"
-            parser.add_argument("--beam", type=at_least(1), default=5, metavar="N", help=text)
+            add("--beam", "number of hypotheses of the beam search [5]", default=5, **count)
             text = "number of results per line; above 1, each begins with its score and a tab [1]"
-            parser.add_argument("--nbest", type=at_least(1), default=1, metavar="N", help=text)
-            text = "maximum number of tokens of a result [as saved with the model]"
-            parser.add_argument("--max-len", type=at_least(1), metavar="N", help=text)
-        if kind == "translate":
-            for side in ("source", "target"):
-                text = f"{side} language [for a bilingual model, that of the data folder]"
-                parser.add_argument(f"--{side}-lang", metavar="LANGUAGE", help=text)
-        if kind == "sample":
-            text = "draw each token from the N most probable ones instead of a beam search"
-            parser.add_argument("--sampling-topk", type=at_least(1), metavar="N", help=text)
-            text = "divisor of the logits in --sampling-topk [1.0]"
-            parser.add_argument("--temperature", type=above_0, default=1.0, metavar="X", help=text)
-            text = "random seed of --sampling-topk [1]"
-            parser.add_argument("--seed", type=int, default=1, metavar="N", help=text)
+            add("--nbest", text, default=1, **count)
+            add("--max-len", "maximum number of tokens of a result [200]", default=200, **count)
+        for side in ("source", "target") if kind == "translate" else ():
+            text = f"{side} language [for a bilingual model, that of the data folder]"
+            add(f"--{side}-lang", text, metavar="LANGUAGE")
         parser.set_defaults(run=partial(run, kind))
 
 
@@ -70,14 +67,20 @@ def run(kind: str, arguments: argparse.Namespace) -> None:
     """Read the lines, and print the results of the tool `kind` (see `TEXTS`) in the same order."""
     if kind != "score" and arguments.nbest > arguments.beam:
         raise ValueError(f"--nbest is {arguments.nbest}; give at most --beam, which is {arguments.beam}.")
+    data = sys.stdin.buffer.read() if arguments.file is None else arguments.file.read_bytes()
+    # str.splitlines would also split a line at characters such as a form feed.
+    lines = data.decode().replace("\r\n", "\n").removesuffix("\n").split("\n") if data else []
+    options: dict[str, Any] = {"score_reference": True}
+    if kind != "score":
+        # fairseq counts the text that a language model continues as part of the result.
+        longest = {"max_len_a": int(kind == "sample"), "max_len_b": arguments.max_len}
+        options = {"beam": arguments.beam, **longest}
     from fairseq_tutel.parallel.progress import progress
+    from fairseq_tutel.plugin.registration.process import refusals_are_sentences
 
-    model, lines = _opened(kind, arguments), _lines_of(arguments.file)
-    options = _options_of(kind, arguments)
-    number = getattr(arguments, "nbest", 1)
-    cut = 0
-    with progress(kind, len(lines), "line") as advance:
-        size = BATCHES * arguments.batch_size
+    with refusals_are_sentences(), progress(kind, len(lines), "line") as advance:
+        model = _opened(kind, arguments)
+        size, cut = BATCHES * arguments.batch_size, 0
         for start in range(0, len(lines), size):
             chunk = lines[start : start + size]
             encoded = [model.encode(line) for line in chunk if line.strip()]
@@ -85,17 +88,11 @@ def run(kind: str, arguments: argparse.Namespace) -> None:
             cut += sum(len(one) > len(two) for one, two in zip(encoded, tokens, strict=True))
             found = iter(model.generate(tokens, **options) if tokens else ())
             for line in chunk:
-                results = _printed(kind, model, next(found), number) if line.strip() else [""] * number
-                print(*results, sep="\n")
+                hypotheses = next(found) if line.strip() else ()
+                print(*_printed(kind, model, hypotheses, getattr(arguments, "nbest", 1)), sep="\n")
             advance(len(chunk))
     if cut:
         logger.warning("%d of %d lines were longer than the model accepts, and were cut", cut, len(lines))
-
-
-def _lines_of(file: Path | None) -> list[str]:
-    # str.splitlines would also split at characters such as a form feed.
-    text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
-    return text.removesuffix("\n").split("\n") if text else []
 
 
 def _opened(kind: str, arguments: argparse.Namespace) -> Any:
@@ -103,36 +100,22 @@ def _opened(kind: str, arguments: argparse.Namespace) -> Any:
     from fairseq_tutel.plugin.hub import from_checkpoint
     from fairseq_tutel.plugin.hub_interfaces import Generation, Translation
 
-    languages = {key: getattr(arguments, key, None) for key in ("source_lang", "target_lang")}
-    options = {"moe_expert_store": arguments.expert_store, "user_dir": arguments.user_dir, **languages}
-    options = {key: value for key, value in options.items() if value is not None}
     logging.getLogger("fairseq").setLevel(logging.WARNING)  # fairseq would log every batch.
-    device = "cpu" if arguments.cpu else None
-    model = from_checkpoint(arguments.model, arguments.dictionaries, device=device, **options)
-    other = "translate" if isinstance(model, Translation) else "sample or score"
+    languages = {key: getattr(arguments, key, None) for key in ("source_lang", "target_lang")}
+    options: dict[str, Any] = {key: value for key, value in languages.items() if value is not None}
+    for word in arguments.option or ():
+        key, _, options[key] = word.partition("=")
+        with suppress(ValueError, SyntaxError):  # The text is no Python value.
+            options[key] = ast.literal_eval(options[key])
+    options |= {"moe_expert_store": arguments.expert_store, "device": "cpu" if arguments.cpu else None}
+    model = from_checkpoint(arguments.model, **options)
     if not isinstance(model, Generation) or isinstance(model, Translation) != (kind == "translate"):
-        fix = f"use {other}" if isinstance(model, Generation) else "give another model"
-        raise ValueError(f"MODEL is {arguments.model}, whose model {kind} cannot use; {fix}.")
+        other = "sample or score" if kind == "translate" else "translate"
+        raise ValueError(f"MODEL is {arguments.model}, which {kind} cannot use; try {other}.")
     if hasattr(model.task, "langs"):
         model.set_languages(languages)
     model.cfg.dataset.batch_size = arguments.batch_size
     return model
-
-
-def _options_of(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of fairseq's generator for the tool `kind`."""
-    if kind == "score":
-        return {"score_reference": True}
-    options: dict[str, Any] = {"beam": arguments.beam}
-    if arguments.max_len is not None:
-        options |= {"max_len_a": 0, "max_len_b": arguments.max_len}
-    if getattr(arguments, "sampling_topk", None) is not None:
-        import torch
-
-        torch.manual_seed(arguments.seed)
-        options |= {"sampling": True, "sampling_topk": arguments.sampling_topk}
-        options["temperature"] = arguments.temperature
-    return options
 
 
 def _fitted(model: Any, tokens: Any) -> Any:
@@ -140,19 +123,16 @@ def _fitted(model: Any, tokens: Any) -> Any:
     limits = model.max_positions if isinstance(model.max_positions, tuple) else (model.max_positions,)
     # Multilingual models and language models add a token.
     limit = int(limits[0]) - (len(limits) == 1 or hasattr(model.task, "langs"))
-    if len(tokens) <= limit:
-        return tokens
-    import torch
-
-    return torch.cat([tokens[: limit - 1], tokens[-1:]])
+    return tokens if len(tokens) <= limit else tokens[[*range(limit - 1), -1]]
 
 
-def _printed(kind: str, model: Any, hypotheses: Sequence[Any], number: int) -> Iterator[str]:
-    """Yield the output lines of one text, one for each of the first `number` hypotheses."""
+def _printed(kind: str, model: Any, hypotheses: Sequence[Any], number: int) -> list[str]:
+    """Return the `number` output lines of one text, one for each of its first hypotheses."""
+    lines = []
     for hypothesis in hypotheses[:number]:
         score = f"{float(hypothesis['score']) / math.log(2):.4f}"
-        if kind == "score":
-            yield f"{score}\t{len(hypothesis['tokens'])}"
-            continue
         text = " ".join(model.decode(hypothesis["tokens"]).split("\n"))
-        yield f"{score}\t{text}" if number > 1 else text
+        if kind == "score":
+            text = str(len(hypothesis["tokens"]))
+        lines.append(f"{score}\t{text}" if kind == "score" or number > 1 else text)
+    return lines + [""] * (number - len(lines))

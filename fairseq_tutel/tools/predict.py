@@ -68,24 +68,15 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _opened(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Load a checkpoint, and return its model in evaluation mode, and its fairseq task."""
-    import torch
-    from fairseq import checkpoint_utils
-    from fairseq.utils import import_user_module
+    """Load a checkpoint; return its model in evaluation mode, and its fairseq task."""
+    from fairseq_tutel.plugin.hub import from_checkpoint
 
-    from fairseq_tutel import plugin
-    from fairseq_tutel.plugin.hub import files_of
-
-    plugin.register()
-    import_user_module(argparse.Namespace(user_dir=arguments.user_dir))
-    files = [str(file) for file in files_of(arguments.model, "MODEL")[:1]]
-    models, _, task = checkpoint_utils.load_model_ensemble_and_task(
-        files, arg_overrides={"data": arguments.data}
-    )
-    if not hasattr(task, "class_names"):
+    options: dict[str, Any] = {"user_dir": arguments.user_dir} if arguments.user_dir else {}
+    device = "cpu" if arguments.cpu else None
+    opened = from_checkpoint(arguments.model, arguments.data, device=device, **options)
+    if not hasattr(opened.task, "class_names"):
         raise ValueError(f"MODEL is {arguments.model}, which is no image classifier; give another model.")
-    device = "cuda" if torch.cuda.is_available() and not arguments.cpu else "cpu"
-    return models[0].eval().to(device), task
+    return opened.models[0], opened.task
 
 
 def _answers(model: Any, batch: Any) -> Iterator[Answer]:

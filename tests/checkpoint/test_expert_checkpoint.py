@@ -44,7 +44,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     "world_size, parallel, dtype", [(2, 0, F32), (4, 2, F32), (4, 1, F32), (4, 2, BF16)]
 )
-def test_rank_0_saves_the_checkpoint_of_a_run_on_one_rank(ranks, world_size, parallel, dtype):
+def test_rank_0_saves_the_same_checkpoint_as_a_run_on_one_rank(ranks, world_size, parallel, dtype):
     first, *_ = ranks(world_size).run(save, parallel, dtype)
     same(first, model(None, dtype=dtype).state_dict())
 
@@ -66,13 +66,13 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(ranks, saved_on, loaded_o
 
 def gather_moments(parallel: int) -> Tensor | None:
     topology = make_topology([4], parallel)
-    # Each local expert has a row of its global ID and the number of its EP replica.
+    # The row of a local expert has its global ID and the number of this rank's EP replica.
     held = [[float(e), dist.get_rank() // topology.expert_parallel_size] for e in topology.local_experts(4)]
     return gather_to_first(torch.tensor(held), topology)
 
 
 @pytest.mark.parametrize("parallel", (2, 4))
-def test_a_tensor_is_gathered_by_global_id_from_the_ep_group_of_rank_0(ranks, parallel):
+def test_rank_0_gathers_expert_tensors_from_its_ep_group_in_the_order_of_global_ids(ranks, parallel):
     first, *others = ranks(4).run(gather_moments, parallel)
     assert first.tolist() == [[float(e), 0.0] for e in range(4)]
     assert others == [None] * 3
@@ -103,7 +103,7 @@ def states(parameter):
     return {"moment": torch.zeros_like(parameter), "scale": torch.ones(len(parameter), 1, 1)}
 
 
-def test_a_state_tensor_with_another_shape_than_the_weight_is_equal_for_all_expert_shards(tmp_path):
+def test_an_optimizer_state_without_a_hidden_dimension_is_not_split_into_expert_shards(tmp_path):
     config, written = MoEConfig(model_dim=4, hidden_dim=8, num_experts=2), []
     for rank in range(4):
         place = Topology(world_size=4, rank=rank, expert_parallel_size=4, share_groups={2: None})

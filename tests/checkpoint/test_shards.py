@@ -166,7 +166,7 @@ def age(folder: Path, seconds: float) -> None:
 
 
 def forget(monkeypatch) -> None:
-    """Forget the folders of this process, so that it acts like another process."""
+    """Clear this process's record of expert folders, so that they count as folders of another process."""
     monkeypatch.setattr(folders, "_known", set())
 
 

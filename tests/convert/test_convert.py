@@ -24,7 +24,7 @@ class Hostile:
         return os.mkdir, (str(self.path),)
 
 
-# Each entry has the name of an input file that contains code and the tool that reads the file.
+# Each entry has a `convert` tool, the name of an input file that contains code, and the tool's arguments.
 READERS = {
     "meta": ("x-shared.pt", ("--input", "x")),
     "tutel": ("x0-of-1", ("--input-prefix", "x", "--input-size", 1)),
@@ -52,7 +52,7 @@ WRITTEN = {"sharded": (), "full": (), "prune": ("--drop", 0)}
 
 @pytest.fixture
 def small_disk():
-    """Limit files to 2000 bytes; a longer write raises another error than a full disk."""
+    """Limit files to 2000 bytes; a longer write raises the error "File too large"."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     yield
@@ -79,7 +79,7 @@ def test_convert_prints_the_system_error_if_it_cannot_write(kind, tmp_path, requ
 @pytest.mark.parametrize("where", ["fairseq_tutel.convert.sharded.digest", "torch.save"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_an_interrupted_convert_sharded_leaves_no_new_file(where, error, tmp_path):
-    """The interruption is before or after the folder's renaming, and folders of a training run stay."""
+    """The interruption is before or after the new expert folder is renamed, and older folders stay."""
     save(tmp_path / "a.pt")
     for name in ("writing", "0123456789abcdef"):
         (tmp_path / "experts" / name).mkdir(parents=True)
@@ -154,7 +154,7 @@ def test_convert_tools_hold_one_expert_of_a_sharded_checkpoint_in_memory(words, 
 
     with mock.patch.object(ShardedTensor, "read", counted):
         convert(*words, "--input", shards, "--output", tmp_path / "c.pt")
-    # Other subcommands read each expert into a memory-mapped file.
+    # `convert sharded` calls `read`, and other subcommands read each expert into a memory-mapped file.
     assert set(counts) == ({1} if words[0] == "sharded" else set())
     left = [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
     assert is_whole(str(tmp_path / "c.pt")) and not left

@@ -73,7 +73,7 @@ def test_convert_meta_keeps_every_weight_and_starts_a_new_run(case, tmp_path):
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["cfg", "args"])
-def test_convert_meta_replaces_the_options_of_a_translation_model_everywhere(alone, tmp_path):
+def test_convert_meta_replaces_the_options_of_a_translation_model_in_args_or_cfg(alone, tmp_path):
     _, state = converted(tmp_path, translates=True, args_alone=alone)
     flat = vars(state["args"] if alone else state["cfg"]["model"])
     assert (flat["arch"], flat["task"], flat["optimizer"]) == (
@@ -236,7 +236,7 @@ def tagged(folder):
     return Meta(4 + 20 + 2 + len(TAGS), translates=True, task=task)
 
 
-def test_the_converted_model_opens_with_written_dictionaries_that_have_data_source_tags(tmp_path):
+def test_convert_meta_writes_dictionaries_with_data_source_tags_that_fit_the_model(tmp_path):
     data, output = tmp_path / "data", tmp_path / "ours"
     for folder in (data, output):
         folder.mkdir()
@@ -251,7 +251,7 @@ def test_the_converted_model_opens_with_written_dictionaries_that_have_data_sour
     overrides = {"data": str(output), "source_lang": "de", "target_lang": "en"}
     (model,), _, task = load_model_ensemble_and_task([str(output / "model.pt")], arg_overrides=overrides)
     assert len(task.source_dictionary) == meta.words == len(model.encoder.embed_tokens.weight)
-    # The model does not use old dictionaries.
+    # The new checkpoint does not name the folder of the old dictionaries.
     assert load(output / "model.pt")["cfg"]["task"]["data"] == ""
     assert "is another dictionary" in refusal("meta", tmp_path / "best.pt", "--output", data / "model.pt")
     # The German dictionary is missing, or belongs to another model.

@@ -239,7 +239,7 @@ def save_ranks(theirs, ranks, path, **beside):
 
 
 def save_final(theirs, ranks, path):
-    """Save the files of a finished training run, where experts' files lack the frozen fc2 biases."""
+    """Save the files of a finished training run, whose expert files lack the frozen fc2 biases."""
     for rank in range(ranks):
         own = of_rank(theirs, ranks, rank)
         moe = {n: t for n, t in own.items() if "experts." in n and not n.endswith("fc2_bias")}
@@ -261,7 +261,7 @@ def released_file(tmp_path):
 
 
 def opened(path):
-    """Open a checkpoint like fairseq's commands, and return the model and the task."""
+    """Open a checkpoint as fairseq's commands do, and return the model and the task."""
     models, _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)])
     return models[0].eval(), task
 

@@ -149,7 +149,7 @@ OURS = {
 
 
 def has_experts(weights, prefix, whole):
-    """Assert that the layer has these experts, with all weights except Tutel's fc1 transposed."""
+    """Assert that the layer has these experts; all matrices except batched_fc1_w are transposed."""
     found = {k.removeprefix(prefix): t for k, t in weights.items() if k.startswith(prefix)}
     assert found.keys() == {OURS[name] for name in whole}
     for name, tensor in whole.items():
@@ -219,7 +219,7 @@ def test_convert_tutel_converts_custom_gates_and_experts(tmp_path):
     torch.testing.assert_close(holder.moe(x_TD, capacity_factor=0), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_convert_tutel_finds_files_by_a_pattern_and_weights_by_their_keys(tmp_path):
+def test_convert_tutel_finds_files_by_a_pattern_and_weights_by_a_path_of_keys(tmp_path):
     def wrapped(weights):
         return {"net": {"ema": weights, "step": 3}, "optimizer": [{"m": drawn(2)}], "epoch": 4}
 
@@ -243,7 +243,7 @@ def test_convert_tutel_reads_the_single_file_that_tutels_gather_writes(tmp_path)
 
 
 def test_convert_tutel_reads_files_that_tutels_scatter_wrote_for_more_ranks_than_experts(tmp_path):
-    """Tutel's scatter views [E, …, n] as [N, …, n / s], and rank r gets the tensor at index r."""
+    """For W ranks, Tutel's scatter views [E, …, n] as [W, …, n * E / W]; rank r gets index r."""
     whole, ranks = ffn(2), 4
     for rank in range(ranks):
         weights = {"moe._num_global_experts": torch.tensor(2), "moe.gates.0.wg.weight": drawn(2, D)}
@@ -256,7 +256,7 @@ def test_convert_tutel_reads_files_that_tutels_scatter_wrote_for_more_ranks_than
     has_experts(found, "moe.moe.experts.", whole)
 
 
-def test_convert_tutel_prints_a_note_if_other_weights_differ_between_ranks(tmp_path):
+def test_convert_tutel_prints_a_note_if_weights_outside_of_experts_differ_between_ranks(tmp_path):
     write(tmp_path, 4, 2, ffn(4), linear(4))
     state = load(tmp_path / "m-1-of-2")
     state["dense.weight"] += 1

@@ -201,7 +201,7 @@ def test_speech_features_are_equal_after_conversion_in_both_directions(name, rel
             torch.testing.assert_close(found, features, atol=1e-5, rtol=1e-5)
 
 
-# Each entry has an option value of config.json that is not supported, and the error sentence.
+# Each entry has a model, a change of config.json that is not supported, and a part of the error message.
 REFUSED = (
     ("m2m100", {"tie_word_embeddings": False}, "config.json has tie_word_embeddings False"),
     ("m2m100", {"activation_function": "silu"}, "config.json has activation_function 'silu'"),
@@ -379,7 +379,7 @@ def test_words_that_were_added_to_a_tokenizer_raise_an_error(name, released, cop
     added = type(released(name)[1]).from_pretrained(source)
     added.add_tokens(["<marker>"], special_tokens=True)
     added.save_pretrained(source)
-    if name == "nllb":  # The embedding table has unused rows.
+    if name == "nllb":  # The embedding table has unused rows for special tokens.
         (note,) = imported(source, tmp_path / "with marker")
         assert "the tokens '<marker>' keep their IDs" in note
     added.add_tokens(["zebra"])

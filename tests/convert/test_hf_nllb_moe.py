@@ -132,7 +132,7 @@ def test_a_released_half_precision_model_keeps_its_weights(dtype, tmp_path):
     folder = imported(theirs, tmp_path)
     for store in ({}, STORE):
         ours = ft.from_checkpoint(folder, **store).models[0]
-        same_logits(theirs.float(), ours, True, 0.3)  # The transformers router is in half precision.
+        same_logits(theirs.float(), ours, True, 0.3)  # Transformers routes in half precision.
     state = SavedModel.open(folder / "model.pt").weights
     assert {t.dtype for n, t in state.items() if "version" not in n} == {getattr(torch, dtype)}
 
@@ -333,7 +333,7 @@ def test_a_wrong_list_of_kept_experts_raises_an_error(content, pairs, sentence, 
 
 
 def test_tensor_names_without_a_prefix_and_pickled_files_are_read(tmp_path):
-    """The released NLLB-MoE has tensor names without "model." and .bin files."""
+    """The released NLLB-MoE has .bin files, and its tensor names lack the prefix "model."."""
     theirs = nllb.moe_model()
     source = nllb.save(theirs, tmp_path / "hf")
     tensors = load_file(source / "model.safetensors")

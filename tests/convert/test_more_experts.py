@@ -1,11 +1,11 @@
-"""`convert upcycle` of a model with experts: copies of experts give nearly the old outputs."""
+"""`convert upcycle` copies the experts of a MoE model, which then gives nearly the old outputs."""
 
 import pytest
 import torch
 from moe_files import D, E, load, outputs, save
 from tool_in_process import refusal, tool
 
-# At this size, the copies with the same number win for nearly every token.
+# With this gate spread, nearly every token chooses only copies that have the same number.
 SURE = ("--gate-spread", 300, "--expert-noise", 0)
 CASES = {
     "top-2": {},
@@ -22,7 +22,7 @@ CASES = {
 
 @pytest.fixture
 def added(tmp_path):
-    """Save a model and run `convert upcycle` on it; return both files and the printed text."""
+    """Return a function that saves and upcycles a model, and returns both files and the printed text."""
 
     def run(*words, **options):
         before, after = save(tmp_path / "a.pt", **options), tmp_path / "b.pt"
@@ -58,15 +58,15 @@ def test_noise_changes_all_copies_of_an_expert_but_the_first(added):
 @pytest.mark.parametrize(
     ("words", "options", "sentence"),
     [
-        ((), {}, "--moe-expert-count must be given"),
+        ((), {}, "INPUT has experts already"),
         (("--moe-expert-count", 6), {}, "--moe-expert-count is 6 for decoder_0, which has 4 experts"),
-        (("--moe-expert-count", 8, "--moe-top-k", 1), {}, "--moe-top-k must not"),
-        (("--moe-expert-count", 8, "--gate-scale", 2), {}, "--gate-scale must not"),
-        (("--moe-expert-count", 8), {"gate_type": "cosine"}, "(--moe-gate-type) cosine"),
-        (("--moe-expert-count", 8), {"score_function": "sigmoid"}, "(--moe-score-function) sigmoid"),
-        (("--moe-expert-count", 8), {"choice": "experts"}, "(--moe-choice) experts"),
+        (("--moe-expert-count", 8, "--moe-top-k", 1), {}, "INPUT has experts already"),
+        (("--moe-expert-count", 8, "--gate-scale", 2), {}, "INPUT has experts already"),
+        (("--moe-expert-count", 8), {"gate_type": "cosine"}, "routes with cosine"),
+        (("--moe-expert-count", 8), {"score_function": "sigmoid"}, "routes with sigmoid"),
+        (("--moe-expert-count", 8), {"choice": "experts"}, "routes with experts"),
     ],
 )
-def test_experts_that_cannot_be_copied_are_refused(words, options, sentence, tmp_path):
+def test_convert_upcycle_rejects_unsupported_moe_models_and_options(words, options, sentence, tmp_path):
     path = save(tmp_path / "a.pt", **options)
     assert sentence in refusal("upcycle", path, "--output", tmp_path / "b.pt", *words)

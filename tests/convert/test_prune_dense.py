@@ -17,7 +17,7 @@ STEP = "decoder.layers.{}.fc1."
 
 @pytest.fixture
 def convert(tmp_path):
-    """Run `convert KIND` with a.pt as input and b.pt as output, and return the printed text."""
+    """Return a function that runs `convert KIND` from a.pt to b.pt, and returns the printed text."""
 
     def run(kind, *words, input="a.pt"):
         files = ("--output", tmp_path / "b.pt", "--overwrite")
@@ -67,7 +67,7 @@ def test_convert_prune_keeps_the_remaining_experts_in_every_tensor(name, convert
         assert torch.equal(b[key], expected), key
     assert load(tmp_path / "b.pt")["cfg"]["model"]["moe_expert_count"] == "4,2"
     assert "decoder_0: 4 -> 4 experts, 0/1/2/3\ndecoder_1: 4 -> 2 experts, 1/3\n" in text
-    outputs(tmp_path / "b.pt", tokens())  # Fairseq opens the pruned checkpoint.
+    outputs(tmp_path / "b.pt", tokens())  # The pruned weights fit the pruned layers.
 
 
 def no_token_chooses_the_last(model):

@@ -179,7 +179,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_convert_upcycle_raises_an_error_for_options_that_copies_cannot_fulfill(name):
+def test_convert_upcycle_raises_an_error_for_options_that_do_not_fit_copied_ffns(name):
     options, sentence = REFUSED[name]
     config, how = case(options)
     with pytest.raises(ValueError, match=sentence):

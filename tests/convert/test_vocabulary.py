@@ -1,4 +1,4 @@
-"""`convert vocabulary` with small untrained models: rows, scores, languages and refused input."""
+"""The tests check scores, new rows, new languages and errors after `convert vocabulary`."""
 
 import argparse
 
@@ -59,7 +59,7 @@ def write_dictionaries(folder, name="", numbers=NUMBERS):
 
 @pytest.fixture
 def old(tmp_path):
-    """Write a checkpoint of an untrained model to old.pt; return the model's task."""
+    """Return a function that writes an untrained model to old.pt and returns the model's task."""
 
     def build(*words, name=""):
         from fairseq import options, tasks
@@ -72,7 +72,7 @@ def old(tmp_path):
         model = task.build_model(argparse.Namespace(**vars(args)))
         saved = new_checkpoint(words, {"data": str(data)}, model.state_dict(), {})
         saved.state["extra_state"][KEY] = fingerprints_of(model)
-        saved.restart()  # as other converters do
+        saved.restart()  # `convert vocabulary` removes the training state too.
         saved.write(tmp_path / "old.pt")
         return task
 
@@ -80,7 +80,7 @@ def old(tmp_path):
 
 
 def scores(path, data, words=None):
-    """Return scores by symbol for a sentence of some words, relative to <unk>, and the words."""
+    """Return log-probabilities by symbol after a short input, relative to <unk>, and the input's words."""
     from fairseq import checkpoint_utils
 
     overrides = {"data": str(data)}
@@ -94,7 +94,7 @@ def scores(path, data, words=None):
         inputs[1:1] = [torch.tensor([inputs[0].shape[1]])] * (len(sides) - 1)
         with torch.no_grad():
             lprobs = part.eval().get_normalized_probs(part(*inputs), log_probs=True)[0]
-        # Further symbols change the sum of all probabilities.
+        # New symbols change the sum over the vocabulary, but not the differences of log-probabilities.
         relative = lprobs - lprobs[:, sides[-1].unk_index, None]
         found |= {f"{name} {symbol}": relative[:, i] for i, symbol in enumerate(sides[-1].symbols)}
     return found, read
@@ -108,7 +108,7 @@ def same_scores(before, after, size=None):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_computes_the_same_with_another_dictionary(name, old, tmp_path):
+def test_symbols_in_both_dictionaries_keep_their_scores(name, old, tmp_path):
     other = "v" if name == "two dictionaries" else ""
     old(*MODELS[name], name=other)
     source = tmp_path / "old.pt"
@@ -130,10 +130,10 @@ def test_a_model_computes_the_same_with_another_dictionary(name, old, tmp_path):
         convert(*convert_to, "--add-words", tmp_path / "words")
         after, _ = scores(tmp_path / "made" / "new.pt", tmp_path / "made", read)
         assert {" more", " other"} <= after.keys()
-        same_scores(before, after, size=8)  # in the other bands, new words change the sum of a band
+        same_scores(before, after, size=8)  # New words change the sums in other bands.
 
 
-def test_new_rows_start_at_means():
+def test_the_row_of_a_new_symbol_is_a_mean_of_old_rows():
     table = torch.arange(12.0).view(4, 3)
     examples = {"_z_": ["_x_", "_y_"], "_v_": ["_y_"]}
     old, new = ["<pad>", "a", "_x_", "_y_"], ["b", "_z_", "a", "_v_"]
@@ -145,7 +145,7 @@ STYLES = {"multilingual": "__{}__", "mbart": "[{}]"}
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_token_of_a_new_language_follows_the_others(style, old, tmp_path):
+def test_the_token_of_a_new_language_follows_the_tokens_of_the_old_languages(style, old, tmp_path):
     form = STYLES[style].format
     task = old(*SIMPLE, "--lang-tok-style", style, "--fixed-dictionary", tmp_path / "old" / "dict.txt")
     symbols = task.source_dictionary.index
@@ -174,14 +174,13 @@ BAD = {
     "an example that is unknown": (SIMPLE, ("--add-languages", "fr", "--like", "nl"), "--like is nl"),
     "an example without a language": (SIMPLE, ("--data", "new", "--like", "de"), "--like is de"),
     "a missing folder": (MT, ("--data", "missing"), "has no dictionaries of INPUT's task"),
-    "a missing word list": (MT, ("--add-words", "missing"), "which is no file"),
     "other old words": (MT, ("--data", "new", "--old-data", "new"), "does not have 34 rows"),
     "old words in another order": (MT, ("--data", "new", "--old-data", "other"), "another dictionary"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_gives_a_sentence(name, old, tmp_path, monkeypatch):
+def test_convert_vocabulary_rejects_bad_input_with_a_one_sentence_error(name, old, tmp_path, monkeypatch):
     model, words, expected = BAD[name]
     monkeypatch.chdir(tmp_path)
     old(*model)

@@ -170,7 +170,7 @@ def _child(command, argv, env, log, stdin):
     if stdin is not None:
         sys.stdin = open(stdin)  # noqa: SIM115 - open as long as the process
     sys.argv = argv
-    if "fairseq_tutel.plugin" in sys.modules:  # the log of register() depends on the arguments
+    if "fairseq_tutel.plugin" in sys.modules:  # register() must run again, with these arguments
         sys.modules["fairseq_tutel.plugin"].register.cache_clear()
     try:
         if command.startswith("tutel-"):

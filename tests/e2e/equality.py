@@ -5,7 +5,7 @@ import torch
 from cli import fairseq
 from models import lm_args, mt_args
 
-EXEMPT_WITH_ADAM = "k_proj.bias"  # the exact gradient of k_proj.bias is 0; Adam amplifies rounding errors
+EXEMPT_WITH_ADAM = "k_proj.bias"  # its exact gradient is 0, and Adam amplifies rounding errors
 
 
 def assert_ranks_agree(kind, data, extra, tmp_path):
@@ -33,7 +33,7 @@ def learns(run):
 
 
 def facts_of(checkpoint):
-    """Return the unrounded averages of the current epoch's metrics in a checkpoint."""
+    """Return the unrounded averages over an epoch of the training metrics that a checkpoint stores."""
     aggregators = dict(checkpoint["extra_state"]["metrics"])
     facts = {}
     for _, name, _, state in aggregators["train"]:

@@ -145,7 +145,7 @@ HYDRA_SMALL = ["optimization.max_update=2", "dataset.required_batch_size_multipl
 SMALL = ["--num-workers", "0", "--required-batch-size-multiple", "1"]
 UPDATES = {"docs/ensembles.md": ["--max-epoch", "1"]}
 TWO_UPDATES = ["--max-update", "2"]
-# Flags that replace the placeholder `…` in a command, except flags that the command already has.
+# The test replaces the word TRAIN in a command by this text, and `…` by flags that are not in the command.
 TRAIN = "DATA_BIN --user-dir user_dir --arch moe_… …"
 LM_FLAGS = {
     "--task": "moe_language_modeling", "--arch": "moe_transformer_lm_gpt", "--optimizer": "moe_adam",

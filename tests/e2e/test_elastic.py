@@ -41,7 +41,7 @@ def test_a_run_resumed_on_three_ranks_and_then_on_one_equals_a_run_on_one_rank(l
 def test_training_continues_after_one_node_is_lost_and_another_joins(lm_data, tmp_path):
     """torch's rendezvous store runs outside of the nodes, so the run survives the loss of any node."""
     lost = 0
-    # With seed 2, two gate logits of a token are almost equal, so rounding could change the chosen experts.
+    # Seed 2 gives a token two almost equal gate logits, so rounding could change the chosen experts.
     seed = ("--seed", 4)
     words = _words(lm_data, tmp_path / "save", 4, "--user-dir", SLOW, *seed, updates=60)
     cluster = Cluster(tmp_path, words)

@@ -74,8 +74,8 @@ def test_the_saved_average_is_the_moving_average_of_the_saved_weights(lm_data, t
     assert not torch.allclose(average["decoder.layers.0.fc1.experts.fc1_weight"], moved, atol=1e-4)
 
 
-def test_a_resumed_run_can_start_a_moving_average_that_tools_keep(lm_data, tmp_path):
-    """With a decay of 1, a moving average never changes."""
+def test_convert_and_average_read_a_moving_average_that_started_in_a_resumed_run(lm_data, tmp_path):
+    """With a decay of 1, a moving average stays equal to the weights at its start."""
     saved, full, again = (tmp_path / name for name in ("saved", "full", "again"))
     full.mkdir()
     again.mkdir()

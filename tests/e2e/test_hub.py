@@ -99,14 +99,14 @@ def test_dictionaries_are_read_from_the_checkpoint_folder_or_from_an_argument(lm
     assert logging.root.level == level
 
 
-def test_the_tools_print_the_results_of_every_line(mt, lm, mt_data, tmp_path, caplog):
+def test_translate_prints_a_result_for_every_input_line(mt, lm, mt_data, tmp_path, caplog):
     sources = (mt_data.parent / "test.de").read_text().splitlines()
     long, file = " ".join(["w1"] * 2000), tmp_path / "lines.txt"
-    file.write_text("\n".join([*sources, "", long, sources[0]]) + "\n")
+    file.write_bytes("\r\n".join([*sources, "", long, sources[0]]).encode())
     translate = ("translate", mt, file, "--beam", 3, "--max-len", 8, "--batch-size", 7)
     options = {"beam": 3, "max_len_a": 0, "max_len_b": 8}
     model = fairseq_tutel.from_checkpoint(mt)
-    cut = model.translate(" ".join(["w1"] * 1023), **options)  # and the end of the sentence
+    cut = model.translate(" ".join(["w1"] * 1023), **options)  # the model's limit is 1024 tokens with </s>
     expected = model.translate(sources, **options)
     lines = tool(*translate, "--expert-store", "on-demand").splitlines()
     assert lines == [*expected, "", cut, expected[0]]
@@ -115,31 +115,36 @@ def test_the_tools_print_the_results_of_every_line(mt, lm, mt_data, tmp_path, ca
     pairs = [line.split("\t") if line else ("0", "") for line in best]
     assert [text for _, text in pairs[::2]] == lines and len(best) == 2 * len(lines)
     assert all(float(one[0]) >= float(two[0]) for one, two in zip(pairs[::2], pairs[1::2], strict=True))
+
+
+def test_the_tools_of_language_models_read_standard_input(lm, monkeypatch):
+    def printed(text, *words):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        return tool(*words).splitlines()
+
     model = fairseq_tutel.from_checkpoint(lm)
-    with mock.patch("sys.stdin", io.StringIO("w1 w3\n\nw2")):
-        assert tool("sample", lm, "--beam", 1).splitlines() == [
-            model.sample("w1 w3"),
-            "",
-            model.sample("w2"),
-        ]
-    with mock.patch("sys.stdin", io.StringIO("w1 w3\n")):
-        score, count = tool("score", lm).split("\t")
+    options = {"beam": 1, "max_len_a": 1, "max_len_b": 7}
+    expected = [model.sample("w1 w3", **options), "", model.sample("w2", **options)]
+    sample = ("sample", lm, "--beam", 1, "--max-len", 7)
+    assert printed("w1 w3\n\nw2", *sample) == expected
+    shortest = ("--option", "min_len=5")
+    assert len(printed("w1 w3\n", *sample, *shortest)[0]) > len(expected[0])
+    ((score, count),) = [line.split("\t") for line in printed("w1 w3\n", "score", lm)]
     hypothesis = model.score("w1 w3")
     assert 2 ** float(score) == pytest.approx(float(hypothesis["score"].exp()), rel=1e-3)
     assert int(count) == len(hypothesis["tokens"])
-    drawn = ("sample", lm, file, "--beam", 1, "--sampling-topk", 9, "--seed")
-    assert tool(*drawn, 1) == tool(*drawn, 1) != tool(*drawn, 2)
+    assert printed("", "score", lm) == []
 
 
 @pytest.mark.parametrize(
     ("kind", "more", "sentence"),
     [
-        ("sample", (), "whose model sample cannot use; use translate"),
+        ("sample", (), "which sample cannot use; try translate"),
         ("translate", ("--nbest", 9), "--nbest is 9"),
     ],
 )
-def test_the_tools_refuse_other_models_and_values(kind, more, sentence, mt):
-    assert sentence in refusal_of(kind, mt, *more)
+def test_sample_and_translate_refuse_a_wrong_model_or_a_bad_nbest(kind, more, sentence, mt, mt_data):
+    assert sentence in refusal_of(kind, mt, mt_data / "dict.de.txt", *more)
 
 
 def test_classify_gives_the_most_probable_classes_of_an_image(tmp_path):

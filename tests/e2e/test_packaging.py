@@ -60,7 +60,7 @@ def test_a_model_trains_in_an_environment_with_only_the_wheel(built, lm_data, tm
     python = tmp_path / "env" / "bin" / "python"
     site = Path(_run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
     _run([sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel])
-    # A .pth file makes the installed torch and fairseq importable, but not editable installs.
+    # A .pth file makes installed packages importable. Editable installs stay hidden.
     (site / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     somewhere = {"cwd": tmp_path, "env": clean}

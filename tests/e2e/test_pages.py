@@ -193,7 +193,7 @@ def _draw_images(folder: Path) -> None:
 
 
 def lay_out(page: str, shelf: Path, folder: Path) -> None:
-    """Copy the data and checkpoints that the commands of a page use to the names on the page."""
+    """Copy data and checkpoints to the file names that the commands of a page use."""
     named = {"DATA_BIN": "DATA_BIN", "DATA": "DATA_BIN", **FILES.get(page, {})}
     for name, sources in named.items():
         for source in sources.split():

@@ -1,4 +1,4 @@
-"""Training with collective plans gives the bits of training with sums in rank order."""
+"""Training with collective plans gives the same bits as training that adds in rank order."""
 
 import json
 from pathlib import Path

@@ -93,7 +93,7 @@ def test_a_run_resumes_on_another_number_of_ranks_and_in_another_checkpoint_form
     assert bool(LAYOUTS[loaded][2]) == ("experts/" in (folder / "checkpoint_last.pt").read_text("latin-1"))
 
 
-def test_a_sharded_checkpoint_and_its_full_conversion_have_equal_bits(lm_data, tmp_path, saved_at):
+def test_converting_a_sharded_checkpoint_to_a_full_checkpoint_keeps_all_bits(lm_data, tmp_path, saved_at):
     convert("full", "--input", saved_at("4 sliced") / "checkpoint_last.pt", "--output", tmp_path / "a.pt")
     files = saved_at("4 sliced") / "checkpoint_last.pt", tmp_path / "a.pt"
     full, sharded = (load(path.parent, path.name) for path in files)

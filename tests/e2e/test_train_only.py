@@ -10,10 +10,10 @@ from models import dense_lm_args, mt_args
 
 from fairseq_tutel.checkpoint.shards import bind, unbind
 
-# What is trained, a part of the names of the trained parameters, and the flags of the run.
+# Value of --moe-train-only -> (a part of the names of all trained parameters, the flags of the run).
 CASES = {
-    "gates": (".fc1.gate.", ("--bf16", "--moe-zero-stage", 1)),
-    "experts": (".experts.", ("--moe-checkpoint", "sharded", "--moe-zero-stage", 2)),
+    "gates": (".fc1.gate.", ("--bf16", "--moe-zero-stage", 1, "--checkpoint-activations")),
+    "experts": (".experts.", ("--moe-checkpoint", "sharded", "--moe-zero-stage", 2, "--moe-balance-bias")),
     "expert:0,3": (".experts.", ("--bf16", "--weight-decay", 0)),
     "decoder": ("decoder.", ()),
 }
@@ -46,7 +46,7 @@ def test_only_the_named_parameters_change_on_two_ranks_and_after_a_resume(what, 
     same_bits(after, _weights(resumed))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed
-    # --share-all-embeddings makes the embeddings of the decoder those of the encoder.
+    # With --share-all-embeddings, the encoder and the decoder have the same embeddings.
     assert all(part in name or "embed_tokens" in name for name in changed)
     if ":" in what:
         for name in changed:
@@ -55,7 +55,7 @@ def test_only_the_named_parameters_change_on_two_ranks_and_after_a_resume(what, 
 
 
 @pytest.mark.long
-def test_a_dense_model_trains_one_part_and_refuses_another_optimizer_state(lm_data, tmp_path):
+def test_a_dense_run_trains_only_embeddings_and_cannot_resume_with_all_parameters(lm_data, tmp_path):
     embeddings = ("--moe-train-only", "embeddings")
     fairseq("train", *dense_lm_args(lm_data, tmp_path, *embeddings, updates=2))
     before = _weights(tmp_path)

@@ -100,7 +100,7 @@ def test_an_upcycled_checkpoint_of_an_older_fairseq_gives_the_dense_model_s_outp
 ON = ("--moe-freq", 2, "--moe-expert-count", 4)
 
 
-def test_an_upcycled_model_trains_after_finetune_from_model_and_after_restore_file(lm, lm_data, tmp_path):
+def test_an_upcycled_model_trains_with_finetune_from_model_and_with_restore_file(lm, lm_data, tmp_path):
     convert("upcycle", lm, tmp_path / "moe.pt", *ON)
     ways = {
         "finetune": ("--finetune-from-model", tmp_path / "moe.pt"),

@@ -91,7 +91,7 @@ def _fine_tune(kind, data, pretrained, folder, *extra, updates=6, **kwargs):
 
 @pytest.fixture(scope="module")
 def pretrained(sound_data, tmp_path_factory):
-    """A function that returns the checkpoint of a small pretrained model of a kind."""
+    """A function that returns the checkpoint of a small pretrained model of the given kind."""
 
     @cache
     def path_of(kind):

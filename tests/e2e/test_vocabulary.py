@@ -1,4 +1,4 @@
-"""`convert vocabulary` in real runs: a fourth language for a trained model, and refused dictionaries."""
+"""`convert vocabulary` adds a language to a trained model, and changes the order of a dictionary."""
 
 import re
 import shutil
@@ -11,7 +11,7 @@ from tool_in_process import tool
 
 
 def binarized(folder, languages, dictionary):
-    """Write and binarize translations of one text from English, word by word; bb reverses the order."""
+    """Write and binarize word-by-word translations of an English text; bb also reverses each sentence."""
     folder.mkdir()
     for split, lines in (("train", 2000), ("test", 200)):
         write_text(folder / "text", lines, seed=len(split) + lines, longest=9)

@@ -1,4 +1,4 @@
-"""In this torchrun script, rank 2 fails and is killed after a restart, and other ranks block in C code."""
+"""In this torchrun script, rank 2 fails, and kills itself after a restart; other ranks block in C code."""
 
 import ctypes
 import os

@@ -15,7 +15,7 @@ PRELOADED = [
     "fairseq_cli.eval_lm",
     "fairseq_cli.validate",
     "torch._dynamo",  # Every torch optimizer imports this slow module.
-    "fairseq_tutel.models",  # This module registers the plugin.
+    "fairseq_tutel.models",  # Importing fairseq_tutel.models registers the plugin.
     "fairseq_tutel.train",
     "fairseq_tutel.run",
     "tests.helpers.warm",

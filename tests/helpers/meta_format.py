@@ -31,7 +31,7 @@ class Meta:
     moe_freq: int = 1
     options: dict = field(default_factory=dict)
     args_alone: bool = False  # Older files have `args` but no `cfg`.
-    task: dict = field(default_factory=dict)  # The task's name and options are absent for the default task.
+    task: dict = field(default_factory=dict)  # The task's name and options; empty for the default task.
 
     @property
     def sides(self):
@@ -215,7 +215,7 @@ def rest(meta):
 
 
 def tutel_state(meta, rank):
-    """Return the state dict of a rank of Tutel's fairseq example; `moe_ffn` has one expert per layer."""
+    """Return a rank's checkpoint of Tutel's fairseq example, in which the rank has one expert per layer."""
     state = rest(meta)
     options = state["cfg"]["model"]
     options = vars(options) if meta.translates else options

@@ -23,7 +23,7 @@ VALUES: dict[str, tuple] = {
     "top_k": (3, 1, 4), "gate_projection_dim": (3, 1), "gate_index": (1,),
 }  # fmt: skip
 COSINE, LIMITED = {"gate_type": "cosine"}, {"capacity_factor": 0.5}
-# Without the listed options, an option of this table has no effect or raises an error.
+# An option of this table has no effect or raises an error without the options that stand beside it.
 NEEDED: dict[str, dict[str, Any]] = {
     "gate_index": {"gate_type": "linear,cosine"}, "gate_projection_dim": COSINE, "gate_temperature": COSINE,
     "groups_per_token": {"expert_groups": 4}, "cmr_gate_drop": {"cmr": True},

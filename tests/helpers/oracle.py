@@ -23,7 +23,7 @@ ACTIVATIONS = {
 
 @dataclass
 class Plan:
-    """`plan` returns expert IDs and slots by token and choice, -1 for padding, and kept assignments."""
+    """Holds the result of `plan`; `slots` and `kept` are by token and choice, with slot -1 for padding."""
 
     expert_ids: list[list[int]]
     slots: list[list[int]]
@@ -40,7 +40,7 @@ def plan(
     real: list[bool] | None = None,
     order: list[int] | None = None,
 ) -> Plan:
-    """Route tokens with loops, and assign slots in the order of `order`."""
+    """Route tokens by loops; first choices get slots before second choices, in the given token order."""
     num_tokens, num_experts = len(scores), len(scores[0]) if scores else 1
     real = [True] * num_tokens if real is None else real
     order = list(range(num_tokens)) if order is None else order

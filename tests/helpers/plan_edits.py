@@ -1,4 +1,4 @@
-"""Makes a small collective plan with several lanes, and edits collective plans."""
+"""Makes and edits small collective plans; a rank runs its lanes (lists of steps) concurrently."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +33,7 @@ def with_steps(plan: Plan, rank: int, lane: int, start: int, stop: int, *steps: 
 
 
 def mutants(plan: Plan) -> Iterator[tuple[str, str, Plan]]:
-    """Yield (kind, where, plan) for each plan with one deleted, doubled, swapped or readdressed step."""
+    """Yield (kind, where, plan) for plans with one step deleted, doubled, swapped or on another chunk."""
     for rank, lane, index, step in plan.steps():
         where = f"rank {rank}, lane {lane}, step {index} ({step.op})"
         steps = plan.programs[rank][lane]

@@ -1,6 +1,6 @@
 """Fills uninitialized tensors of the package with NaN or with an out-of-range integer.
 
-A kernel that leaves elements unwritten fails its test instead of reading arbitrary memory.
+The test of a kernel that leaves elements unwritten then always fails.
 """
 
 import functools
@@ -12,7 +12,7 @@ import torch
 def poison_empty() -> None:
     """Patch torch.empty, torch.empty_like and Tensor.new_empty for callers inside the package."""
     with torch.device("meta"):
-        torch.empty(0)  # At the first use, torch.device() stores the original functions.
+        torch.empty(0)  # torch.device() stores the unpatched functions at its first use, here.
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         setattr(owner, name, _poisoned(getattr(owner, name)))
 

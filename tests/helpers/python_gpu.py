@@ -144,7 +144,7 @@ class Event:
 
 
 class Memory:
-    """Describes a memory allocation by the numbers of its last write and later reads on each stream."""
+    """Holds the operation numbers of the last write of an allocation, and of later reads on each stream."""
 
     def __init__(self, num_bytes, stream):
         self.num_bytes, self.home, self.device = num_bytes, stream, DEVICE

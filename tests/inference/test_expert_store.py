@@ -54,11 +54,11 @@ def steps(count, rank=0, width=8):
         ("wide", "disk", "int4"),
     ],
 )
-def test_every_store_policy_is_bit_identical_to_experts_in_memory(tmp_path, kind, tier, packing):
+def test_every_store_policy_gives_bit_identical_outputs_to_experts_in_memory(tmp_path, kind, tier, packing):
     config = KINDS[kind]
     source = source_of(write(model_of(config), tmp_path, packing))
     resident = as_read(model_of(config), source)
-    caches = (0, CACHE, "1GiB")  # Quantized experts run once with each cache size.
+    caches = (0, CACHE, "1GiB")  # Quantized experts run with one policy per cache size.
     ways = zip(STORE_POLICIES, caches, strict=True)
     for policy, cache in ways if packing else itertools.product(STORE_POLICIES, caches):
         with ExpertStore(policy, tier, cache, compute="unpacked") as store:

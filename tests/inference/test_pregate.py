@@ -1,4 +1,4 @@
-"""With pre-gating, each gate gets the input of the N-th layer before its layer.
+"""With pre-gating, each gate gets the input of the MoE layer that is N MoE layers earlier.
 
 The file tests/moe/test_rank_equality.py tests training with pre-gating on several ranks.
 """
@@ -202,7 +202,7 @@ def test_calls_that_break_the_order_of_pre_gated_layers_raise_an_error(case):
         call(*stack(1, CONFIG, CONFIG))
 
 
-def test_an_invalid_number_of_pre_gated_layers_raises_an_error():
+def test_an_invalid_distance_between_a_gate_and_its_pre_gated_layer_raises_an_error():
     for ahead in (2, -1, 1.0):
         sentence = rf"pregate \(--moe-pregate\) is {ahead!r} but the stack has 2 MoE layers; give 1 to 1\."
         with pytest.raises(ValueError, match=sentence):

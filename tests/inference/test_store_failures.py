@@ -97,7 +97,7 @@ def test_store_errors_name_a_file_that_changes_during_use(tmp_path):
         assert "(it was changed while it was in use)" in refusal(model)
 
 
-def test_the_next_use_of_a_store_raises_the_error_of_its_thread(tmp_path, monkeypatch):
+def test_an_error_in_the_thread_of_a_store_is_raised_at_the_next_use_of_the_store(tmp_path, monkeypatch):
     def fail(*arguments):
         raise OSError(5, "Input/output error")
 

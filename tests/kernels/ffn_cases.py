@@ -56,7 +56,7 @@ class Case:
 
 
 def inputs(case: Case, device: str) -> dict[str, Any]:
-    """Draw x, dy, the weights and the maps; values that no op may read are NaN, or -1 for an index."""
+    """Draw x, dy, weights and index maps. Values that no op may read are NaN, or -1 in a map."""
     generator = torch.Generator().manual_seed(len(case.counts) + 10 * sum(case.counts))
     experts, used = len(case.counts), sum(case.counts)
     rows = used + case.tail
@@ -83,6 +83,8 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
         "fc3_bias": normal(experts, hidden) if case.bias and case.glu else None,
         "index": None,
         "gate": None,
+        "values": None,
+        "source": None,
     }
     if case.gathered:
         index = torch.randint(0, sources, (rows,), generator=generator)
@@ -93,6 +95,9 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
         given["index"] = index.to(device)
         if case.gated:
             given["gate"] = gate.to(wide).to(device)
+            source = torch.randperm(used, generator=generator)
+            given["values"] = gate[source.argsort()].to(wide).to(device)
+            given["source"] = F.pad(source, (0, case.tail), value=-1).to(device)
     else:
         given["x"][used:] = float("nan")
         given["dy"][used:] = float("nan")
@@ -100,33 +105,35 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
 
 
 def run(ops: Any, case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
-    """Run the ops and return every result by name, without tail rows that are undefined."""
+    """Run the FFN ops and return every result by name, without the undefined rows at the end."""
     groups, used = Groups.of_tensor(given["counts"]), sum(case.counts)
-    index, gate, fc1, fc2, fc3 = (given[k] for k in ("index", "gate", "fc1", "fc2", "fc3"))
+    index, fc1, fc2, fc3 = (given[k] for k in ("index", "fc1", "fc2", "fc3"))
+    gate, source = given["values"], given["source"]
     a, h, g = ops.ffn_up(
         given["x"], index, fc1, given["fc1_bias"], fc3, given["fc3_bias"], groups, case.activation, True
     )
     out = ops.grouped_linear(a, fc2, given["fc2_bias"], groups)
     kept = a if case.keep or h is None else None
     dh, dg, gated, dgate = ops.ffn_down_backward(
-        given["dy"], index, gate, fc2, given["fc2_bias"], kept, h, g, groups, case.activation
+        given["dy"], index, gate, source, fc2, given["fc2_bias"], kept, h, g, groups, case.activation
     )
     if gate is None:
         assert torch.equal(gated.narrow(0, 0, used), a.narrow(0, 0, used))
     results = {"a": a, "h": h, "g": g, "out": out, "dh": dh, "dg": dg}
     if dgate is not None:
-        results["dgate"] = dgate.narrow(0, 0, used)  # a fake CUDA tensor cannot be sliced
+        results["dgate"] = dgate.sum(0).narrow(0, 0, used)  # a fake CUDA tensor cannot be sliced
         results["gated"] = gated.narrow(0, 0, used)
     results["dfc2"], results["dfc2_bias"] = ops.grouped_weight_grad(
-        given["dy"], gated, groups, dout_index_R=index, bias=case.bias, bias_scale_R=gate
-    )
+        given["dy"], gated, groups, dout_index_R=index, bias=case.bias, bias_scale_N=gate,
+        bias_source_R=source,
+    )  # fmt: skip
     for name, d in (("fc1", dh), ("fc3", dg)):
         if d is not None:
             results[f"d{name}"], results[f"d{name}_bias"] = ops.grouped_weight_grad(
                 d, given["x"], groups, rows_index_R=index, bias=case.bias
             )
     results["dx"] = ops.ffn_up_backward(dh, fc1, dg, fc3, groups)
-    for name in ("h", "g"):  # their tails are undefined
+    for name in ("h", "g"):  # the rows after the last group are undefined
         if results[name] is not None:
             results[name] = results[name].narrow(0, 0, used)
     return {name: tensor for name, tensor in results.items() if tensor is not None}
@@ -150,7 +157,7 @@ def oracle(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     leaf = {
         name: None if t is None else t.detach().cpu().double().nan_to_num().requires_grad_()
         for name, t in given.items()
-        if name not in ("index", "dy", "counts")
+        if name not in ("index", "dy", "counts", "values", "source")
     }
     index = torch.arange(rows) if given["index"] is None else given["index"].cpu()
     dy = given["dy"].cpu().double().nan_to_num()
@@ -186,7 +193,7 @@ def oracle(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     if "dgate" in results:
         results["dgate"] = results["dgate"][:used]
         results["gated"] = made["a"] * gate.unsqueeze(1)
-    for name in ("a", "out", "dx", "dh", "dg"):  # these results have zeros in the tail
+    for name in ("a", "out", "dx", "dh", "dg"):  # these results are 0 after the last group
         if name in results:
             results[name] = F.pad(results[name], (0, 0, 0, case.tail))
     return {name: tensor.detach() for name, tensor in results.items()}
@@ -205,7 +212,7 @@ def check(got: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtyp
 
 
 def compare(ops: Any, plain: Any, case: Case, device: str) -> None:
-    """Compare both sets of ops with fp64 and with each other."""
+    """Compare the results of two sets of ops with fp64 and with each other."""
     given = inputs(case, device)
     got, reference, exact = run(ops, case, given), run(plain, case, given), oracle(case, given)
     assert set(got) == set(reference)
@@ -224,5 +231,5 @@ def skewed(num_rows: int, experts: int) -> tuple[int, ...]:
 
 
 def with_tiles(case: Case) -> Case:
-    """Return the case with dimensions that give rows the alignment that tensor descriptors need."""
+    """Return the test case with row sizes that are aligned for tensor descriptors."""
     return replace(case, model_dim=24, hidden_dim=40)

@@ -31,7 +31,7 @@ def redirect_once() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    # Other versions of Triton make tests slower but not wrong.
+    # In versions of Triton without this class, nothing is patched, and tests are only slower.
     if not hasattr(interpreter, "_LangPatchScope"):
         return
     redirect = interpreter._patch_lang

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-# Each shape is (T, E), with zero or more tokens, one or more experts, odd sizes and several blocks.
+# Each shape is (T, E). Some have no tokens, one expert, an odd size, or tokens for several kernel blocks.
 LOGITS = ((0, 3), (1, 1), (1, 8), (63, 1), (63, 3), (63, 5), (63, 8), (63, 100), (1000, 8))
 
 
@@ -26,7 +26,7 @@ def best_first(probs_TE: Tensor, top_k: int) -> list[list[int]]:
 
 
 def asking(top_k: int, num_tokens: int, num_experts: int) -> Tensor:
-    """Draw expert IDs [K, T]: one expert is crowded, the last may be empty, and some IDs mean no expert."""
+    """Draw expert IDs [K, T]: 0 is frequent, E - 1 does not occur if E > 1, and E means no expert."""
     generator = torch.Generator().manual_seed(10 * num_tokens + num_experts)
     most = max(num_experts - 1, 1)
     ids_KT = torch.randint(most, (top_k, num_tokens), generator=generator)

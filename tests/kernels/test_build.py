@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that this machine lacks, and the number of kernel launches of a layer."""
+"""Compiles all kernels for GPUs that are not present, and counts the kernel launches of a layer."""
 
 import re
 
@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
-# The limit of a program's shared memory in bytes (sm_80: that of consumer GPUs), and the instruction for
-# half-precision products.
+# The most bytes of shared memory that a program may use, and the instruction for half-precision products.
+# For sm_80, the bytes are the limit of consumer GPUs.
 TARGETS = {
     "sm_80": (99 * 1024, "mma.sync"),
     "sm_90": (227 * 1024, "wgmma"),
@@ -20,7 +20,7 @@ TARGETS = {
 }
 DESCRIBED = {"sm_90", "sm_100", "sm_120"}
 PRODUCTS = {"up", "hidden", "linear", "weight_grad"}
-KERNELS = {"count", "scan", "place", "gather_sum", "gather_dot", "gather_values",
+KERNELS = {"count", "scan", "place", "gather_sum", "gather_dot",
            "softmax_top_k", "softmax_top_k_backward", "load_loss", "row_tiles", *PRODUCTS}  # fmt: skip
 
 
@@ -34,10 +34,10 @@ KERNELS = {"count", "scan", "place", "gather_sum", "gather_dot", "gather_values"
         pytest.param("gfx942", ["fp16", "fp32"], marks=pytest.mark.long),
     ],
 )
-def test_every_kernel_compiles_and_every_tile_of_the_table_fits(target, precisions, tmp_path, monkeypatch):
+def test_every_kernel_compiles_without_spills_for_every_tile(target, precisions, tmp_path, monkeypatch):
     from benchmarks import compiled
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # do not reuse earlier results
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # without earlier kernels
     shared, instruction = TARGETS[target]
     for precision in precisions:
         launches = compiled.launches_of(target, precision)
@@ -55,12 +55,12 @@ def test_every_kernel_compiles_and_every_tile_of_the_table_fits(target, precisio
             assert bool(re.search(r"cp\.async\.bulk\.tensor", code)) == is_described, launch.name
 
 
-# The numbers of launches in forward, backward and decoding. Lower these limits if launches are saved.
-MOST = {("none", False): (8, 18, 8), ("gshard", False): (12, 20, 8), ("none", True): (8, 18, 8)}
+# The most launches of a layer in forward, backward and decoding. Lower a limit if fewer are needed.
+MOST = {("none", False): (8, 11, 8), ("gshard", False): (12, 13, 8), ("none", True): (8, 11, 8)}
 
 
 @pytest.mark.parametrize("loss, bias", MOST)
-def test_a_layer_needs_no_more_launches_host_reads_or_bytes_than_before(loss, bias):
+def test_a_layer_stays_within_limits_of_launches_host_reads_and_bytes(loss, bias):
     from dataclasses import replace
 
     from benchmarks import compiled
@@ -72,4 +72,4 @@ def test_a_layer_needs_no_more_launches_host_reads_or_bytes_than_before(loss, bi
     for trace, most in zip(traces, MOST[loss, bias], strict=True):
         assert 0 < len(trace.names) <= most, trace.names
         assert trace.reads == []
-    assert forward.bytes <= 3_700_000_000 and backward.bytes <= 6_700_000_000
+    assert forward.bytes <= 3_700_000_000 and backward.bytes <= 6_200_000_000

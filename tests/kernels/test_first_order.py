@@ -40,7 +40,7 @@ def test_a_second_derivative_raises_an_error_and_the_first_derivative_is_correct
     layer = MoELayer(MoEConfig(6, 8, 4, activation="gelu", **options), seed=1).double()
     x = tokens()
     inputs = [x] if wanted == "x" else [p for p in layer.parameters() if p.requires_grad]
-    # The incoming gradient of a sum requires no gradient, but the layer's second derivative is not 0.
+    # The gradient of the sum with respect to y is constant, but the layer's second derivative is not 0.
     expected = torch.autograd.grad(layer(x)[0].sum(), inputs)
     for forward in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
         grads = torch.autograd.grad(forward(x)[0].sum(), inputs, create_graph=True)

@@ -1,4 +1,4 @@
-"""The tests interpret Triton's grouped matrix products, and compare them with the reference and fp64."""
+"""Compares Triton's interpreted grouped matrix products with the reference and an fp64 loop."""
 
 from dataclasses import replace
 
@@ -62,19 +62,16 @@ def test_interpreted_ffn_ops_equal_fp64_for_special_shapes_and_options(interpret
 
 
 def compare_tf32x3(case: Case) -> None:
-    from fairseq_tutel.kernels import triton_launch, triton_weight_grad
+    from fairseq_tutel.kernels import triton_launch
 
     found = []
     multiply = triton_launch.input_precision_of
-    modules = triton_launch, triton_weight_grad
-    for module in modules:
-        module.input_precision_of = lambda *given: found.append(multiply(*given)) or found[-1]
+    triton_launch.input_precision_of = lambda *given: found.append(multiply(*given)) or found[-1]
     try:
         device = torch.device("cpu")
         compare(kernels.ops("triton", device, fp32_products="tf32x3"), reference, case, "cpu")
     finally:
-        for module in modules:
-            module.input_precision_of = multiply
+        triton_launch.input_precision_of = multiply
     assert set(found) == {"tf32x3"}
 
 
@@ -103,8 +100,8 @@ def compare_in_tiles_of_a_gpu(case: Case) -> None:
 
 
 @pytest.mark.parametrize("glu", (pytest.param(False, marks=pytest.mark.long), True), ids=("gelu", "glu"))
-def test_interpreted_ffn_ops_equal_fp64_with_the_tile_sizes_of_a_gpu(interpreter, glu):
-    # The experts have complete tiles, partial tiles or no rows.
+def test_gradients_in_tiles_of_a_gpu_s_size(interpreter, glu):
+    # The rows give complete tiles, partial tiles, and an expert without rows.
     case = Case((130, 0, 70), model_dim=136, hidden_dim=150, activation="gelu", glu=glu)
     interpreter.run(compare_in_tiles_of_a_gpu, case)
 

@@ -42,9 +42,8 @@ def test_compiled_ffn_ops_equal_fp64_for_every_activation(activation):
 @pytest.mark.parametrize(
     "case",
     (
-        replace(
-            LAYER, model_dim=250, hidden_dim=130, glu=True
-        ),  # Tensor descriptors do not support these dimensions.
+        # Tensor descriptors do not support these dimensions.
+        replace(LAYER, model_dim=250, hidden_dim=130, glu=True),
         replace(LAYER, gathered=False, glu=True),
         replace(LAYER, strided=True, keep=False, glu=True),
         replace(LAYER, counts=(3,) * 130, bias=False),
@@ -73,7 +72,7 @@ def test_compiled_ffn_ops_equal_fp64_with_every_tile_of_the_table(kind, monkeypa
 
 
 def test_backward_runs_in_a_thread_without_a_cuda_context():
-    """The first thread loads every kernel, because loading a kernel binds a CUDA context."""
+    """The main thread loads every kernel first, because loading gives a thread a CUDA context."""
     case = replace(LAYER, gathered=False, glu=True)
     ops, given = kernels.ops("triton", torch.device("cuda")), inputs(case, "cuda")
     expected = run(ops, case, given)

@@ -1,4 +1,4 @@
-"""One function makes all kernel launches, and binds a CUDA context in each thread."""
+"""Tests the function that launches all kernels and binds a CUDA context in each thread."""
 
 import ast
 import contextlib
@@ -71,7 +71,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setattr(triton_launch, "is_direct", lambda _: True)
-    monkeypatch.setattr(triton_launch, "_COMPILED", triton_launch._Compiled())
+    monkeypatch.setattr(triton_launch, "_COMPILED", threading.local())
     monkeypatch.setattr(torch.cuda, "device", device)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *_, device: found.append(("bind", device.index)) or zeros(1))
@@ -83,37 +83,39 @@ def test_a_launch_runs_the_kernel_that_triton_compiles_for_the_arguments(launche
     x = torch.zeros_like(torch.empty(64))
     half = x.to(torch.float16)
     cases = [
-        (gpu, (3, 2)[:dims], (x_in, x, rows, columns), n)
+        (gpu, (3, 2)[:dims], (x_in, x), (rows, columns), n)
         for gpu, dims, x_in, rows, columns, n in (
             (gpus[0], 1, x, 5, 32, 16), (gpus[0], 2, x[1:], 5, 32, 16), (gpus[0], 1, x[4:], 2**40, 32, 16),
             (gpus[0], 1, half, 5, 32, 16), (gpus[0], 1, x, 16, 32, 16),
             (gpus[0], 1, x, 1, 1, 16), (gpus[0], 1, x, 5, 33, 16),
             (gpus[0], 1, x, 5, 2**31, 16), (gpus[0], 1, x, 5, -32, 16), (gpus[0], 1, x, 6, 32, 32),
+            (gpus[0], 1, x, 5, 1, 16),
             (gpus[1], 1, x, 5, 32, 16),
         )
     ]  # fmt: skip
     for again in range(2):
-        for gpu, grid, arguments, n in cases:
+        for gpu, grid, tensors, numbers, n in cases:
             launched.clear()
-            triton_launch.launch(_copy_kernel, grid, gpu, *arguments, N=n, num_warps=1)
+            plan = triton_launch.Plan(_copy_kernel, grid, numbers, {"N": n, "num_warps": 1})
+            triton_launch.launch(plan, gpu, *tensors)
             assert [("bind", gpu.index)] * (not again) == launched[:-1]
             with torch.cuda.device(gpu.index):
-                _copy_kernel[grid](*arguments, N=n, num_warps=1)
+                _copy_kernel[grid](*tensors, *numbers, N=n, num_warps=1)
             ours, tritons = launched[-2:]
             assert ours[:5] == tritons[:5] and len(ours[5]) == len(tritons[5]) == 5
             assert all(a is b or a == b for a, b in zip(ours[5], tritons[5], strict=True))
     with mock.patch.object(triton.runtime.JITFunction, "run", side_effect=AssertionError):
-        for gpu, grid, arguments, n in cases:  # All these kernels were launched before.
-            triton_launch.launch(_copy_kernel, grid, gpu, *arguments, N=n, num_warps=1)
+        for gpu, grid, tensors, numbers, n in cases:  # all these kernels have been launched before
+            plan = triton_launch.Plan(_copy_kernel, grid, numbers, {"N": n, "num_warps": 1})
+            triton_launch.launch(plan, gpu, *tensors)
 
 
 def test_every_thread_binds_the_cuda_context_of_a_device(launched):
     def launch():
         x = torch.empty(16)
         for _ in range(2):
-            triton_launch.launch(
-                _copy_kernel, (1,), SimpleNamespace(type="cuda", index=0), x, x, 0, 1, N=16
-            )
+            plan = triton_launch.Plan(_copy_kernel, (1,), (0, 1), {"N": 16})
+            triton_launch.launch(plan, SimpleNamespace(type="cuda", index=0), x, x)
 
     for _ in range(2):
         thread = threading.Thread(target=launch)
@@ -126,12 +128,15 @@ def test_the_interpreter_needs_no_cuda_context():
     calls = []
 
     class Kernel:
+        fn, arg_names = None, ["n"]
+
         def __getitem__(self, grid):
             return lambda *given, **constants: calls.append((grid, given, constants))
 
     with mock.patch.object(torch.cuda, "device", side_effect=AssertionError):
-        triton_launch.launch(Kernel(), (1, 2), torch.device("cpu"), 5)
-    assert calls == [((1, 2), (5,), {})]
+        plan = triton_launch.Plan(Kernel(), (1, 2), (5,), {})
+        triton_launch.launch(plan, torch.device("cpu"))
+    assert calls == [((1, 2, 1), (5,), {})]
 
 
 def test_a_tensor_descriptor_describes_one_aligned_tensor(monkeypatch):

@@ -22,7 +22,7 @@ def test_linear_splits_large_weights_for_few_rows(monkeypatch, rows, bias):
     torch.testing.assert_close(place, torch.nn.functional.linear(x, weight, b), rtol=1e-5, atol=1e-4)
     assert torch.equal(place, products.linear(x, weight, b))
     assert len(seen) == (2 if rows <= 16 else 0)
-    products.linear(x, weight[:1023], None)  # This weight fits into a core's cache.
+    products.linear(x, weight[:1023], None)  # This weight fits into a core's cache and is not split.
     assert len(seen) == (2 if rows <= 16 else 0)
 
 
@@ -32,7 +32,7 @@ def test_weight_gradients_in_blocks_are_bit_identical_to_one_product(rows, dtype
     dout, x = (normal(rows, 1100).to(dtype), normal(rows, 256).to(dtype))
     dweight, dbias = torch.full((1100, 256), torch.nan, dtype=dtype), torch.zeros(1100, dtype=dtype)
     products.weight_grad(dout, x, dweight, dbias)
-    if rows == 2 and dtype == torch.float32:  # Two outer products may be rounded differently.
+    if rows == 2 and dtype == torch.float32:  # The sum of two outer products may be rounded differently.
         torch.testing.assert_close(dweight, torch.mm(dout.t(), x))
     else:
         assert torch.equal(dweight, torch.mm(dout.t(), x))

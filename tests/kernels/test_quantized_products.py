@@ -1,4 +1,4 @@
-"""Products with int8 and int4 matrices equal products with the dequantized matrix, up to bf16 rounding."""
+"""Compares products of int8 and int4 matrices with products of the unpacked matrix, up to rounding."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_an_expert_ffn_can_use_quantized_matrices(kind, is_glu):
     names = [f"{fc}_{part}" for fc in ("fc1", "fc2", "fc3") for part in ("weight", "bias")]
     outs = []
     for tensors in (ours, plain):
-        weights = FFNWeights.of([tensors.get(name) for name in names])
+        weights = FFNWeights(*[tensors.get(name) for name in names])
         outs.append(ffn_forward(x_RD, None, weights, groups, "relu", keep=False)[0])
     assert difference(*outs) < 2 * ROUNDING and not outs[0][24:].any()
     own = {name: tensor[3] for name, tensor in ours.items()}

@@ -1,4 +1,4 @@
-"""Softmax with top-k: plain torch is compared with brute force, and Triton with both; also in layers."""
+"""Compares softmax with top-k in plain torch and in Triton with brute force, alone and in MoE layers."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def compare_softmax_top_k(backend: str, shape: tuple[int, int], dtype: torch.dty
             *same, normalized_TK = ops.softmax_top_k(logits_TE, top_k, True)
             assert torch.equal(same[0], probs_TE) and torch.equal(same[1], ids_TK)
             close(normalized_TK, (weights_TK / weights_TK.sum(dim=1, keepdim=True)).to(dtype))
-        # An expert with a larger logit may tie with another expert after rounding, but is never below it.
+        # After rounding, a larger logit may give an equal probability, but never a smaller probability.
         assert not logits_TE.gather(1, ids_TK).diff(dim=1).gt(0).any()
 
 
@@ -53,7 +53,7 @@ def compare_strange_logits(backend: str, device: str):
 
 def compare_backward_gradients(backend: str, dtype: torch.dtype, device: str):
     ops = kernels.ops(backend, torch.device(device))
-    for shape in ((0, 3), (1, 1), (63, 5), (63, 100)):
+    for shape in ((1, 1), (63, 5), (63, 100)):
         logits_TE = logits(*shape, torch.float64).to(device, dtype)
         for top_k in {1, min(2, shape[1]), min(5, shape[1])}:
             probs_TE, ids_TK, weights_TK = reference.softmax_top_k(logits_TE, top_k)
@@ -62,7 +62,7 @@ def compare_backward_gradients(backend: str, dtype: torch.dtype, device: str):
                 torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
                 for like in (probs_TE, weights_TK)
             )
-            # The gradient of a balance loss is one row for all tokens, with stride 0.
+            # A balance loss gives all tokens the same gradient row, as a tensor with stride 0.
             for given in (
                 (dprobs, dweights, False),
                 (None, dweights, False),
@@ -72,6 +72,13 @@ def compare_backward_gradients(backend: str, dtype: torch.dtype, device: str):
             ):
                 got = ops.softmax_top_k_backward(probs_TE, ids_TK, *given)
                 close(got, expected_gradient(probs_TE, ids_TK, *given))
+                weight_ED = torch.rand(700, shape[1], device=device).bfloat16().t()
+                if backend == "reference":
+                    continue
+                pair_TF, twice_FD = ops.gate_backward(probs_TE.detach(), ids_TK, *given, weight_ED)
+                sum_TE = pair_TF.double().unflatten(1, (2, -1)).sum(1)
+                torch.testing.assert_close(sum_TE, got.double(), rtol=2**-15, atol=1e-6)
+                assert torch.equal(twice_FD, torch.cat((weight_ED, weight_ED)))
 
 
 def expected_gradient(probs_TE: Tensor, ids_TK: Tensor, dprobs, dweights, normalize: bool) -> Tensor:
@@ -87,7 +94,7 @@ def expected_gradient(probs_TE: Tensor, ids_TK: Tensor, dprobs, dweights, normal
 
 
 def compare_node_gradients(backend: str):
-    """Compare the autograd node's gradients with finite differences in fp64, also for unused outputs."""
+    """Compare gradients of softmax with top-k with finite differences in fp64, also for unused outputs."""
     ops = kernels.ops(backend, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for num_tokens, num_experts, top_k in ((3, 5, 2), (2, 3, 3), (2, 1, 1)):
@@ -150,8 +157,8 @@ def walk(logits_TE: Tensor, x_TD: Tensor) -> Tensor:
 
 
 def compare_compiled_gradients(device: str):
-    """Compile one graph with the kernels as operators; compare its outputs and gradients with eager."""
-    if device == "cpu":  # Dynamo cannot trace Triton's check for the interpreter, which a GPU does not need
+    """Compare outputs and gradients of a compiled graph that calls the kernels with eager execution."""
+    if device == "cpu":  # Dynamo cannot trace the check of whether Triton interprets its kernels
         kernels.interpreted = lambda: True
     generator = torch.Generator().manual_seed(0)
     results = []
@@ -184,8 +191,8 @@ def fake_results(time_first: tuple[int, int] | None) -> list[tuple]:
             ops.gather_rows(x, rows),
             ops.gather_rows(x, rows, narrow.view(12)),
             ops.gather_sum(x, rows.view(6, 2)),
+            *ops.gather_gradients(x, rows.view(6, 2), x.t()),
             ops.gather_dot(x, rows.view(6, 2), x),
-            ops.gather_values(narrow.view(12), ids),
             triton_tiles.row_tiles(rows, 100),
         ]
     assert all(f.device.type == "cuda" for f in found)
@@ -199,9 +206,7 @@ def test_softmax_top_k_chooses_as_brute_force_does(shape, dtype):
 
 
 @pytest.mark.parametrize("autocast", (False, True))
-def test_the_choice_of_experts_is_one_graph_without_a_function_that_torch_2_11_cannot_trace(
-    autocast, monkeypatch
-):
+def test_torch_2_11_traces_the_choice_of_experts_as_one_graph(autocast, monkeypatch):
     untraceable = torch.compiler.disable(torch.amp.is_autocast_available)
     monkeypatch.setattr(torch.amp, "is_autocast_available", untraceable)
 
@@ -225,11 +230,11 @@ def test_nan_and_infinite_logits_give_valid_ids():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_backward_gradients_of_the_reference(dtype):
+def test_reference_gradients_equal_autograd(dtype):
     compare_backward_gradients("reference", dtype, "cpu")
 
 
-def test_node_gradients_of_the_reference():
+def test_reference_gradients_equal_finite_differences():
     compare_node_gradients("reference")
 
 
@@ -256,12 +261,12 @@ def _triton():
     ],
     ids=lambda value: name_of(value) if isinstance(value, torch.dtype) else str(value),
 )
-def test_interpreted_softmax_top_k(interpreter, shape, dtype):
+def test_interpreted_softmax_top_k_chooses_as_brute_force_does(interpreter, shape, dtype):
     interpreter.run(compare_softmax_top_k, "triton", shape, dtype, "cpu")
 
 
 @triton
-def test_more_experts_than_the_elements_of_a_tile(interpreter):
+def test_softmax_top_k_supports_more_experts_than_tile_elements(interpreter):
     interpreter.run(compare_softmax_top_k, "triton", (2, 1100), torch.float32, "cpu")
 
 
@@ -274,25 +279,25 @@ def test_interpreted_nan_and_infinite_logits_give_valid_ids(interpreter):
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.long), torch.float64], ids=name_of
 )
-def test_interpreted_backward_gradients(interpreter, dtype):
+def test_interpreted_gradients_equal_autograd(interpreter, dtype):
     interpreter.run(compare_backward_gradients, "triton", dtype, "cpu")
 
 
 @triton
-def test_interpreted_node_gradients(interpreter):
+def test_interpreted_gradients_equal_finite_differences(interpreter):
     interpreter.run(compare_node_gradients, "triton")
 
 
 @triton
 @pytest.mark.parametrize("options", LAYERS, ids=str)
-def test_routing_and_gradients_of_an_interpreted_layer(interpreter, options):
+def test_an_interpreted_layer_has_the_routing_and_gradients_of_the_reference(interpreter, options):
     interpreter.run(compare_layer_gradients, options, "cpu")
 
 
 @triton
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_gradients_of_the_interpreted_walk_in_one_compiled_graph(interpreter):
+def test_interpreted_kernels_in_one_compiled_graph_have_eager_gradients(interpreter):
     interpreter.run(compare_compiled_gradients, "cpu")
 
 
@@ -302,7 +307,7 @@ def test_fake_tensors_pass_through_without_a_launch(time_first):
     gate = [((6, 5), "bfloat16"), ((6, 2), "int64"), ((6, 2), "bfloat16")]
     rows = [((6, 2), "int64"), ((2, 5), "int64"), ((5,), "int64"), ((2,), "int64"), ((6, 2), "int64"),
             ((12,), "int64"), ((12,), "int64"), ((96,), "int64")]  # fmt: skip
-    # The tables for tiles of 16 to 256 rows, with three numbers for each tile.
+    # Each table of row tiles, for tiles of 16 to 256 rows, has three numbers for each tile.
     tiles = 13 + 3 * sum(100 // size + 13 for size in (16, 32, 64, 128, 256))
     assert fake_results(time_first) == [
         *gate,
@@ -313,6 +318,7 @@ def test_fake_tensors_pass_through_without_a_launch(time_first):
         ((12, 5), "bfloat16"),
         ((12, 5), "bfloat16"),
         ((6, 5), "bfloat16"),
+        ((6, 5), "bfloat16"),
         ((6, 2), "bfloat16"),
         ((6, 2), "bfloat16"),
         ((tiles,), "int64"),
@@ -321,7 +327,7 @@ def test_fake_tensors_pass_through_without_a_launch(time_first):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_compiled_softmax_top_k_and_its_gradients(dtype):
+def test_compiled_softmax_top_k_and_gradients_equal_brute_force(dtype):
     for shape in (*LOGITS, (5, 1024)):
         compare_softmax_top_k("triton", shape, dtype, "cuda")
     compare_backward_gradients("triton", dtype, "cuda")
@@ -334,10 +340,10 @@ def test_compiled_nan_and_infinite_logits_give_valid_ids():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", LAYERS, ids=str)
-def test_routing_and_gradients_of_a_compiled_layer(options):
+def test_a_compiled_layer_has_the_routing_and_gradients_of_the_reference(options):
     compare_layer_gradients(options, "cuda")
 
 
 @pytest.mark.gpu
-def test_gradients_of_the_walk_in_one_compiled_graph():
+def test_kernels_in_one_compiled_graph_have_eager_gradients():
     compare_compiled_gradients("cuda")

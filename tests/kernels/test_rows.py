@@ -49,7 +49,7 @@ def compare_rows(backend: str, shape: tuple[int, tuple[int, int], int], device: 
         mask_TK = None if asked_TK is None else asked_TK.to(device)
         for j, (order_there, time_first, copies) in enumerate(orders):
             if time * batch > 100 and i != j:
-                continue  # The interpreter is too slow.
+                continue  # The interpreter is too slow for all combinations.
             slots, assigned = by_counting(wanted_KT, copies, num_experts)
             limit = limits[(i + j) % 3]
             bound = None if limit is None else torch.tensor(limit, device=device)
@@ -77,7 +77,7 @@ def check_rows(got: Rows, ids_TK: Tensor, slots: list[list[int]], limit: int | N
 
 
 def compare_long_scan(device: str) -> None:
-    """Compare results of a scan over several tiles of blocks and several tiles of experts."""
+    """Compare a scan over several tiles of blocks and of experts in Triton with the reference."""
     from fairseq_tutel.kernels import triton_place
 
     block = 16 if device == "cpu" else triton_place.SCAN_BLOCK_B  # The interpreter is slow.
@@ -89,7 +89,7 @@ def compare_long_scan(device: str) -> None:
 
 
 def compare_all(got: Rows, expected: Rows) -> None:
-    """Compare all fields of both results; on a CPU, the reference has no unused rows."""
+    """Compare all fields except unused rows at the end, which the reference does not return on a CPU."""
     used = int(expected.counts_E.sum())
     for name in set(Rows._fields) - {"tiles"}:
         ours, theirs = getattr(got, name), getattr(expected, name)

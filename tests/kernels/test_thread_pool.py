@@ -27,21 +27,12 @@ def two_threads():
         (1, (4, 4), MUCH, [0, 1], []),
         (2, (3, 0, 4, 5), MUCH, [], [3, 2, 0, 1]),
         (2, (3, 4, 5, 0), MUCH // 100, [0, 1, 2, 3], []),  # The experts have too little work for threads.
-        (
-            2,
-            (0, 1, 0, 1),
-            MUCH // thread_pool.ROWS_OF_READING,
-            [],
-            [1, 3, 0, 2],
-        ),  # Reading the weights is enough work for threads.
-        (2, (9, 1, 1), MUCH, [0], [1, 2]),  # The second thread would wait for the largest expert.
-        (
-            2,
-            (4, 4, 4),
-            MUCH,
-            [0, 1, 2],
-            [],
-        ),  # One thread would compute two experts, and the other thread one expert.
+        # Reading the weights is enough work for threads.
+        (2, (0, 1, 0, 1), MUCH // thread_pool.ROWS_OF_READING, [], [1, 3, 0, 2]),
+        # If one thread computed expert 0 alone, the other thread would wait, so both compute it together.
+        (2, (9, 1, 1), MUCH, [0], [1, 2]),
+        # Two threads cannot divide three equal experts evenly, so both compute each expert together.
+        (2, (4, 4, 4), MUCH, [0, 1, 2], []),
         (2, (7, 3), MUCH, [0, 1], []),
         (2, (7, 0), MUCH, [0, 1], []),
         (2, (0, 0), MUCH, [0, 1], []),

@@ -27,11 +27,15 @@ def compare_ops(shape: tuple[int, int, int, int], dtype: torch.dtype, device: st
         ("gather_sum", (i.rows_RD, i.row_of_TK)),
         ("gather_sum", (i.rows_RD, i.row_of_TK, i.weights_TK)),
         ("gather_dot", (i.rows_RD, i.row_of_TK, i.y_TD)),
-        ("gather_values", (i.x_TD[:, 0], i.index_R)),
-        ("gather_values", (i.rows_RD[:, 0], i.row_of_TK)),
     ):
         got, expected = (getattr(ops, op)(*arguments) for ops in (triton_ops, reference))
         compare(got, expected, f"{op} with {len(arguments)} arguments")
+    parts_PR = i.rows_RD.t()[:3].to(torch.promote_types(dtype, torch.float32))
+    got, expected = (
+        ops.gather_gradients(i.rows_RD, i.row_of_TK, parts_PR) for ops in (triton_ops, reference)
+    )
+    for result, other in zip(got, expected, strict=True):
+        compare(result, other, "gather_gradients")
 
 
 def compare_strided(device: str) -> None:
@@ -50,7 +54,6 @@ def compare_strided(device: str) -> None:
         ("gather_rows", (x, index, scale)),
         ("gather_sum", (rows, row_of, weights)),
         ("gather_dot", (rows, row_of, y)),
-        ("gather_values", (rows[:, 0], row_of)),
     ):
         compare(getattr(triton_ops, op)(*arguments), getattr(reference, op)(*arguments), op)
 

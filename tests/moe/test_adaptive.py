@@ -92,7 +92,7 @@ def strategies_of(slices, grid):
         pytest.param(8, 1, 8, "relu, padded", marks=pytest.mark.long),
     ],
 )
-def test_the_adaptive_layer_equals_one_rank_for_every_r(ranks, world, experts, parallel, kind):
+def test_the_adaptive_layer_equals_a_layer_on_one_rank_for_every_r(ranks, world, experts, parallel, kind):
     config = dataclasses.replace(KINDS[kind], num_experts=experts, top_k=min(2, experts))
     local = 2 if parallel > 2 else 0
     strategies = strategies_of(max(1, parallel // experts), local)
@@ -129,7 +129,7 @@ def test_each_row_is_sent_to_r_ranks_that_compute_one_shard_of_the_hidden_dimens
             assert rows == list(TOKENS[:4])
         else:
             assert sum(rows) == degree * sum(TOKENS[:4])
-            assert max(rows) - min(rows) <= 4  # Each rank divides its rows evenly.
+            assert max(rows) - min(rows) <= 4  # Each of 4 ranks divides its rows evenly.
         assert {tuple(shape) for _, shape in got} == {(1, 16 // max(1, degree))}
 
 

@@ -89,7 +89,7 @@ def test_the_gshard_sequence_loss_is_the_mean_of_the_losses_of_sentences(time_fi
     count, time = 4, 5
     logits_TE = logits(count * time, 3)
     lengths = [5, 3, 0, 4] if padded else [5] * 4
-    # Each token has a sentence and a time step. One sentence may have only padding.
+    # `places` has each token's sentence and time step. One sentence may have only padding.
     places = [(t % count, t // count) if time_first else divmod(t, time) for t in range(20)]
     real_T = torch.tensor([at < lengths[s] for s, at in places])
     torch.manual_seed(1)

@@ -99,7 +99,7 @@ def test_gate_weight_gradients_equal_finite_differences(function, normalize, top
 
 
 def outside_groups(scores, groups: int, kept: int, top_k: int) -> list[list[float]]:
-    """Set the scores of every expert group that a token may not choose to -inf, by loops."""
+    """Set scores to -inf, by loops, for every expert group that a token may not choose."""
     rows = []
     for row in scores:
         size = len(row) // groups
@@ -113,7 +113,7 @@ def outside_groups(scores, groups: int, kept: int, top_k: int) -> list[list[floa
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), groups=st.integers(1, 4), size=st.integers(1, 4), function=st.booleans())
-def test_group_limited_expert_choice_equals_brute_force(data, groups, size, function):
+def test_group_limited_routing_equals_brute_force(data, groups, size, function):
     kept = data.draw(st.integers(1, groups))
     top_k = data.draw(st.integers(1, kept * size))
     num_tokens = data.draw(st.integers(0, 6))
@@ -179,7 +179,7 @@ DRAWING = [way for way in WAYS_TO_CHOOSE if draws(way)]
 
 
 @pytest.mark.parametrize("options", DRAWING, ids=str)
-def test_random_expert_choice_depends_only_on_the_generator_and_evaluation_draws_nothing(options):
+def test_randomly_chosen_experts_depend_only_on_the_generator_and_evaluation_draws_nothing(options):
     def run(training: bool):
         torch.manual_seed(4)
         return route(logits(30), 3, 0.5, training=training, **options)

@@ -117,7 +117,7 @@ def test_training_does_not_depend_on_the_number_of_ranks(ranks, updates, case, w
             assert torch.equal(other[name], got[name]), name
 
 
-PLANNED_UPDATES = 5  # Some micro-batches are empty or have padding.
+PLANNED_UPDATES = 5  # These updates include empty micro-batches and padding.
 
 
 def train_by_plans(case: Training) -> tuple[dict[str, torch.Tensor], set[str]]:

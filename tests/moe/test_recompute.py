@@ -47,7 +47,7 @@ def run(reentrant: bool | None, *, autocast: bool = False, **options) -> dict[st
 
 NOISE = {"gate_noise": 1.0, "input_jitter": 0.1, "input_dropout": 0.1}
 OPTIONS = [
-    # Only the gate that `gate_index` selects gets a gradient.
+    # `run` checks that every parameter has a gradient, but with `gate_index` other gates have none.
     *mixed(name for name in ROUTING if name != "gate_index"),
     {},
     {"top_k": 1, "capacity_factor": -1.0},

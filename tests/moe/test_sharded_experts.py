@@ -26,7 +26,7 @@ def model(size: int, seed: int = 1) -> tuple[nn.Module, object]:
 
 
 def states(parameter: Tensor) -> dict[str, Tensor]:
-    """Return an optimizer state of a moment with the parameter's shape and a scale per expert."""
+    """Return an optimizer state: a moment with the parameter's shape, and one scale per expert."""
     scale = parameter.detach().new_ones(len(parameter), *[1] * (parameter.dim() - 1))
     return {"moment": parameter.detach() * 2, "scale": scale * 3}
 

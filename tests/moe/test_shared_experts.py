@@ -132,12 +132,8 @@ def test_initial_shared_and_residual_experts_depend_on_the_seed_but_not_on_the_n
         for different in (other, renamed):
             assert not torch.equal(dict(different.named_parameters())[name], parameter), name
         assert not hasattr(dict(split.named_parameters())[name], "expert")  # All ranks have equal weights.
-        bound = {
-            "fc1": 5,
-            "mix": 5,
-            "cmr_gate": 5,
-            "fc2": 6,
-        }  # The bound depends on the size of one expert, even if one FFN computes several experts.
+        # The bound depends on the size of one expert, even if one FFN computes several experts.
+        bound = {"fc1": 5, "mix": 5, "cmr_gate": 5, "fc2": 6}
         layer = next(part for part in name.split(".") if part in bound)
         assert 0 < parameter.detach().abs().max().item() <= bound[layer] ** -0.5
 

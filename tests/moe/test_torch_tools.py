@@ -40,7 +40,7 @@ def through_meta(layer: MoELayer) -> MoELayer:
 @pytest.mark.parametrize(
     "replace", (assigned, through_meta, copy.deepcopy, MoELayer.double), ids=lambda f: f.__name__
 )
-def test_replaced_expert_parameters_keep_their_expert_mark(replace, size):
+def test_replaced_parameters_of_experts_are_still_marked_as_expert_parameters(replace, size):
     # With 8 ranks, each expert has two shards. The state dict that `assigned` loads has all experts.
     layer = build(size, expert_grad_norm="sqrt_world_size", parallel_type="model")
     before = {name: p for name, p in layer.named_parameters() if size > 1 or name[:1] != "e"}

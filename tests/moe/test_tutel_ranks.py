@@ -65,9 +65,8 @@ def compare(case: Case) -> int:
     members = list(range(4)) if group is None else dist.get_process_group_ranks(group)
     layer = build(case, group, case.per_device)
     whole = build(case, alone(), layer.num_global_experts)
-    if (
-        case.kind == "custom"
-    ):  # Each rank initializes all its custom experts at once, so initial values differ from one process.
+    # Each rank initializes all its custom experts at once, so initial values differ from one process.
+    if case.kind == "custom":
         parts = [None] * len(members)
         dist.all_gather_object(parts, layer.experts.W.detach(), group=group)
         distinct = parts[: layer.moe.topology.expert_parallel_size]

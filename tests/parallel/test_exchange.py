@@ -122,7 +122,7 @@ def test_the_agreed_capacity_is_the_largest_row_count_of_all_ranks_but_at_least_
     assert ranks(4).run(agree, [[0, 0]] * 4) == [1] * 4
 
 
-def test_the_regroup_maps_of_all_small_row_counts_equal_brute_force():
+def test_regroup_maps_equal_a_brute_force_sort_for_all_small_row_counts():
     for flat in (*itertools.product(range(3), repeat=4), (2, 0, 3, 1, 4, 0)):
         counts_PE = torch.tensor(flat).view(2, -1)
         # A row is (source rank, expert, number among the rows of this rank and expert).

@@ -41,11 +41,8 @@ def reduce(parallel: int, missing: bool) -> tuple[list[float], list[float]]:
     [
         # Ranks 0 and 2 hold one half of the experts, and ranks 1 and 3 hold the other half.
         (2, False, [[total / 4, 2 / 4] for total in (5, 10, 5, 10)]),
-        (
-            2,
-            True,
-            [[1.25, 0.5], [0.5, 0.25], [1.25, 0.5], [0.5, 0.25]],
-        ),  # A missing gradient counts as zero.
+        # A missing gradient counts as zero.
+        (2, True, [[1.25, 0.5], [0.5, 0.25], [1.25, 0.5], [0.5, 0.25]]),
         (4, False, [[2**r / 4, 1 / 4] for r in range(4)]),
     ],
 )

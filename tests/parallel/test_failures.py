@@ -42,7 +42,7 @@ def _blocked(rank, victim, fate, port, log):
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=3)
     with world.ending_together("a test"):
-        failures.look()  # The failure watch has registered this process by now.
+        failures.look()  # After this call, the failure watch has registered this process.
         dist.barrier()
         if rank == victim:
             fate()

@@ -76,7 +76,7 @@ FORMS = {
 
 
 def layer_step(device, options, local, size):
-    """Return the results of a layer and the times that the host waits in forward and in backward."""
+    """Return the results of a layer, and the waits of the host in the forward and in the backward pass."""
     config = MoEConfig(**{"model_dim": 8, "hidden_dim": 8, "num_experts": 4, **options})
     topology = make_topology([config.num_experts], size, local)
     layer = MoELayer(config, topology, seed=1).double().to(device.name)
@@ -94,13 +94,13 @@ def layer_step(device, options, local, size):
 @pytest.mark.parametrize("form", FORMS)
 def test_the_host_waits_for_one_small_copy_in_the_forward_pass_and_never_in_the_backward_pass(ranks, form):
     for forward, backward in run(ranks, layer_step, *FORMS[form])[0]:
-        # With r = 0, only plain torch kernels need the copy.
+        # With r = 0, the kernels in plain torch need the copy, but Triton kernels would not.
         ((what, numel),) = forward
         assert what == "to the host" and numel <= 24
         assert backward == []
 
 
-# Each entry has the options of a training run, the ZeRO stage and the optimizer's offload.
+# Each entry has the options of a training run, the ZeRO stage, and whether the optimizer is offloaded.
 TRAININGS = {
     "linear": (Training("sgd", 2, 0.0),),
     "gathered, bias": (Training("sgd", 1, 0.5, layout="four, gathered", bias=True),),
@@ -152,7 +152,7 @@ def test_expert_gradients_are_all_reduced_in_buckets(ranks):
 
 
 def backward_of_stage_2(device, completes):
-    """Return how many weights a backward pass adds to the peak memory of the forward pass."""
+    """Return the peak memory that the backward pass adds, as a number of weight matrices."""
     layers = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))).to(device.name)
     with torch.no_grad():
         for layer in layers:

@@ -66,7 +66,7 @@ def test_each_rank_gets_the_averages_of_the_gradients_that_it_owns(ranks, stage,
 
 
 def test_a_second_zero_optimizer_replaces_the_first():
-    """Loading a checkpoint builds a second optimizer, and the first must not remove gradients."""
+    """Loading a checkpoint builds a second optimizer, and the first must no longer send gradients."""
     place = Topology(world_size=2, rank=0, expert_parallel_size=1)
     parameters = some_parameters()[:1]
     first, second = (ZeroState(parameters, place, 2) for _ in range(2))

@@ -32,7 +32,7 @@ def search(tuner, cost, key="0", predict=None):
 
 
 def model(gather, send, overlap_gain, far):
-    """Return a cost of weights gathered from s / r ranks and of rows sent to r ranks."""
+    """Return a cost function for gathering weights from 16 / r ranks and sending rows to r ranks."""
 
     def cost(strategy):
         if strategy.adaptive_r == 0:
@@ -62,7 +62,7 @@ def test_predicted_costs_choose_and_order_the_candidates_of_the_search():
     assert len(ran) < len(search(tuner(), cost)) / 2
 
 
-def test_slow_candidates_drop_out_of_the_search_after_their_round():
+def test_slower_candidates_drop_out_of_the_search_in_earlier_rounds():
     found = StrategySearch((1,), (1, 2, 4, 8), ("linear",))
     factors = {1: 1.0, 2: 1.05, 4: 1.5, 8: 2.0}
     ran = search(found, lambda strategy: factors[strategy.overlap])
@@ -70,7 +70,7 @@ def test_slow_candidates_drop_out_of_the_search_after_their_round():
     assert counts == {1: ROUNDS, 2: ROUNDS, 4: 3, 8: 2}
 
 
-def test_the_search_does_not_count_the_first_update_of_a_candidate_in_each_bucket():
+def test_the_search_does_not_count_the_first_update_of_a_candidate_in_a_capacity_bucket():
     found = StrategySearch((1,), (1, 2, 4, 8), ("linear",))
     for key in ("early", "late"):
         ran = set()

@@ -111,7 +111,7 @@ def _has_a_child():
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
         os.kill(child, signal.SIGTERM)
         assert os.waitpid(child, 0) == (child, 0)
-        assert watch.received is None  # The child does not write to the socket.
+        assert watch.received is None  # The parent has not received the child's signals.
 
 
 def test_a_child_process_obeys_only_signals_of_its_parent():

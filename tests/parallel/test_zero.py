@@ -40,7 +40,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "world_size", "stage", "offload"), CASES)
-def test_training_with_zero_partitions_equals_one_rank(ranks, name, world_size, stage, offload):
+def test_training_with_zero_partitions_equals_training_on_one_rank(ranks, name, world_size, stage, offload):
     training = TRAININGS[name]
     expected = on_one_rank(training)
     arguments = (training, stage, offload)

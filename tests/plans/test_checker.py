@@ -77,7 +77,7 @@ OWN = ("copy", 0, IN, OUT)
             "deadlock: rank 0, lane 0, step 0 (wait) waits for rank 1, lane 0, step 1 (signal), which "
             "runs after rank 1, lane 0, step 0 (wait); rank 1, lane 0, step 0 (wait) waits for rank 0",
         ),
-        # These plans have races within a call, with the caller, with the next call, or with the call after.
+        # These plans have races within a call, with the caller, with the next call, or two calls later.
         (
             with_steps(ONE, 0, 0, 2, 4, *ONE.programs[0][0][3:1:-1]),
             "rank 0, lane 0, step 2 (reduce) and rank 1, lane 0, step 0 (put) access tmp[1] of rank 0",

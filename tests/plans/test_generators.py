@@ -78,7 +78,7 @@ def test_hierarchical_plans_send_few_messages_between_nodes(nodes, local):
     (("ring", "all_gather", 1), "A plan needs at least 2 ranks, but 1 was given"),
     (("hierarchical", "all_reduce", 4, 3), "4 ranks cannot be divided equally among 3 nodes"),
 ])  # fmt: skip
-def test_generator_arguments_without_a_plan_raise_an_error(arguments, sentence):
+def test_arguments_for_which_a_generator_has_no_plan_raise_an_error(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(*arguments[:3], nodes=arguments[3] if len(arguments) > 3 else 1)
 

@@ -56,7 +56,7 @@ def check_every_cut(seed):
     best = optimum(network)
     assert best.seconds == widest_cut(network), seed
     assert is_enough(network, optimal_share(network, best))
-    # The cut alone proves the lower bound.
+    # The bandwidth of the links that leave the cut proves the lower bound.
     inside = {vertex for vertex in range(len(network.vertices)) if best.cut >> vertex & 1}
     assert not inside.issuperset(range(network.ranks))
     leaving = sum(x.bandwidth for x in network.links if x.source in inside and x.target not in inside)

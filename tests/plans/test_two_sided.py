@@ -39,7 +39,7 @@ def every_collective(cases):
             if not (torch.equal(got, wanted) and torch.equal(kept, ins[rank])):
                 wrong.append((plan.name, m, dtype))
             by_rank = plans.wanted(plan, ins)[rank]
-            # The all_pairs plan sums in rank order, and other plans round differently.
+            # The one_phase and two_phase plans sum in rank order, and other plans round differently.
             same = plan.name.startswith(("one_phase", "two_phase")) or plan.collective not in REDUCING
             rounded = 0.5 * plan.ranks if dtype == torch.float16 else 1e-3
             off = 0.0 if same or dtype == torch.int64 else rounded

@@ -27,7 +27,7 @@ print(by_default, faults(), kept)
 @pytest.mark.skipif(
     torch.cuda.is_available() or not sys.platform.startswith("linux"), reason="not run: a CPU's"
 )
-def test_keep_freed_memory_reduces_page_faults():
+def test_calling_keep_freed_memory_reduces_page_faults():
     done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
     by_default, after, kept = done.stdout.split()
     if kept == "False":

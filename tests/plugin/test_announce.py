@@ -10,7 +10,7 @@ plugin.register()
 D, H, E, K, V = 4, 6, 8, 2, 10
 
 
-def test_active_parameters_include_k_experts_and_tied_weights_once():
+def test_active_parameters_count_top_k_experts_and_each_tied_weight_once():
     model = nn.Module()
     model.embedding = nn.Embedding(V, D)
     model.moe = ft.MoELayer(ft.MoEConfig(D, H, E, top_k=K, shared_experts=1))

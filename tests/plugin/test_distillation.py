@@ -113,7 +113,7 @@ def test_validation_uses_the_teacher_only_with_distill_in_validation(in_validati
     assert ("distill_loss" in log) == in_validation
 
 
-def test_a_teacher_opens_in_evaluation_mode_without_the_state_of_its_task(monkeypatch, tmp_path):
+def test_a_teacher_opens_in_evaluation_mode_without_the_saved_task_state(monkeypatch, tmp_path):
     """Opening a teacher must not change the state of torch's random number generator."""
     torch.save({}, tmp_path / "t.pt")
     of_file, given = {"task_state": {"a": 1}, "model": {}}, []

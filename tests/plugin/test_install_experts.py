@@ -47,7 +47,7 @@ def task_of_words():
 def build(side, **overrides):
     """Return a model with experts in every second layer, and the model's configuration.
 
-    The side encoder gives a translation model, and the side decoder gives a language model.
+    `side` is "encoder" for a translation model, or "decoder" for a language model.
     """
     cfg = configuration(side, **overrides).model
     return models.build_model(cfg, task_of_words()), cfg

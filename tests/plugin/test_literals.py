@@ -50,7 +50,7 @@ def test_code_in_any_option_at_any_depth_is_refused(key):
             refuse_code(state, "x.pt", {})
 
 
-def test_an_omegaconf_interpolation_may_only_name_a_checked_option():
+def test_an_omegaconf_interpolation_may_only_name_an_option_that_is_checked_for_code():
     model = {"adam_betas": "${optimizer.adam_betas}", "feature_encoder_spec": "${a.feature_encoder_spec}"}
     refuse_code({"cfg": OmegaConf.create({"model": model})}, "x.pt", {})
     for text in ("${name}", "${env:HOME}", "${${adam_betas}}", "${adam_betas}${adam_betas}"):

@@ -14,7 +14,7 @@ plugin.register()
 def test_the_training_loop_is_wrapped_in_a_spawned_process(monkeypatch):
     """In a spawned process, multiprocessing runs the main module under the name __mp_main__."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # runpy warns about a second import
+        warnings.simplefilter("ignore")  # runpy warns, because the module is imported already
         names = runpy.run_module("fairseq_cli.train", run_name="__mp_main__", alter_sys=True)
     module = types.ModuleType("__mp_main__")
     vars(module).update(names)

@@ -139,7 +139,7 @@ def test_a_resumed_run_skips_batches_that_do_not_fill_an_update(before, after, i
     """`before` and `after` are (ranks, micro-batches), and the resumed epoch has seven batches left."""
     caplog.set_level(logging.INFO)
     options = {"skip_remainder_batch": True}
-    if is_dynamic:  # each epoch has different batches of numbers
+    if is_dynamic:  # each epoch has different batches
         numbers = range(NUM_BATCHES)
         options["batch_sampler"] = lambda _, epoch: [[(i + epoch) % NUM_BATCHES] for i in numbers]
     job = _Ranks(*before, **options)

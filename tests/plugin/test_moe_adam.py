@@ -148,7 +148,7 @@ def test_the_state_of_a_composite_optimizer_is_saved_and_loaded_unchanged():
 
 def test_every_shard_of_an_expert_gets_the_scale_of_the_whole_expert():
     place = Topology(world_size=4, rank=3, expert_parallel_size=4)
-    parameter = torch.nn.Parameter(torch.zeros(1, 3, 5))  # holds the second half of the second expert
+    parameter = torch.nn.Parameter(torch.zeros(1, 3, 5))  # the second half of the second expert
     mark_slice(parameter, Slice(2, 1))
     whole = {"exp_avg": torch.randn(2, 6, 5), "exp_avg_scale": torch.randn(2, 1, 1), "step": 7}
     own = own_part(whole, parameter, place)

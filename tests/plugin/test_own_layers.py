@@ -61,7 +61,7 @@ def beside(topology):
     config = MoEConfig(model_dim=2, hidden_dim=2, num_experts=4)
     model = nn.ModuleDict({"placed": MoEFeedForward(config, topology, 1, "placed"), "own": layer(topology)})
     for parameter in model["own"].experts.parameters():
-        parameter.expert = True  # a user's `scan_expert_func` marks experts
+        parameter.expert = True  # as a user's `scan_expert_func` marks experts
     prepare(None, None, model)
     return model
 

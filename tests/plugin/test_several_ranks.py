@@ -15,7 +15,7 @@ plugin.register()
 
 
 @pytest.mark.parametrize("path", [None, "a.pt"])
-def test_only_commands_that_use_models_run_on_several_ranks(path):
+def test_only_commands_that_load_a_model_run_on_several_ranks(path):
     cfg = OmegaConf.structured(FairseqConfig)
     cfg.common_eval.path = path
     cfg.model = None

@@ -95,7 +95,7 @@ class Broken(Member):
         ("broken", "^broken$"),
     ),
 )
-def test_a_member_that_does_not_call_the_shared_layer_once_raises_an_error(members, kind, said):
+def test_a_member_that_does_not_call_the_shared_layer_exactly_once_raises_an_error(members, kind, said):
     x, more = torch.randn(5, 4).double(), {}
     if kind == "broken":
         members[1] = Broken().double()

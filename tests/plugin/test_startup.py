@@ -111,7 +111,7 @@ def _called(cfg, original):
     return wrapped.call_main(original)(cfg, print)
 
 
-def test_only_errors_of_this_package_end_a_command_without_a_traceback():
+def test_an_error_of_this_package_ends_a_command_but_an_unknown_error_is_raised():
     with pytest.raises(SystemExit) as end:
         _called(_training(), lambda *_: MoEConfig(8, 16, 4, top_k=5))
     assert str(end.value).startswith("error: top_k (--moe-top-k) is 5, but a token can choose from 4")

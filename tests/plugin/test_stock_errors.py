@@ -72,7 +72,8 @@ EXPLAINED = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # empty data sets warn
+# If fairseq cannot open an empty data set, the __del__ of this data set fails too.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("call", "words"), EXPLAINED, ids=[words for _, words in EXPLAINED])
 def test_common_errors_of_fairseq_end_a_command_with_one_sentence(call, words, tmp_path):
     said = sentence(lambda: call(tmp_path))
@@ -86,7 +87,7 @@ def test_unknown_errors_keep_their_traceback():
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit("error: done."), KeyError("bug")], ids=repr)
-def test_the_error_sentence_of_a_spawned_rank_ends_the_command(error):
+def test_a_command_ends_with_the_error_sentence_of_its_spawned_rank(error):
     """If a spawned rank fails, torch raises an error that has the traceback of the rank as text."""
 
     def main():

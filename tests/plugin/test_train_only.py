@@ -1,14 +1,15 @@
-"""--moe-train-only: the parts of a model that it names are trained, and all others are frozen."""
+"""Only the parts of a model that --moe-train-only names are trained."""
 
 from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 from torch import nn
 
 from fairseq_tutel import MoEConfig, MoELayer, plugin
 from fairseq_tutel.parallel.groups import Topology
-from fairseq_tutel.plugin.training.options import TaskConfig, named_parts
+from fairseq_tutel.plugin.training.options import TaskConfig
 
 plugin.register()
 from fairseq_tutel.plugin.training.train_only import freeze, refuse_other_parts  # noqa: E402
@@ -27,7 +28,7 @@ def model_of(rank=None):
 
 
 def frozen_by(text, model, weight_decay=0.0):
-    """Freeze the model's other parameters, and return the names of those that are still trained."""
+    """Freeze the parameters that `text` does not name; return the names of the trained parameters."""
     freeze(_root(text, weight_decay), model)
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
@@ -86,13 +87,13 @@ def test_a_name_without_parameters_is_refused(text):
         frozen_by(text, model_of())
 
 
-def test_a_number_after_a_comma_belongs_to_the_single_experts():
-    assert named_parts("gates,expert:3,7,encoder") == ["gates", "expert:3,7", "encoder"]
-
-
-@pytest.mark.parametrize("kind", [dict, Namespace])
-def test_the_optimizer_state_of_other_parameters_is_refused(kind):
-    state = {"cfg": {"task": kind(moe_train_only="gates")}}
-    refuse_other_parts(_root("gates"), state, "a.pt")
-    with pytest.raises(ValueError, match=r"is empty, but a\.pt .*with gates; add --reset-optimizer"):
+@pytest.mark.parametrize("kind", [OmegaConf.create, lambda options: Namespace(**options)])
+def test_an_optimizer_state_saved_with_another_moe_train_only_is_refused(kind):
+    state = {
+        "cfg": {"task": kind({"moe_train_only": "gates,dense"})},
+        "last_optimizer_state": {"state": {}},
+    }
+    refuse_other_parts(_root("dense,gates"), state, "a.pt")
+    refuse_other_parts(_root("experts"), {**state, "last_optimizer_state": None}, "a.pt")
+    with pytest.raises(ValueError, match=r"is empty, but a\.pt .*with gates,dense; add --reset-optimizer"):
         refuse_other_parts(_root(TaskConfig().moe_train_only), state, "a.pt")

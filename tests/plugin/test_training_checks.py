@@ -42,7 +42,7 @@ def test_the_fully_sharded_ddp_backend_is_refused_for_moe_models_only():
         ("optimization", "use_bmuf", True),
     ],
 )
-def test_options_that_break_experts_are_refused_for_custom_models(section, key, value, monkeypatch):
+def test_custom_models_refuse_options_that_do_not_work_with_experts(section, key, value, monkeypatch):
     monkeypatch.setattr(own_layers, "start_together", lambda *_: None)
     cfg = config()
     cfg[section][key] = value

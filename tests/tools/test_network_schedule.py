@@ -21,7 +21,7 @@ def test_schedule_prints_the_optimum_the_limiting_cut_and_the_spanning_trees():
 @pytest.mark.parametrize(
     ("words", "least", "chunks"),
     [
-        # The plan has 4 shards x 3 slices x 2 chunks.
+        # The 24 chunks are 4 shards x 3 slices x 2 trees.
         (
             ("all_reduce", "--trees", 2, "--slices", 3),
             "optimum of a reduce-scatter and an all-gather: T* = 3 (",

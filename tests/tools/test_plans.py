@@ -53,7 +53,7 @@ def test_plan_check_prints_the_load_of_the_network_links(written):
     assert "torus:1x4, 1 GB/s for 1 of its units)" in ring
 
 
-def test_plan_check_reads_names_of_plans_and_msccl_files(tmp_path):
+def test_plan_check_accepts_the_name_of_a_plan_or_an_msccl_file(tmp_path):
     path, back = tmp_path / "plan.xml", tmp_path / "plan.json"
     said = tool("plan-check", "two_hops:all_to_all:6:2", "--output", path)
     assert said.endswith(f"wrote {path}\n") and 'coll="alltoall"' in path.read_text()

@@ -1,6 +1,6 @@
 """Tests the reader of fairseq's training logs, and the summary table of `fairseq-tutel report`."""
 
-# ruff: noqa: RUF001 - dashes and crosses are meant
+# ruff: noqa: RUF001 - the tests need dashes and multiplication signs
 
 import json
 import logging
@@ -123,7 +123,7 @@ def test_records_of_a_resumed_run_replace_repeated_updates_and_add_time():
     )  # fmt: skip
     assert updates(run) == [10, 20, 40]
     assert seconds(run) == [6, 14 + 5, 14 + 25]
-    assert "valid" not in run.records  # the weights of update 20 were computed again
+    assert "valid" not in run.records  # the resumed run computed update 20 again
     assert run.training[1].values["loss"] == 1
     assert run.ranks == [2, 4]
     assert run.notes == ["Resumed: a new process logs from update 20 on."]

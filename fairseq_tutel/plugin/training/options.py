@@ -1,6 +1,5 @@
 """Defines the task options that are not in MoEConfig, and the options of signals."""
 
-import re
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,8 +16,6 @@ from fairseq_tutel.option import (
 )
 
 checkpoints = partial(option, theme="Checkpoints", of="task")
-PARTS = "give words, patterns of parameter names or expert:NUMBERS, separated by commas"
-PART = r"expert:\d+(?:,\d+)*(?![^,])|[^,:\s]+"
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGQUIT")
 SIGNAL_NAMES = f"give names of signals ({', '.join(SIGNALS)}), separated by commas, or none"
 ZERO_STAGE: Rule = (
@@ -90,7 +87,7 @@ class TaskConfig:
         help="keep optimizer state and fp32 master weights in host memory, and run the update on the CPU",
     )
     moe_train_only: str = option(
-        "", theme="Training", of="task", rule=(lambda v: named_parts(v) is not None, PARTS),
+        "", theme="Training", of="task",
         help="the parameters to train, separated by commas; all others are frozen and have no gradient and "
         "no optimizer state: experts, gates, dense (outside of MoE layers), encoder, decoder, embeddings, "
         "expert:3,7 (single experts of every layer), or patterns such as decoder.layers.0.*; empty: all",
@@ -129,12 +126,6 @@ class PreemptionConfig:
     def names(self) -> tuple[str, ...]:
         """The names of the signals that end a run; the list may be empty."""
         return _signals_of(self.moe_preemption_signals) or ()
-
-
-def named_parts(text: str) -> list[str] | None:
-    """Split the value of --moe-train-only; return None if it is malformed. "expert:3,7" is one part."""
-    parts = re.findall(PART, text)
-    return parts if ",".join(parts) == text else None
 
 
 def _signals_of(text: str) -> tuple[str, ...] | None:

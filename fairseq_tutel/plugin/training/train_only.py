@@ -4,71 +4,79 @@ import fnmatch
 import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fairseq_tutel.moe.balance import BalanceBias
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.option import read, refuse_bad_values
-from fairseq_tutel.plugin.training.options import TaskConfig, named_parts
+from fairseq_tutel.option import read
+from fairseq_tutel.plugin.training.options import TaskConfig
 from fairseq_tutel.plugin.training.tuning import option
 
 logger = logging.getLogger(__name__)
 
 
 def freeze(root: Any, model: nn.Module) -> None:
-    """Freeze all parameters that --moe-train-only of a FairseqConfig does not name.
+    """Freeze all parameters of a model that --moe-train-only of a FairseqConfig does not name.
 
-    A frozen parameter gets no gradient, no optimizer state and no all-reduce. The experts of a layer are
-    stacked in one parameter, so single experts are frozen by zeros in its gradient.
+    A frozen parameter has no gradient, no optimizer state and no all-reduce. The experts of a layer are
+    stacked in one parameter, so zeros in the gradient freeze single experts.
 
     Raises:
         ValueError: a name or expert number has no parameter, or weight decay would change frozen experts.
     """
-    options = read(TaskConfig, root.task)
-    refuse_bad_values(options)
-    names = named_parts(options.moe_train_only)
-    if not names:
+    text = read(TaskConfig, root.task).moe_train_only
+    if not text:
         return
     parts = _parts_of(model)
     of_names = dict(model.named_parameters(remove_duplicate=False))
     trained: set[nn.Parameter] = set()
-    single: set[int] = set()
-    for name in names:
-        if name.startswith("expert:"):
-            single.update(map(int, name.removeprefix("expert:").split(",")))
+    numbers: set[int] = set()
+    for name in text.split(","):
+        if name.removeprefix("expert:").isdigit():  # "expert:3,7" names experts 3 and 7.
+            numbers.add(int(name.removeprefix("expert:")))
             continue
         found = parts.get(name) or {of_names[each] for each in fnmatch.filter(of_names, name)}
         if not found:
             raise ValueError(
-                f"--moe-train-only has {name}, which names no parameter of this model; give "
+                f"--moe-train-only has {name!r}, which names no parameter of this model; give "
                 f"{', '.join(parts)}, expert:NUMBERS, or a pattern such as decoder.layers.0.*."
             )
         trained |= found
-    of_single = set(_freeze_experts(model, single, trained, root)) if single else set()
+    of_single = set(_freeze_experts(model, numbers, trained, root)) if numbers else set()
     for parameter in set(of_names.values()) - trained - of_single:
         parameter.requires_grad_(False)
+    for module in model.modules():
+        # fairseq recomputes a layer without gradients if the layer's input has none.
+        if hasattr(module, "precheckpoint_forward") and any(p.requires_grad for p in module.parameters()):
+            module.register_forward_pre_hook(_with_gradient)
+        elif isinstance(module, BalanceBias) and not trained & parts["gates"]:
+            module.rate = 0.0
     count = sum(parameter.numel() for parameter in trained if parameter.requires_grad)
     every = sum(parameter.numel() for parameter in model.parameters())
     logger.info(
         "--moe-train-only %s: this rank trains %s of %s parameters%s",
-        *(options.moe_train_only, f"{count:,}", f"{every:,}"),
+        *(text, f"{count:,}", f"{every:,}"),
         f", and single experts of {len(of_single)} stacked parameters" if of_single else "",
     )
 
 
+def _with_gradient(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    first, *others = inputs
+    return (first if first.requires_grad else first.detach().requires_grad_(), *others)
+
+
 def _parts_of(model: nn.Module) -> dict[str, set[nn.Parameter]]:
     """Return the parameters of each part that --moe-train-only can name by a word, such as gates."""
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     gates: set[nn.Parameter] = set()
     experts: set[nn.Parameter] = set()
-    for layer in layers:
+    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
         of_shared = (getattr(layer.beside, name, None) for name in ("mix", "cmr_gate"))
-        for gate in (layer.gate, layer.other_gates, *of_shared):
-            gates.update(gate.parameters() if gate is not None else ())
+        for gate in filter(None, (layer.gate, layer.other_gates, *of_shared)):
+            gates.update(gate.parameters())
         experts |= set(layer.parameters()) - gates
     parts = {"experts": experts, "gates": gates, "dense": set(model.parameters()) - experts - gates}
     for side in ("encoder", "decoder"):
@@ -113,10 +121,9 @@ def refuse_other_parts(root: Any, state: Mapping[str, Any], path: str) -> None:
 
     fairseq finds a parameter's optimizer state by the parameter's position among the trained parameters.
     """
-    task = (state.get("cfg") or {}).get("task")
-    saved = read(TaskConfig, SimpleNamespace(**task) if isinstance(task, dict) else task).moe_train_only
+    saved = read(TaskConfig, (state.get("cfg") or {}).get("task")).moe_train_only
     given = read(TaskConfig, root.task).moe_train_only
-    if named_parts(saved) != named_parts(given):
+    if state.get("last_optimizer_state") and {*saved.split(",")} != {*given.split(",")}:
         raise ValueError(
             f"--moe-train-only is {given or 'empty'}, but {path} has the optimizer state of a run with "
             f"{saved or 'none'}; add --reset-optimizer, or give the value of that run."

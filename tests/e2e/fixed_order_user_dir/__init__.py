@@ -1,5 +1,6 @@
-"""A --user-dir that loads the plugin, and makes all-reduce add tensors in the order of ranks. Exception:
-torch itself adds tensors that have only one element, such as a norm.
+"""A --user-dir that loads the plugin, and makes all-reduce add tensors in the order of ranks.
+
+Tensors with one element, such as a norm, are added by torch.
 """
 
 from types import SimpleNamespace

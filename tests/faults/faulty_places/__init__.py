@@ -63,7 +63,7 @@ def happen():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     elif what == "signal":
         os.kill(os.getpid(), getattr(signal, _fault["number"]))
-    elif what == "full":  # The largest file size is more than a log and less than a checkpoint.
+    elif what == "full":  # A log is smaller than LIMIT, and a checkpoint is larger.
         resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
 
 
