@@ -60,7 +60,7 @@ def main() -> None:
         arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # The reader of a pipe, such as `head`, has closed the pipe.
-        # Otherwise Python would write the remaining output into the closed pipe at exit.
+        # Without the redirection, Python would write the remaining output into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ImportError, OSError, ValueError) as error:
         sys.exit(error_line(error))

@@ -23,7 +23,7 @@ def main() -> None:
     if command not in COMMANDS:
         sys.exit(f"error: the command is {command!r}; give one of {', '.join(COMMANDS)}.")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # Write complete lines to a shared pipe.
+        sys.stdout.reconfigure(line_buffering=True)  # Ranks share a pipe, so write only complete lines.
     if command == "generate":
         run_command(command, _generate)
     else:

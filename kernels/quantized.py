@@ -107,9 +107,6 @@ def unpacked_int4(values: Tensor, scales_GO: Tensor, dtype: torch.dtype = torch.
     return wide
 
 
-# In the following products, x is bf16 or fp32, and the result is fp32.
-
-
 def _int8_by_kernel(x_nI: Tensor, values_OI: Tensor, scales_O: Tensor) -> Tensor:
     # torch's kernel would round the scales to bf16.
     ones_O = torch.ones(len(values_OI), dtype=x_nI.dtype)

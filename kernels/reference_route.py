@@ -1,6 +1,6 @@
 """The routing kernels in plain torch: softmax with top-k, and the assignment of slots and rows.
 
-T tokens, E experts, K top_k, R rows, N = K * T assignments, where j * T + t is choice j of token t.
+T tokens, E experts, K top_k, R rows, N = K * T assignments. Assignment j * T + t is choice j of token t.
 """
 
 import math
@@ -128,9 +128,9 @@ def assign_rows(
     num_tokens, top_k = ids_TK.shape
     ids_KT = ids_TK.t() if asked_TK is None else torch.where(asked_TK.t(), ids_TK.t(), num_experts)
     sources_KT = torch.arange(ids_TK.numel(), device=ids_TK.device).view(num_tokens, top_k).t()
-    # In slot order: the expert, and the assignment t * K + j.
+    # In slot order, each assignment's expert and its number t * K + j.
     ids_N, sources_N = (_in_order(values_KT, order_N, time_first) for values_KT in (ids_KT, sources_KT))
-    # Sorted, each expert's assignments are adjacent, and the assignments without an expert are last.
+    # After sorting, each expert's assignments are adjacent, and the assignments without an expert are last.
     ids_N, where_N = ids_N.sort(stable=True)
     sources_N, places_N = sources_N.gather(0, where_N), torch.arange(len(ids_N), device=ids_N.device)
     starts_E = torch.searchsorted(ids_N, torch.arange(num_experts + 1, device=ids_N.device))
@@ -164,7 +164,7 @@ def _in_order(values_KT: Tensor, order_N: Tensor | None, time_first: tuple[int, 
 
 
 def _compacted(sources_N: Tensor, row_N: Tensor) -> Tensor:
-    """Return the assignment of each row: the sources with a row, which are in the order of the rows.
+    """Return the assignments (of `sources_N`) that have a row, in the order of the rows.
 
     On a GPU, there are as many rows as assignments, and the unused rows at the end have source -1. The
     exact number, which the CPU uses, would need a device-to-host read.

@@ -6,7 +6,8 @@ All functions and derivatives propagate NaN, so that a loss scaler detects the N
 import triton
 import triton.language as tl
 
-# Constants are the right operands, because Triton's interpreter dispatches on the type of the left operand.
+# In products and sums, these constants stand to the right of the operator, because Triton's interpreter
+# selects the operation by the type of the left operand.
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _PDF_0 = tl.constexpr(0.3989422804014327)  # The normal density at 0, 1 / sqrt(2 pi).
 _TANH_GELU = tl.constexpr(0.7978845608028654)  # The factor sqrt(2 / pi) in the tanh approximation of GELU.

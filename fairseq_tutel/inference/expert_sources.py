@@ -27,7 +27,7 @@ class ShardFiles:
     """Reads the shard files of an expert store; only one thread at a time may use a reader."""
 
     def __init__(self) -> None:
-        # Each file's identity, and the positions of the file's tensors.
+        # For each file: its inode, size and modification time, and the positions of its tensors.
         self._known: dict[Path, tuple[tuple[int, ...], dict[str, tuple[int, int]]]] = {}
         self._sound: set[tuple[Path, str]] = set()
         self._staging: dict[BufferLayout, Buffer] = {}
@@ -53,13 +53,13 @@ class ShardFiles:
         self._sound.add((path, piece.key))
 
     def staging_of(self, layout: BufferLayout) -> Buffer:
-        """Return a host buffer for copies to a GPU, which the next read overwrites."""
+        """Return a host buffer for copies to a GPU; the next read overwrites the buffer."""
         if layout not in self._staging:
             (self._staging[layout],) = buffers_on_host(layout, 1)
         return self._staging[layout]
 
     def _spans_of(self, path: Path, descriptor: int) -> dict[str, tuple[int, int]]:
-        """Return the start and end of each tensor's bytes in a file; check that the file is unchanged."""
+        """Return the start and end of each tensor's bytes in a file; raise ValueError if it changed."""
         status = os.fstat(descriptor)
         identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
         if path not in self._known:
@@ -85,7 +85,7 @@ class FromFiles:
             self._files.read(tensor.path_of(piece), piece, on_host.bytes[name])
         if on_host is not buffer:
             buffer.memory.copy_(on_host.memory, non_blocking=True)
-            torch.cuda.current_stream(buffer.memory.device).synchronize()  # The next read reuses on_host.
+            torch.cuda.current_stream(buffer.memory.device).synchronize()  # A read overwrites on_host.
 
 
 class FromHost:

@@ -58,7 +58,7 @@ def text_of(statistics: Statistics) -> str:
 
 
 def read_statistics(path: Path, flag: str) -> Statistics:
-    """Read a statistics file, the value of the option `flag`; raise ValueError for any other file."""
+    """Read the statistics file that the option `flag` names; raise ValueError if it is malformed."""
     try:
         content = json_of(path)
         if content[MARK] != VERSION:
@@ -130,7 +130,7 @@ def _mean(layers: Sequence[LayerStatistics]) -> LayerStatistics:
 def of_layer(
     statistics: Mapping[str, LayerStatistics], label: str, num_experts: int, path: Path, flag: str
 ) -> LayerStatistics:
-    """Return the statistics of one layer of a model; raise ValueError if its experts have none."""
+    """Return one layer's statistics; raise ValueError if there are none or if `num_experts` differs."""
     found = statistics.get(label)
     if found is None or len(found.load) != num_experts:
         has = "no statistics" if found is None else f"statistics of {len(found.load)} experts"

@@ -64,24 +64,24 @@ class ExpertStore:
     An expert store is for evaluation only. Outputs are bit-identical to those with experts in memory. On a
     CPU, outputs can differ by rounding if the size of an expert's matrix is not a multiple of 64 bytes.
 
-    A single thread reads experts from disk or host memory. The thread ends with `close`, with the process,
-    or after an error, which the store's next use raises. A deep copy of a model shares its store. A forked
-    process or a second thread needs a separate store. A model in a store can be neither saved nor loaded.
+    A single thread reads experts. The thread ends with `close`, with the process, or after an error, which
+    the store's next use raises. A deep copy of a model shares its store. A forked process or a second
+    thread needs a separate store. A model with experts in a store can be neither saved nor loaded.
 
     Policies (docs/inference.md):
 
     - `on-demand`: fetch experts when a call needs them.
     - `pregated`: also fetch the experts that calls of `prefetch` request.
-    - `prefetch-all`: also fetch all experts of the next block. The next block is the one that followed the
-      current block at the previous time. Initially, the next block is the block that was added next.
+    - `prefetch-all`: also fetch all experts of the next block. The next block is the block that ran after
+      the current block the last time. Initially, the next block is the block that was added next.
 
     Tiers: The tier `disk` reads the shard files of a checkpoint, and `host` keeps experts in memory (pinned
     if there is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes. The cache size
     `"auto"` is half of the memory that is free at the first fetch.
 
     On a CPU, built-in experts in int8 and int4 are multiplied without dequantization. The relative error of
-    a product with int8 or int4 is at most 2**-8, which is less than that of quantization. With
-    `compute="unpacked"`, matrices are first converted to the model's dtype.
+    a product with int8 or int4 is at most 2**-8, which is less than the relative error of quantization.
+    With `compute="unpacked"`, matrices are first converted to the model's dtype.
 
     Raises:
         ValueError: the policy, tier, cache size, eviction policy or `compute` is invalid.
@@ -117,9 +117,9 @@ class ExpertStore:
         self._sizes_cache = cache == AUTO
         self._cache = ExpertCache(eviction, *((0, None) if self._sizes_cache else cache_limits(cache)))
         self._stacks: list[tuple[ExpertStack, Source]] = []
-        self._followers: dict[int, int] = {}  # The block that followed each block.
+        self._followers: dict[int, int] = {}  # Maps a block to the block that ran after it the last time.
         self._last = -1
-        self._fetches: dict[Key, Fetch] = {}  # The fetch of each expert in memory or in the cache.
+        self._fetches: dict[Key, Fetch] = {}  # The fetch of each expert that has a buffer.
         self._used: set[Key] = set()  # Experts that the current call uses.
         self._prefetched: dict[int, set[Key]] = {}
         self._bytes = 0  # The total bytes of experts in memory.
@@ -169,7 +169,7 @@ class ExpertStore:
             self._prefetch(index, experts)
 
     def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
-        """Fetch experts of a stack, and return their buffers, which are valid until a block is called."""
+        """Fetch experts of a stack, and return their buffers, which are valid until the next call."""
         with self._closed_on_error():
             self._size_cache()
             wanted = {(index, e) for e in experts}
@@ -241,9 +241,9 @@ class ExpertStore:
         free = self._free_buffers.setdefault((layout, device), [])
         if free:
             return free.pop()
-        with torch.inference_mode(False):  # The fetch thread writes without inference mode.
+        with torch.inference_mode(False):  # The fetch thread cannot write to an inference tensor.
             buffer = Buffer(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
-        buffer.note_free()  # Queued kernels may still read the memory.
+        buffer.note_free()  # Queued kernels may still read this memory, which torch has reused.
         return buffer
 
     def _release(self, keys: Iterable[Key]) -> None:

@@ -105,13 +105,13 @@ class Fetcher:
 
     def end(self, reason: str) -> None:
         """End the thread after the current read; later calls raise ValueError with the text `reason`."""
-        if self._process != os.getpid():  # The parent process may hold the lock.
+        if self._process != os.getpid():  # A forked copy of the lock may never be released.
             return
         with self._changed:
             self._ended = self._ended or reason
             self._queue.clear()
             self._changed.notify_all()
-        # Any thread, even this thread, can garbage-collect a store without references.
+        # The fetch thread itself calls this method if it garbage-collects an unused store.
         if self._thread not in (None, threading.current_thread()):
             self._thread.join(JOIN_SECONDS)
 
@@ -143,7 +143,7 @@ class Fetcher:
             try:
                 device = fetch.buffer.memory.device
                 if device.type == "cuda" and stream is None:
-                    # Leaving a stream context would create a CUDA context on the thread's device, GPU 0.
+                    # Without set_device, leaving a stream context would create a CUDA context on GPU 0.
                     torch.cuda.set_device(device)
                     stream = torch.cuda.Stream(device)
                 fetch.run(stream)

@@ -1,6 +1,6 @@
 """Expert parallelism for inference if ranks call layers at different times or not at all (lockstep).
 
-In inference, a rank can have more sentences, longer sentences or no sentences. Before each call, the ranks
+In inference, ranks can have different numbers and lengths of sentences. Before each call, the ranks
 therefore agree on a layer: each rank requests a layer, and the layer with the most requests runs. Ranks
 that requested another layer join the winning layer's collectives without tokens, and request again.
 """

@@ -23,35 +23,36 @@ class StoreConfig:
     # fmt: off
     moe_expert_store: str = memory(
         "resident", choices=("resident", *STORE_POLICIES),
-        help="policy of loading experts into memory in inference: resident, all experts when the model is "
-        "opened; on-demand, experts with tokens when their layer runs; pregated, experts with tokens while "
-        "an earlier layer runs, for models with --moe-pregate; prefetch-all, all experts of the next layer",
+        help="policy of loading experts into memory in inference: resident loads all experts when the "
+        "model is opened; on-demand loads experts with tokens when their layer runs; pregated loads "
+        "experts with tokens while an earlier layer runs, for models with --moe-pregate; prefetch-all "
+        "loads all experts of the next layer",
     )
     moe_expert_tier: str = memory(
         "auto", choices=("auto", *STORE_TIERS),
-        help="source from which --moe-expert-store loads experts: host, host memory; disk, the files of a "
-        "sharded checkpoint; auto, host on a GPU, otherwise disk",
+        help="source from which --moe-expert-store loads experts: host is host memory; disk is the files "
+        "of a sharded checkpoint; auto is host on a GPU, otherwise disk",
     )
     moe_expert_cache: str = memory(
         "0", rule=(lambda v: v == AUTO or _limits_of(v) is not None, CACHE_SIZES),
-        help="size of the cache that keeps used experts of all layers in memory: a number of experts, or a "
-        "size with a unit, such as 2GiB, or auto: half of the free memory at the first fetch (on a CPU, "
-        "each rank's share of MemAvailable or of the cgroup limit)",
+        help="size of the cache that keeps used experts of all layers in memory: a number of experts, a "
+        "size with a unit, such as 2GiB, or auto, which is half of the free memory at the first fetch; on "
+        "a CPU, the free memory is a rank's share of MemAvailable or of the cgroup limit",
     )
     moe_expert_cache_policy: str = memory(
         "lfu", choices=EVICTIONS,
-        help="expert that a full cache evicts: lfu, least frequently used; lru, least recently used",
+        help="expert that a full cache evicts: least frequently used (lfu) or least recently used (lru)",
     )
     moe_expert_compute: str = memory(
         "quantized", choices=STORE_PRODUCTS,
-        help="multiplication of the int8 and int4 experts of --moe-expert-store on a CPU: quantized, as "
-        "stored, with inputs and outputs rounded to bf16; unpacked, after conversion to the model's dtype, "
-        "which is slower",
+        help="multiplication of the int8 and int4 experts of --moe-expert-store on a CPU: quantized "
+        "multiplies with the stored integers, and rounds inputs and outputs to bf16; unpacked first "
+        "converts the experts to the model's dtype, which is slower",
     )
     moe_inference_dtype: str = memory(
         "auto", choices=("auto", "bf16", "int8"),
-        help="dtype of a model in inference: auto, the dtype that the command sets; bf16, which takes half "
-        "of the memory of fp32; int8, bf16 with the decoder's linear layers (without experts) in int8, "
+        help="dtype of a model in inference: auto is the dtype that the command sets; bf16 takes half of "
+        "the memory of fp32; int8 is bf16 with the decoder's linear layers (without experts) in int8, "
         "which is faster for few sentences on a CPU",
     )
     # fmt: on

@@ -23,7 +23,7 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
     Args:
         layers: different MoE layers of one stack and one model_dim, in the order in which every forward
             pass calls them.
-        ahead: the number N of MoE layers; 0 disables pre-gating.
+        ahead: N, the number of positions; 0 disables pre-gating.
 
     Raises:
         ValueError: N is invalid.
@@ -44,7 +44,7 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
 
 
 def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
-    """Raise ValueError if no stack has more than N = `ahead` MoE layers; `blocks` is the count by stack."""
+    """Raise ValueError if no stack has more than N = `ahead` MoE layers; `blocks` maps stacks to counts."""
     most = max(blocks.values(), default=0) - 1
     if not (is_whole(ahead) and 1 <= ahead <= most):
         has = " and ".join(f"the {name} has {count} MoE layers" for name, count in blocks.items())

@@ -32,7 +32,7 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Convert the dequantized matrix when the model's dtype changes, as in `model.half()`."""
+        """Set the dtype of inputs and outputs when the model's dtype changes, as in `model.half()`."""
         super()._apply(fn, recurse)
         self.matrix = self.matrix.to(fn(self.matrix.scales.new_empty(0, dtype=self.matrix.dtype)).dtype)
         return self
@@ -44,7 +44,7 @@ class QuantizedLinear(nn.Module):
         return (matrix.values.float() * matrix.scales.unsqueeze(1)).to(matrix.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias [..., O] for x [..., I], in the dtype of x, rounded to bf16."""
+        """Return x @ weight.T + bias [..., O] for x [..., I], as `QuantizedMatrix.linear` does."""
         y_nO = self.matrix.linear(x.reshape(-1, self.in_features), self.bias)
         return y_nO.view(*x.shape[:-1], self.out_features)
 

@@ -3,9 +3,9 @@
 A layer uses one value of adaptive_r, written r, for each forward pass. If a rank needs expert weights that
 another rank stores, the forward pass gathers these weights.
 
-T is the number of tokens, P of ranks, E of experts, s of shards of an expert (P = E * s, or s = 1), and r
-of ranks that receive each row. H is hidden_dim. Rank (e, q) stores shard q of expert e for every value of
-r. Changing adaptive_r therefore moves no stored weights:
+T is the number of tokens, P the number of ranks, E the number of experts, and s the number of shards of an
+expert (P = E * s, or s = 1). H is hidden_dim. Rank (e, q) stores shard q of expert e for every value of r.
+Changing adaptive_r therefore moves no stored weights:
 
     r = 0  every rank gathers all experts; no row is sent
     r = 1  an expert's ranks gather all its shards; each rank gets a part of the rows (expert + data)
@@ -41,7 +41,7 @@ WIRE_BYTES = {"bf16": 2, "fp8": 1}  # The bytes per element of each transfer dty
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
-    """Return the valid values of adaptive_r: 0 and divisors of `slices`; only 0 and 1 if `whole_hidden`."""
+    """Return the valid adaptive_r; with `whole_hidden`, every rank needs the complete hidden_dim."""
     divisors = (r for r in range(1, slices + 1) if slices % r == 0)
     return (0, 1) if whole_hidden else (0, *divisors)
 
@@ -80,7 +80,7 @@ def weights_of(
     if degree > 1:
         part = experts.part.index // joined
         for name in filter(tensors.__contains__, experts.added):
-            # The check rejects a pruned or parametrized bias, which would be ignored silently.
+            # Each of the r = `degree` ranks that get a row adds a different part of the bias to the output.
             width = tensors[name].shape[-1]
             tensors[name] = F.pad(tensors[name], (part * width, (degree - 1 - part) * width))
     return Weights(experts.prepared(tensors, device), of_all=degree == 0)

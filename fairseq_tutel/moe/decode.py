@@ -26,7 +26,7 @@ MOST_ASSIGNMENTS = 256
 
 
 def can_defer(training: bool) -> bool:
-    """Return whether losses and slots can be computed later, without training, gradients or tracing."""
+    """Return False in training, autograd and torch.compile, which need losses and slots at once."""
     return not (training or torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
@@ -77,7 +77,7 @@ class DecodeRouting(Routing):
 
 
 def are_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> bool:
-    """Return whether `decide_few` can route a micro-batch: few tokens on a CPU, and never any dropping."""
+    """Return whether `decide_few` can route a micro-batch: few tokens on a CPU, without a capacity."""
     return (
         can_defer(batch.training)
         and 0 < len(logits_TE) * batch.top_k <= MOST_ASSIGNMENTS
@@ -104,7 +104,7 @@ def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: Ga
 
 
 def runs_few(experts: ExpertStack, routing: Routing) -> bool:
-    """Return whether `run_few` can run a routing, which must be from `decide_few` for fused experts."""
+    """Return whether `run_few` can run a routing: `decide_few` made it, and the experts can be fused."""
     is_few = isinstance(routing, DecodeRouting) and routing.__dict__["place"] is not None
     return is_few and can_defer(experts.training) and experts.can_fuse
 

@@ -24,9 +24,9 @@ class RoutingCounts(NamedTuple):
     """
 
     num_tokens: Tensor  # The number [] int64 of tokens except padding.
-    assigned_KE: Tensor  # Assignments (int64) by choice and expert, dropped ones included.
-    kept_E: Tensor  # Assignments (int64) to each expert that got a slot.
-    dropped_K: Tensor  # Assignments (int64) of each choice that got no slot.
+    assigned_KE: Tensor  # Assignments (int64) of each choice to each expert, also dropped ones.
+    kept_E: Tensor  # For each expert, the assignments (int64) with a slot.
+    dropped_K: Tensor  # For each choice, the assignments (int64) without a slot.
     sums_S: Tensor  # The sum over tokens of each token metric, in the order of `METRICS`.
 
     @property
@@ -50,7 +50,9 @@ class Metric:
     # weights_TK, in at least fp32 with zeros for padding, and real_T.
     token_sum: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
     of_counts: Callable[[RoutingCounts], Tensor] | None = None  # The metric of L layers, [L] or [L, K].
-    layers: str = ""  # The key of the list over layers in the JSON log; "" logs no list.
+    # The key under which the JSON log has a list with the metric's value for every layer; if empty, the log
+    # has no list.
+    layers: str = ""
 
     def names(self, top_k: int, name: str | None = None) -> list[str]:
         """Return the metric's keys in the log: one key, or one per choice; `name` replaces `self.name`."""
@@ -87,8 +89,8 @@ def _share(counts: RoutingCounts, values_L: Tensor) -> Tensor:
     return values_L / counts.load.sum(dim=1).clamp_min(1)
 
 
-# The metrics entropy, balance, unused and overflow are from Meta's fairseq-moe. The load violation is from
-# Wang et al. 2024 (Loss-Free Balancing), plus 1.
+# The metrics entropy, balance, unused and overflow are from Meta's fairseq-moe. The metric
+# moe_max_violation is MaxVio of Wang et al. 2024 (Loss-Free Balancing) plus 1.
 METRICS = (
     Metric(
         name="entropy_gating", layers="entropy", token_sum=_entropies,

@@ -59,7 +59,7 @@ class CustomSum(nn.Module):
 
 
 class SharedResidualExperts(nn.Module):
-    """This module combines the routed experts' output with shared experts and a residual expert.
+    """This module combines the routed experts' output with shared experts and a residual expert (dense).
 
     y = c_0 * routed + c_1 * dense(x), c = softmax(W x + b)  with `residual`,
     y = g * routed + (1 - g) * dense(x), g = sigmoid(w x + b)  with `cmr`,
@@ -108,7 +108,7 @@ class SharedResidualExperts(nn.Module):
     def forward(
         self, x_TD: Tensor, routed_TD: Tensor, real_T: Tensor | None, cmr_T1: Tensor | None
     ) -> Tensor:
-        """Return the layer's output with shared experts and the dense expert added; padding gives 0.
+        """Add the shared experts and the residual expert to the routed output; padding gets zeros.
 
         `cmr_T1` is the gate that `cmr_gate_of` returned.
         """

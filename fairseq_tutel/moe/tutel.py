@@ -1,6 +1,6 @@
 """A MoE layer with Tutel's arguments. The page docs/tutel.md lists the arguments and the differences.
 
-Letters: D model_dim, H hidden_dim, E experts, e experts on this rank, s ranks that hold one expert.
+Letters: D (model_dim), H (hidden_dim), E (experts), e (experts on this rank), s (ranks per expert).
 """
 
 import dataclasses
@@ -160,7 +160,7 @@ class TutelMoELayer(nn.Module):
         return y if self.result_func is None else self.result_func(y)
 
     def _follow(self, overlap: int | None, degree: int | None) -> None:
-        """Set the overlap degree, and set adaptive_r to the nearest valid value below, from now on."""
+        """From now on, use this overlap degree, and the largest valid adaptive_r up to `degree`."""
         strategy = self.moe.strategy
         if overlap is not None:
             strategy = dataclasses.replace(strategy, overlap=overlap)
@@ -175,7 +175,7 @@ class TutelMoELayer(nn.Module):
     def _topology(
         self, experts: Mapping[str, Any], model_dim: int, group: dist.ProcessGroup | None, use_2dh: bool
     ) -> Topology:
-        """Return the layer's process groups. Ranks that share an expert shard it if its widths allow."""
+        """Return the topology. Ranks that share an expert hold shards if the widths are divisible."""
         widths = [experts.get("hidden_size_per_expert", 0), *[model_dim] * (experts["type"] == "ffn")]
         shared = self.sharded_count > 1 and experts["type"] in EXPERT_KEYS
         sliced = shared and not any(width % self.sharded_count for width in widths)
@@ -232,7 +232,7 @@ class FFNExperts(Experts):
 
     @property
     def is_one_node(self) -> bool:
-        """Whether one autograd node can compute an FFN, which a custom activation always prevents."""
+        """False, because one autograd node cannot compute an FFN with a custom activation."""
         return False
 
     def activate(self, hidden_RH: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class FFNExperts(Experts):
 
 
 class ModuleExperts(ExpertStack):
-    """A custom module for all local experts, which maps x [e, rows, D] and a context to [e, rows, any].
+    """A custom module for all local experts, which maps x [e, rows, D] and a context to rows of any width.
 
     Rows of each expert are padded with zeros to the largest row count of an expert, at least 1. Parameters
     keep their names, except that dots become __.
@@ -250,7 +250,7 @@ class ModuleExperts(ExpertStack):
     def __init__(self, config: MoEConfig, part: Part, module: nn.Module, context: Any) -> None:
         super().__init__(config, part)
         self.context = context
-        # In a list, the module is not a submodule. Only the module's forward is used.
+        # The list hides the module from nn.Module, because the parameters are registered below.
         self._module = [module]
         for name, parameter in module.named_parameters():
             require(
@@ -272,7 +272,7 @@ class ModuleExperts(ExpertStack):
         module.train(self.training)
         counts = list(groups.host)
         x_eND = pad_sequence(list(rows_RD[: sum(counts)].split(counts)), batch_first=True)
-        if x_eND.shape[1] == 0:  # A row of padding keeps the autograd graph.
+        if x_eND.shape[1] == 0:  # A row of padding keeps parameters in the autograd graph.
             x_eND = F.pad(x_eND, (0, 0, 0, 1))
         own = {**dict(self.named_buffers()), **tensors}
         names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]

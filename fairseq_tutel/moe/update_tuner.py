@@ -82,7 +82,7 @@ class UpdateTuner:
         # The search is created after the warm-up updates, when the model's peak memory is known.
         self._tuner: StrategySearch | None = None
         self._free: float | None = None  # This rank's free bytes at the last memory peak.
-        # The last update's bucket, its strategy (if tuned), and its milliseconds on this rank.
+        # The last update's bucket and strategy (None if not tuned), and its milliseconds on this rank.
         self._last: tuple[str, Strategy] | None = None
         self._milliseconds, self._is_timed = math.nan, False
         self._tokens = 0  # The number of tokens in this rank's micro-batches of the update.

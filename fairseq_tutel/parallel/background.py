@@ -25,9 +25,8 @@ Wait = Callable[[], Tensor]
 def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
     """Run `function(rows)` in the background without autograd. Return a function that awaits the result.
 
-    The returned function returns the result of `function`. Waiting blocks the thread on a CPU, and the
-    stream on a GPU. After a failure, later jobs fail without sending rows. Otherwise, a peer would mistake
-    the rows of a later job for rows of the failed job.
+    Waiting blocks the thread on a CPU, and the stream on a GPU. After a failure, later jobs fail without
+    sending rows. Otherwise, a peer would mistake the rows of a later job for rows of the failed job.
     """
     if rows.is_cuda:
         return _start_on_stream(function, rows)
@@ -75,7 +74,7 @@ def _leave() -> None:
     if _worker is None:
         return
     _worker.jobs.put(None)
-    failed = hasattr(sys, "last_type")  # The interpreter has printed an uncaught error.
+    failed = hasattr(sys, "last_type")  # The interpreter sets last_type at an uncaught error.
     if not failed:
         _worker.join(LEAVE_SECONDS)
     if failed or _worker.is_alive():
@@ -84,7 +83,6 @@ def _leave() -> None:
         os._exit(1)
 
 
-# Exit functions that are registered after `_leave` run before `_leave`.
 atexit.register(_leave)
 
 

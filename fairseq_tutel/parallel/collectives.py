@@ -174,7 +174,7 @@ def all_to_all_by(
 
 
 def barrier() -> None:
-    """Wait until all ranks of the group have called `barrier`."""
+    """Wait until all ranks of the job have called `barrier`."""
     if world.size() > 1:
         with guarded("the barrier of all ranks"):
             dist.barrier()

@@ -27,7 +27,7 @@ class Work:
     model_dim: int  # D, the width of a token.
     hidden_dim: int  # H, the hidden dimension of one expert.
     experts: int  # E, the number of experts of a layer on all ranks.
-    top_k: int = 2  # K, the experts of each token.
+    top_k: int = 2  # K, the number of experts of each token.
     bytes_per_element: int = 2  # Weights, gradients and rows have elements of 2 or 4 bytes.
     glu: bool = False  # Whether experts have three matrices instead of two.
     layers: int = 1  # The number of MoE layers.
@@ -115,7 +115,7 @@ class _Layer:
     sends_rows: bool  # Whether rows are sent to other ranks.
     copies: int  # Each row has this many copies, each computed with hidden_dim / copies.
     stored: float  # The number of weights that the rank stores.
-    computed: float  # Weights that the rank computes with, gathered ones included.
+    computed: float  # The number of weights, own and gathered, that the rank computes with.
     gathering: int  # The number of ranks that gather weights together.
 
 

@@ -1,8 +1,8 @@
 """The exchange sends rows to the ranks that own their experts, runs the experts, and returns the outputs.
 
-R rows, D model_dim, E experts (e of them local), P ranks of the EP group, and C slots per expert. Rows may
-be sent in chunks while the experts compute earlier chunks. With three chunks, the forward pass runs
-dispatch (d), experts (x) and combine (c) of each chunk in this order:
+Shapes use R for rows, D for model_dim, E for experts (e of them local), P for ranks of the EP group, and C
+for slots per expert. Rows may be sent in chunks while the experts compute earlier chunks. With three
+chunks, the forward pass runs dispatch (d), experts (x) and combine (c) of each chunk in this order:
 
     exchange  d0 d1 d2 c0 c1 c2
     experts      x0 x1 x2

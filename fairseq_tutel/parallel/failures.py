@@ -133,7 +133,7 @@ class FailureWatch:
             self._due = time.monotonic() + END_SECONDS
         self.look()
         if self._rank == 0 and dist.get_world_size() > 1 and not keeps_the_store():
-            time.sleep(POLL_SECONDS + LOOK_SECONDS / 4)  # Other ranks read this process's store.
+            time.sleep(POLL_SECONDS + LOOK_SECONDS / 4)  # Other ranks still read this process's store.
 
     def close(self) -> None:
         """Announce the ordinary end of this process, unless the store has ended, and stop the thread."""

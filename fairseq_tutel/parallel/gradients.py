@@ -30,7 +30,7 @@ def mark_expert(parameter: nn.Parameter) -> None:
 
 
 def unmark_expert(parameter: nn.Parameter) -> None:
-    """Remove the expert mark from a parameter of every rank; fairseq neither reduces nor clips experts."""
+    """Remove the expert mark of a parameter that all ranks hold, so that fairseq reduces and clips it."""
     if hasattr(parameter, "expert"):
         del parameter.expert
 

@@ -222,11 +222,11 @@ def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tupl
     count = dist.get_world_size(group)
 
     def strided(number: int, step: int = 1) -> dist.ProcessGroup:
-        """Create the groups of ranks at distance `step` within each `number` consecutive ranks."""
+        """Create groups of ranks at distance `step` in each block of `number` consecutive ranks."""
         parts = range(0, count, number)
         return _new(group, [range(part + i, part + number, step) for part in parts for i in range(step)])
 
-    # For P = W, EP also gets a new communicator, so EP and data parallelism need no common order.
+    # Even if P = W, EP gets its own communicator, so its collectives need no common order with others.
     expert_group = strided(size) if size > 1 else None
     replica_group = strided(count, size) if 1 < size < count else None
     grid = None
@@ -268,7 +268,7 @@ def _new(callers: dist.ProcessGroup | None, groups: Sequence[range]) -> dist.Pro
 
 
 def group_of_threads() -> dist.ProcessGroup:
-    """Create a group of all ranks for threads, in which a thread waits up to a day. Collective."""
+    """Create a group of all ranks for communication by threads, with a time-out of a day. Collective."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 

@@ -22,7 +22,7 @@ def exchange_seconds(
             2 * machine.launch_s
             + machine.intra.seconds(within, within * nodes * share)
             + machine.inter.seconds(nodes - 1, across * share)
-            # All rows are copied twice. Each copy reads and writes each byte.
+            # 2DH copies all rows twice, and each copy reads and writes each byte.
             + 4 * bytes_per_rank / machine.memory_bytes_per_s
         )
     # The linear all-to-all uses both kinds of links at once, so the slower kind determines the time.

@@ -36,7 +36,7 @@ class Machine:
     def from_json(cls, path: Path) -> "Machine":
         """Read a hardware profile from a JSON file. Raise ValueError if the file has no valid profile.
 
-        The JSON file is a hardware profile, or output of the tool `plan` (profile under `machine`).
+        The JSON file is a hardware profile, or output of the tool `plan` with the profile under `machine`.
         """
         try:
             values = json_of(path)
@@ -88,8 +88,8 @@ def _preset(
 
 # Datasheet numbers of one GPU (or one of an MI250's two dies), with link bandwidth in one direction.
 PRESETS = {
-    "a100": _preset("A100", 300, 25, 2039, 312, 19.5, 80),  # An NDm A100 v4 has one HDR adapter a GPU.
-    "h100": _preset("H100", 450, 50, 3350, 989, 67, 80),  # A DGX H100 has one NDR adapter a GPU.
+    "a100": _preset("A100", 300, 25, 2039, 312, 19.5, 80),  # An NDm A100 v4 has one HDR adapter per GPU.
+    "h100": _preset("H100", 450, 50, 3350, 989, 67, 80),  # A DGX H100 has one NDR adapter per GPU.
     "h200": _preset("H200", 450, 50, 4800, 989, 67, 141),
     "mi250": _preset("MI250 (one die)", 15 * 75 / 16, 16, 3276.8 / 2, 362.1 / 2, 45.3 / 2, 64),
 }

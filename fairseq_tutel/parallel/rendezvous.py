@@ -122,9 +122,9 @@ def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store
         return PrefixStore(f"{PREFIX}/{name}", store)
     name = NO_NAME
     while True:
-        # compare_set returns the value of the key, or `NO_NAME` without waiting.
+        # Unlike `get`, compare_set does not wait for the key, and returns `NO_NAME` if the key is missing.
         found = store.compare_set(NAME, NO_NAME, NO_NAME).decode()
-        if found != NO_NAME:  # An earlier start's name never becomes complete.
+        if found != NO_NAME:  # If this is an earlier start's name, it never becomes complete.
             name = found
             store.set(f"{PREFIX}/{name}/{rank}", "here")
         if _wait(store, [f"{PREFIX}/{name}/complete"], min(deadline, time.monotonic() + PAUSE_SECONDS)):

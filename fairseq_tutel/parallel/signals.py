@@ -78,7 +78,7 @@ class SignalWatch:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Restore the handlers. After a signal, further signals are ignored while the process ends."""
-        # From now on a signal ends this process. Another rank may already have received a signal.
+        # If another rank received the signal, this process also exits with EXIT_CODE and ignores signals.
         is_ending = isinstance(error, SystemExit) and error.code == EXIT_CODE
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_IGN if is_ending or self.received else before)
@@ -155,4 +155,4 @@ def _obey_parent(parent: int) -> None:
 
 
 def _no_action(number: int, frame: Any) -> None:
-    """Handle a signal by doing nothing, because the thread of the watch acts on the signal."""
+    """Do nothing, because the thread of `SignalWatch` acts on the signal."""

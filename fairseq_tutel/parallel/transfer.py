@@ -42,7 +42,7 @@ def unpack(sent_RX: Tensor, transfer_dtype: str, dtype: torch.dtype) -> Tensor:
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    # `view` to another dtype needs new strides and a new offset, even for one row.
+    # Even for one row, `view` to another dtype can fail with the old strides and offset.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,4 @@
-"""The number of ranks, this process's rank, the common end of all ranks, and collectives of objects.
+"""The number of ranks, this process's rank, collectives of Python objects, and a common end of all ranks.
 
 Without torch.distributed, this process is the only rank. `operation` names a collective in errors.
 """

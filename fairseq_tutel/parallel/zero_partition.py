@@ -112,7 +112,7 @@ class Bucket:
         )
 
     def reduce_gradients(self) -> Started:
-        """Start to reduce gradients to the ranks that own them. The sum is added to `gradient`."""
+        """Start a reduce-scatter of the bucket's gradients, which adds this rank's sums to `gradient`."""
         share = self.share
         stacked = self._take_gradients()
         # As in data parallelism, divide before the sum, so that scaled fp16 gradients do not overflow.
@@ -192,7 +192,7 @@ class Bucket:
 
 
 def _rows(partition: Partition, stacked: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield one or two pairs of views of equal elements, one of a bucket [G, M] and one of a parameter."""
+    """Yield one or two pairs of views of the same elements, in a bucket [G, M] and in a parameter."""
     columns = stacked[:, partition.start : partition.start + partition.length]
     full, rest = divmod(flat.numel(), max(1, partition.length))
     yield columns[:full], flat[: full * partition.length].view(full, partition.length)

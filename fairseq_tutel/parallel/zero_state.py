@@ -23,10 +23,9 @@ MASTER = "fp32_master"
 class GradientReducer:
     """Sums gradients over ranks, bucket by bucket, so that each rank gets the elements that it owns.
 
-    With `eager`, gradients are summed during a backward pass. A bucket is sent when all gradients of this
-    bucket exist and all earlier buckets are sent. All ranks therefore call the same collectives, even if
-    some ranks do not use all parameters. The summed gradients may arrive only at the end of the backward
-    pass.
+    With `eager`, gradients are summed during a backward pass. A bucket is sent when all its gradients exist
+    and all earlier buckets are sent. All ranks therefore call the same collectives, even if some ranks do
+    not use all parameters. The summed gradients may arrive only at the end of the backward pass.
     """
 
     def __init__(self, buckets: Sequence[Bucket], world_size: int, eager: bool) -> None:
@@ -62,7 +61,7 @@ class GradientReducer:
             self._send()
 
     def finish_backward(self) -> None:
-        """Reduce the gradients that the backward pass has not sent. Collective. Collective.
+        """Reduce the gradients that the backward pass has not sent. Collective.
 
         Gradients are left if this rank did not use all parameters.
         """
@@ -226,7 +225,7 @@ class ZeroState:
         partition, own = self.partitions[index], dict(state)
         shape = partition.parameter.shape
         for key, value in own.items():
-            # The step count may be a tensor, and a parameter may have no dimensions.
+            # A scalar, such as a step count, is not sharded unless the parameter is a scalar.
             if not torch.is_tensor(value) or key == "step" or (value.dim() == 0 and len(shape) > 0):
                 continue
             if value.shape != shape:

@@ -58,7 +58,7 @@ def write(plan: Plan, path: Path) -> None:
 
 
 class PlacedPlan(NamedTuple):
-    """A plan of a training run that the checker accepted; `name` is the file name without .json."""
+    """A training run's plan, which the checker accepted; `name` is the file name without .json."""
 
     name: str
     plan: Plan
@@ -82,7 +82,7 @@ def read_run(path: str) -> tuple[PlacedPlan, ...]:
             plan = read(file)
             placed.append(PlacedPlan(file.stem, plan, check(plan)))
         except ValueError as error:
-            where = f"{file}: " if isinstance(error, PlanError) else ""  # The error names the file.
+            where = f"{file}: " if isinstance(error, PlanError) else ""  # Other errors name the file.
             raise ValueError(f"{OPTION}: {where}{error}") from error
     if not placed:
         raise ValueError(

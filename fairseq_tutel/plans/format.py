@@ -9,10 +9,10 @@ content of `out`. In an all_reduce, all data of a rank is one shard.
 
 | collective     | in    | out   | final content                                       |
 |----------------|-------|-------|-----------------------------------------------------|
-| all_gather     | C     | N * C | out[g, c] = in of rank g [c]                        |
-| reduce_scatter | N * C | C     | out[c] of rank r = sum over g of in of rank g [r, c]|
-| all_reduce     | C     | C     | out[c] = sum over g of in of rank g [c]             |
-| all_to_all     | N * C | N * C | out[s, c] of rank r = in of rank s [r, c]           |
+| all_gather     | C     | N * C | out[g, c] = in[c] of rank g                         |
+| reduce_scatter | N * C | C     | out[c] of rank r = sum over g of in[r, c] of rank g |
+| all_reduce     | C     | C     | out[c] = sum over g of in[c] of rank g              |
+| all_to_all     | N * C | N * C | out[s, c] of rank r = in[r, c] of rank s            |
 
 The buffer `in` is never written. Between calls, the caller on each rank owns the buffers `in` and `out`.
 The buffer `tmp` has S chunks, and exists twice for alternate calls. A rank that is one call ahead therefore
@@ -105,8 +105,8 @@ class Plan:
 
     Attributes:
         programs: the lanes of each rank.
-        min_bytes: the least bytes of a rank's `in` for which the plan is meant.
-        max_bytes: the most bytes of a rank's `in` for which the plan is meant; None means no limit.
+        min_bytes: the smallest number of bytes in a rank's `in` for which the plan is meant.
+        max_bytes: the largest number of bytes in a rank's `in`; None means no limit.
         network: the digest of the network for which the plan was made; "" means any network.
     """
 

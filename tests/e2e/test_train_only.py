@@ -1,10 +1,12 @@
 """--moe-train-only in fairseq-train: frozen weights keep their bits, on two ranks and after a resume."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from cli import fairseq, refused
+from cli import HYDRA, USER_DIR, fairseq, refused
 from equality import same_bits
 from models import dense_lm_args, mt_args
 
@@ -65,3 +67,20 @@ def test_a_dense_run_trains_only_embeddings_and_cannot_resume_with_all_parameter
     after = _weights(tmp_path)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all("embed_tokens" in name or "output_projection" in name for name in changed)
+
+
+@pytest.mark.parametrize(("what", "code"), [("'expert:0,3'", 0), ("nothing", 1)])
+def test_fairseq_hydra_train_without_a_preloaded_plugin_reads_the_option(what, code, lm_data, tmp_path):
+    words = (
+        "--config-dir", HYDRA, "--config-name", "tiny_lm", f"task.data={lm_data}",
+        f"common.user_dir={USER_DIR}",
+        f"+task.moe_train_only={what}", "++optimizer.weight_decay=0", "++common.cpu=true",
+        "optimization.max_update=1", "++checkpoint.no_save=true", "++dataset.disable_validation=true",
+    )  # fmt: skip
+    command = [sys.executable, "-m", "fairseq_cli.hydra_train", *map(str, words)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    printed = done.stdout + done.stderr
+    assert done.returncode == code, printed
+    assert (
+        "--moe-train-only expert:0,3: this rank trains" if code == 0 else "names no parameter"
+    ) in printed

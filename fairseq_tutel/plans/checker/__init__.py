@@ -58,7 +58,7 @@ def check(plan: Plan) -> Report:
         PlanError: the plan is malformed, may hang or race, or gives a wrong result. The error message is
             one sentence with the rank, lane and step.
     """
-    # Only this check needs numpy. Tools import this module to print their help.
+    # Only this check needs numpy, which tools must not import when they print their help.
     from fairseq_tutel.plans.checker.races import check_races
 
     check_shape(plan)

@@ -149,7 +149,7 @@ def _check_results(plan: Plan, order: Order, held: Held) -> None:
 
 
 def _wanted(plan: Plan, rank: int, chunk: int) -> tuple[int, int]:
-    """Return the input chunk of which an output chunk must be the sum, and the summed ranks as bits."""
+    """Return the index of the input chunk that an output chunk must sum, and the summed ranks as bits."""
     everyone = (1 << plan.ranks) - 1
     other, offset = divmod(chunk, plan.chunks)
     match plan.collective:

@@ -53,8 +53,8 @@ class Order:
     def _match(self) -> None:
         by_kind: dict[tuple[str, int, int | None], list[int]] = defaultdict(list)
         signal_of: dict[int, int] = {}
-        issued: dict[int | None, list[int]] = defaultdict(list)  # By channel, puts before the next signal.
-        unread: dict[int | None, list[int]] = defaultdict(list)  # By channel, puts before the next flush.
+        issued: dict[int | None, list[int]] = defaultdict(list)  # Each channel's puts without a signal.
+        unread: dict[int | None, list[int]] = defaultdict(list)  # Each channel's puts without a flush.
         for number, step in enumerate(self.steps):
             if step.op == "put":
                 issued[step.channel].append(number)

@@ -80,7 +80,7 @@ def walk(plan: Plan) -> Walked:
 class Layout:
     """The position and length, in elements, of each chunk in one call of a collective plan.
 
-    Each row has `width` elements. With a window, the layout covers only the elements of each chunk inside
+    `sizes` counts rows of `width` elements. With a window, the layout covers only each chunk's elements in
     the window, and slots have the window's length. Positions in `in` and `out` ignore the window.
     """
 

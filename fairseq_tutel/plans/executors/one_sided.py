@@ -2,12 +2,13 @@
 
 A call divides each chunk into slices, and runs the plan once per slice. The memory regions are therefore
 small and stay in the processor's caches. The division into chunks does not depend on the slices, so slices
-do not change the order of a sum. A signal increments a counter. `Program` makes the steps of a slice once
-per size. If a lane would have to wait, the next lane of the rank runs.
+do not change the order of a sum. A signal increments a counter. The steps of a slice are made once per data
+size. If a lane would have to wait, the next lane of the rank runs.
 
-Each rank has a memory region to which other ranks write, with two buffers:
+Each rank has a memory region to which other ranks write. A slot of a region holds a slice of one chunk. A
+region has the slots of two buffers, in this order:
 
-- `tmp` exists twice, for even and odd calls.
+- `tmp` exists twice, for even and then for odd calls.
 - `staged` replaces `out` if a plan puts into another rank's `out`, and is copied to `out` at the end.
 
 `in` is the caller's tensor, and so is `out` unless `staged` replaces `out`. A put is a copy that finishes
@@ -58,9 +59,9 @@ Views = tuple[list[Any], list[Any]]
 class Steps(NamedTuple):
     """The steps of a collective plan that one rank runs for one slice of the data.
 
-    `lanes` has the steps of each lane, and `last` has the steps after all lanes. Views are numbered:
-    `callers` are views of the caller's tensors, `regions` of shared memory, and `summed` are views in sums.
-    `opened` has the opened views of regions, for even and odd calls.
+    `lanes` has the steps of each lane, and `last` has the steps after all lanes. `callers` and `regions`
+    are numbered views of the caller's tensors and of shared memory. `summed` has the numbers of views in
+    sums. `opened` has the opened views of regions, for even and odd calls.
     """
 
     lanes: list[list[Step]]
@@ -266,8 +267,6 @@ class OneSided:
             at += 1
         return at
 
-    # A region has the slots of `tmp` for even calls, then of `tmp` for odd calls, then of `staged`.
-
     def _bytes(self, slot: int) -> int:
         """Return the bytes of a rank's memory region if each slot has `slot` bytes."""
         return slot * (2 * self.plan.temporary + self._program.staged)
@@ -285,7 +284,7 @@ class OneSided:
         return arrays, tensors
 
     def _grow(self, needed: int) -> None:
-        """Share memory with larger slots if the host has enough; smaller slots need more slices."""
+        """Replace the shared memory by memory with larger slots if the host has enough memory."""
         slot = self._slot
         while slot < min(needed, self._most):
             slot = min(GROWTH * slot, self._most)

@@ -2,7 +2,7 @@
 
 The collective plan runs in rounds. In each round, a rank sends at most one message to each other rank. A
 message has all chunks for one rank in this round. Between rounds, the rank copies and sums chunks in the
-order of the plan. Only the rank itself writes its memory, so each call has a separate `tmp` buffer.
+order of the plan. Only the rank itself writes its memory, so each call can allocate a new `tmp` buffer.
 
 `start` sends the messages of the first round, and `wait` sends those of later rounds. All ranks of a group
 must therefore start and wait for calls in the same order. On a GPU, the host never waits for messages.

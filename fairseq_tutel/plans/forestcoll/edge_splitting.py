@@ -45,7 +45,7 @@ class _Splitting:
     def remove(self, switch: int) -> None:
         """Replace all links of a switch by links between the vertices that the switch connects.
 
-        Links are first split evenly, which makes lower trees. Links from a vertex to itself come last.
+        Links are first split evenly, so that trees have less depth. Links from a vertex to itself are last.
         """
         self._split_evenly(switch, list(self._even(switch)))
         into, out = self._neighbours(switch)

@@ -26,8 +26,8 @@ def ring(collective: str, ranks: int) -> Plan:
             _sum_along(w, r, ("out", 0))
         else:
             _sum_along(w, r, ("out", r))
-            # In the ring all_reduce, the last sum includes data of the next rank, so this rank has begun
-            # the call.
+            # In the ring all_reduce, the last sum includes data of the next rank, so the next rank has
+            # begun the call.
             _pass_on(w, r, ("out", r))
         w.flush(r, (r + 1) % ranks)
     chunks = ranks if collective == "all_reduce" else 1
@@ -106,7 +106,7 @@ def hierarchical(collective: str, ranks: int, *, nodes: int) -> Plan:
     for r in range(ranks):
         a, i = divmod(r, local)
         node, alike = range(a * local, (a + 1) * local), range(i, ranks, local)
-        # tmp[local + node] holds slice i, summed within that node.
+        # tmp[local + b] gets the sum of chunk i over the ranks of node b.
         w.reduce(r, _scatter(w, r, node), ("tmp", local + a))
         others = _send_to_each(w, r, alike, [("tmp", local + a)] * nodes, ("tmp", local + a))
         _wait_for_each(w, r, others)
@@ -165,7 +165,7 @@ def _send_to_each(
 
 
 def _scatter(w: Writer, rank: int, members: Sequence[int]) -> list[Chunk]:
-    """Add steps that send chunk i of `in` to the i-th rank; return this rank's chunks from all ranks."""
+    """Add steps that send chunk i of `in` to the i-th rank; return where this rank's chunks are."""
     own, count = members.index(rank), len(members)
     peers = _send_to_each(w, rank, members, [("in", i) for i in range(count)], ("tmp", own))
     _wait_for_each(w, rank, peers)

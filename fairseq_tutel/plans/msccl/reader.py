@@ -18,7 +18,7 @@ and dependencies between blocks become posts and pends. A flush precedes an over
 If an algorithm runs in place (inplace is 1 and outofplace is not), it uses only `out`, to which `in` is
 copied first. For an in-place reduce_scatter, a part of `tmp` replaces `out`.
 
-The XML format is that of MSCCLang (Cowan et al. 2023), as MSCCL's interpreter runs its files.
+The format is from MSCCLang (Cowan et al. 2023), and the meaning of the steps from MSCCL's interpreter.
 """
 
 import re
@@ -69,7 +69,7 @@ def from_xml(text: str | bytes) -> Plan:
     """Convert the XML text of an MSCCL algorithm to a collective plan, without checking the plan's steps.
 
     Raises:
-        PlanError: the text is malformed, or cannot be converted. The error message names the element.
+        PlanError: the text is malformed, or cannot be converted. The error message names the XML element.
     """
     algorithm = _parse(text)
     ranks = _number(algorithm, "ngpus", 1)

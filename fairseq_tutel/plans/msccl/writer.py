@@ -123,7 +123,7 @@ def _add_blocks(gpu: ET.Element, steps: list[_Written], plan: Plan, numbers: lis
         if step.block not in blocks:
             blocks[step.block] = _new_block(gpu, step.block, plan, numbers)
         block, seen = blocks[step.block], known[step.block]
-        needs: dict[str, int] = {}  # By block, the last step that may not have ended.
+        needs: dict[str, int] = {}  # Maps a block to its last step that may not have ended.
         for other in sorted(before):
             block_id = blocks[steps[other].block].get("id", "")
             if block_id != block.get("id") and seen.get(block_id, -1) < other:
@@ -148,7 +148,7 @@ def _new_block(gpu: ET.Element, end: End, plan: Plan, numbers: list[int]) -> ET.
 def _add_step(
     block: ET.Element, attributes: dict[str, str], block_id: str | None, leaf: ET.Element | None
 ) -> ET.Element:
-    """Add a step, which depends on step `leaf` of block `block_id` if given, to a thread block."""
+    """Add a step to a thread block; the step depends on step `leaf`, if given, of block `block_id`."""
     deps = {"depid": "-1", "deps": "-1", "hasdep": "0"}
     if block_id is not None and leaf is not None:
         leaf.set("hasdep", "1")

@@ -64,6 +64,7 @@ from fairseq_tutel.plugin.registration.process import (
 from fairseq_tutel.plugin.registration.variants import give_system_options
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training import preemption, save, startup
+from fairseq_tutel.plugin.training.own_layers import MoETrainer
 
 
 def call_main(original: Any) -> Any:
@@ -179,6 +180,9 @@ def install() -> None:
     for name, value in NUMPY_NAMES.items():
         if name not in vars(numpy):  # hasattr would print a warning.
             setattr(numpy, name, value)
+    # fairseq-hydra-train imports the plugin too late for `call_main`, but before it looks up the Trainer.
+    if (training := sys.modules.get("fairseq_cli.train")) is not None:
+        vars(training)["Trainer"] = MoETrainer
     atexit.register(end_readers)
     sys.excepthook = excepthook(sys.excepthook)
 

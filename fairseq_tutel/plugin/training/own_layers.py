@@ -59,7 +59,7 @@ class MoETrainer(Trainer):
     ) -> Any:
         """Load a checkpoint if there is one, and check its content; end a run that reached --max-update."""
         found = dictionaries.fingerprints_of(self.get_model())
-        with RUN.having(dictionaries=found, loads_optimizer=not reset_optimizer):
+        with RUN.having(cfg=self.cfg, dictionaries=found, loads_optimizer=not reset_optimizer):
             extra_state = super().load_checkpoint(filename, reset_optimizer, *args, **kwargs)
         if extra_state is not None:
             refuse_loaded(self.cfg, self)
