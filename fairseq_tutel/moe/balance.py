@@ -214,6 +214,10 @@ class BalanceBias(nn.Module):
         self.bias.add_(below_E.sign().to(self.bias.dtype), alpha=self.rate)
         self.load.zero_()
 
+    def freeze(self) -> None:
+        """Keep the bias at its present value in all later updates."""
+        self.rate = 0.0
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         # If a checkpoint has no balance bias, the bias stays at its initial value.
         state_dict.setdefault(prefix + "bias", self.bias)

@@ -54,7 +54,7 @@ def freeze(root: Any, model: nn.Module) -> None:
         if hasattr(module, "precheckpoint_forward") and any(p.requires_grad for p in module.parameters()):
             module.register_forward_pre_hook(_with_gradient)
         elif isinstance(module, BalanceBias) and not trained & parts["gates"]:
-            module.rate = 0.0
+            module.freeze()
     count = sum(parameter.numel() for parameter in trained if parameter.requires_grad)
     every = sum(parameter.numel() for parameter in model.parameters())
     logger.info(
