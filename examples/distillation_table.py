@@ -1,7 +1,7 @@
 """Print the table of examples/distillation.sh: python examples/distillation_table.py OUT.
 
-The table has mean perplexities on the report half, with standard deviations over seeds. "Against" is the
-difference to the student without a teacher with the same seed. The column "seconds" has the training time.
+The table has mean perplexities on the second half of valid, with standard deviations over seeds. "Against"
+is the difference to the student without a teacher and with the same seed. "Seconds" is the training time.
 """
 
 import re

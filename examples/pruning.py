@@ -8,8 +8,8 @@ layer. Loads and importances of experts are collected on the first 2,000 sentenc
 is measured on valid. A fraction of each layer's experts is kept; with "global", a fraction of the whole
 model's experts. The selection "random" keeps the same random experts in all layers. BLEU is measured on
 test for models that keep the experts with the highest load or importance. Models and results that already
-exist in OUT are skipped. At the end, a table is printed. Environment: SEEDS ("1 2 3"), SHARES ("0.75 0.5
-0.25"), OMP_NUM_THREADS (all cores).
+exist in OUT are skipped. At the end, a table is printed. Environment variables with defaults: SEEDS ("1 2
+3"), SHARES ("0.75 0.5 0.25"), OMP_NUM_THREADS (all cores).
 """
 
 import json
@@ -28,7 +28,7 @@ WAYS = {
     "load, global": ("load", "--globally"),
     "importance, global": ("importance", "--globally"),
 }
-TRANSLATED = ("load", "importance")  # BLEU is measured for these selections of experts
+TRANSLATED = ("load", "importance")  # BLEU is measured for these selections.
 
 
 def results(data: Path, folder: Path, seed: int, shares: list[float]) -> dict[str, float]:

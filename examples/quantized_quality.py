@@ -7,7 +7,7 @@ translation_model.py is trained for 300 updates, with the dimensions of quicksta
 layer. The command `convert sharded` stores the model's experts in each format. Perplexity on valid and BLEU
 on test are measured with experts in an expert store (on-demand). Models and results that already exist in
 OUT are skipped. OUT may be the folder of pruning.py, which trains the same models. At the end, a table is
-printed. Environment: SEEDS ("1 2 3"), OMP_NUM_THREADS (all cores).
+printed. Environment variables with defaults: SEEDS ("1 2 3"), OMP_NUM_THREADS (all cores).
 """
 
 import json

@@ -1,10 +1,10 @@
 """Print the table of examples/routing_study.sh: python examples/routing_table.py OUT.
 
-The columns are: perplexity on the report half, with the training capacity and without dropping; the share
+The columns are: perplexity on half of valid, with the training capacity and without dropping; the share
 of dropped assignments; and the busiest expert's load relative to an even share, over 20 updates and
 averaged over layers. The shares and loads are from the last 100 updates. The table shows means over seeds
-with standard deviations. The column "against" is the difference in perplexity to the drop policy position
-with the same seed and capacity, or in dropless training to the balance loss gshard.
+with standard deviations. The column "against" is the difference in perplexity to the run with the same seed
+and capacity and the drop policy position or, in dropless training, the balance loss gshard.
 """
 
 import re

@@ -4,12 +4,12 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-# Key in the extra state: a dictionary from module names, such as "decoder", to fingerprints.
+# Key in the extra state, with a dict from module names, such as "decoder", to fingerprints.
 KEY = "dictionaries"
 
 
 def symbols_of(dictionary: Any) -> list[str]:
-    """Return the symbols of a fairseq dictionary; a truncated one also holds the symbols it leaves out."""
+    """Return a fairseq dictionary's symbols; a TruncatedDictionary is shorter than its list `symbols`."""
     return list(dictionary.symbols[: len(dictionary)])
 
 
@@ -26,10 +26,10 @@ def fingerprints_of(model: Any) -> dict[str, str]:
 
 
 def refuse_other_dictionaries(found: Mapping[str, str], state: Mapping[str, Any], path: Any) -> None:
-    """Raise ValueError if a checkpoint was saved with other symbols, or another order, than a model has.
+    """Raise ValueError if a checkpoint's dictionaries differ from a model's in symbols or their order.
 
-    Dictionaries of different lengths are not compared: the model converts or rejects such weights when it
-    loads them. Checkpoints of older versions and of stock fairseq have no fingerprints.
+    Dictionaries of different lengths are not compared, because the model converts or rejects their weights
+    when it loads them. Checkpoints of older versions and of stock fairseq have no fingerprints.
     """
     saved = (state.get("extra_state") or {}).get(KEY) or {}
     for name, own in found.items():

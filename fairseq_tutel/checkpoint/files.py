@@ -36,7 +36,7 @@ def is_not_a_file(path: str | os.PathLike) -> bool:
 
 
 def checkpoint_in(path: Path, flag: str) -> Path:
-    """Return a file's path, or the path of a folder's best checkpoint, checkpoint_last.pt or model.pt.
+    """Return a file's path, or the path of the first file in `USUAL` that a folder has.
 
     Raises:
         ValueError: the folder has no checkpoint; the message contains the flag.

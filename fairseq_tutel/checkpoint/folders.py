@@ -2,8 +2,8 @@
 
 SAVE_DIR/experts/writing-89abcdef is incomplete. A complete folder is named
 SAVE_DIR/experts/0123456789abcdef, where the number is a hash of its content. An expert folder is in use
-when a complete checkpoint file names the folder. Other processes cannot detect earlier that a folder is
-needed, so they delete a folder only if it is at least one hour old.
+when a complete checkpoint file names the folder. Until then, other processes cannot detect that the folder
+is needed, so they delete a folder only if it is at least one hour old.
 """
 
 import hashlib

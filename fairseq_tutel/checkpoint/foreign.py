@@ -42,7 +42,7 @@ def refuse_malformed(state: Any, path: str) -> None:
 
 
 def refuse_weights(weights: Mapping[str, Any], path: str) -> None:
-    """Raise ValueError for a weight or bias of integers, which torch would convert."""
+    """Raise ValueError for an integer weight or bias, which torch would convert to floating-point."""
     for key, value in weights.items():
         # In some models, attention masks are buffers named "bias".
         if (

@@ -258,7 +258,7 @@ def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
 
 
 def _bytes(content: Any) -> int:
-    """Return the bytes of all tensors in nested containers; a storage that tensors share counts once."""
+    """Return the total size of all tensors in nested containers in bytes; shared storages count once."""
     storages = [t.untyped_storage() for _, _, t in walk(content) if isinstance(t, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -53,8 +53,8 @@ class Variation:
     )
     gate_spread: float = table_option(
         10.0,
-        "size of what each copy of a MoE model's experts adds to its gate logits, for a token with root "
-        "mean square 1; larger values change the outputs less, and raise the z loss",
+        "standard deviation of the number added to the gate logits of a copy of a MoE model's experts, for "
+        "a token with root mean square 1; larger values change the outputs less, and raise the z loss",
         of="tool",
         rule=NOT_NEGATIVE,
     )
@@ -148,7 +148,7 @@ FOLDER: dict[str, Any] = {"output": "the folder to write", "is_folder": True}
 WITH_EXPERTS = "a checkpoint with experts"
 STATISTICS = "read loads and importances from this file of `tokens --output-statistics`"
 GLOBALLY = (
-    "take --share of the whole model; each layer keeps the same share of its total load or importance"
+    "keep --share of all layers' experts; each layer keeps the same share of its total load or importance"
 )
 PREFIX = (
     "start of the names of the ranks' files PREFIX0-of-N, PREFIX1-of-N, …; or a pattern with {rank} and "
@@ -188,7 +188,7 @@ MoE layers must be every F-th layer for some F.""",
         source="a dense or MoE checkpoint",
         options=(
             option(
-                "--drop-layers", "layers of the decoder, or only stack, to remove: such as 1,3", "LAYERS"
+                "--drop-layers", "layers to remove from the decoder or only stack, such as 1,3", "LAYERS"
             ),
             option("--encoder-drop-layers", "the layers of the encoder to remove", "LAYERS"),
         ),
@@ -258,7 +258,7 @@ whose outputs may change.""",
         source=WITH_EXPERTS,
         options=(
             option(
-                "--experts", "such as 0,1, all or decoder_1=3 decoder_3=0", "IDS", nargs="+", required=True
+                "--experts", "IDs: 0,1, all or decoder_1=3 decoder_3=0", "IDS", nargs="+", required=True
             ),
         ),
     ),
@@ -267,19 +267,19 @@ whose outputs may change.""",
         call="vocabulary:run",
         text="""Change the dictionary of a dense or MoE checkpoint, or add words or languages.
 
-Symbols keep their embeddings and output weights. A new row starts at the mean of all rows, and that of a
-language's token at the mean of the other languages'. --add-words and --add-languages write new
-dictionaries next to the output. Train the new checkpoint with --finetune-from-model.""",
+Symbols keep their embeddings and output weights. The row of a new word is the mean of the old words' rows.
+The row of a new language's token is the mean of the other languages' rows. --add-words and --add-languages
+write new dictionaries next to the output. Train the new checkpoint with --finetune-from-model.""",
         example="SAVE/checkpoint_best.pt --output new/model.pt --add-languages nld_Latn --like deu_Latn",
         source="a dense or MoE checkpoint",
         options=(
             option("--add-languages", "languages to append to --langs, in order", "LANG", nargs="+"),
-            option("--like", "copy the token of this language for new languages", "LANG"),
+            option("--like", "language whose token is copied for new languages", "LANG"),
             option("--old-data", "folder of old dictionaries [the training run's]", "FOLDER", type=Path),
         ),
         exclusive=(
             option("--data", "folder of the new dictionaries", "FOLDER", type=Path),
-            option("--add-words", "text file with one word a line to append", "FILE", type=Path),
+            option("--add-words", "text file with words to append, one per line", "FILE", type=Path),
         ),
     ),
     Conversion(
@@ -313,7 +313,7 @@ keep their bits; optimizer state and data position are left out. If the model wa
         example="META/checkpoint_best.pt --output model.pt",
         source="common name of the files: best.pt or best for best-shared.pt, best-rank-0.pt, …",
         inputs="files",
-        options=(option("--dictionary", "of a model with tags [the training run's]", "FILE", type=Path),),
+        options=(option("--dictionary", "dictionary, for tags [the training run's]", "FILE", type=Path),),
     ),
     Conversion(
         name="tutel",
@@ -333,7 +333,7 @@ or moe_transformer.""",
             option("--namespace", "keys that lead to the weights, as a/b [model, if it exists]", "KEYS"),
             option(
                 "--expert-activation",
-                "of a fairseq checkpoint [linear]",
+                "activation of the experts in a fairseq checkpoint [linear]",
                 choices=ACTIVATIONS,
                 default="linear",
             ),

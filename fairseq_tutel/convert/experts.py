@@ -265,7 +265,7 @@ def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig) -> bool:
 def kept_by_share(
     scores: Mapping[Layer, Sequence[float]], share: float, least: Mapping[Layer, int], globally: bool
 ) -> dict[Layer, list[int]]:
-    """Return the sorted IDs of the experts to keep, a fraction of the experts of each layer.
+    """Return the sorted IDs of the experts to keep in each layer, a fraction of all experts.
 
     By default, each layer keeps the same fraction of its experts: those with the highest scores. With
     `globally`, the fraction of experts to keep refers to the whole model. With `globally`, each layer keeps
@@ -284,7 +284,7 @@ def kept_by_share(
     if not globally:
         counts = {layer: max(least[layer], _rounded(share * len(ids))) for layer, ids in ranked.items()}
     else:
-        # In this order, experts are added until they have the fraction t of the layer's score.
+        # t is the fraction of the layer's score that an expert and all better experts have together.
         order = []
         for layer, ids in ranked.items():
             sums = accumulate(scores[layer][i] / sum(scores[layer]) for i in ids)

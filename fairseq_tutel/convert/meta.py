@@ -57,7 +57,7 @@ OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "moe_eval_capacity_token_fraction": (0.25, lambda v: v if v > 0 else -1.0),
     **dict.fromkeys(("moe_eom", "moe_fom", "moe_local_drop", "cmr_gate_drop"), (0.0, float)),
     **dict.fromkeys(("moe_cmr", "moe_eval_capacity_max_seqlen"), (False, bool)),
-    # Two options in Meta's branch set the number of ranks that exchange rows.
+    # In Meta's branch, two values stand for the number of ranks that exchange rows.
     "moe_normalize_expert_grad": (
         "world_size",
         lambda v: "sqrt_world_size" if str(v).startswith("sqrt") else "world_size",
@@ -93,7 +93,7 @@ REFUSED = {
 TAGGED, TAGS = "add_data_source_prefix_tags", ("<MINED_DATA>", "<MMT_BT_DATA>", "<SMT_BT_DATA>")
 # Task options that name dictionaries, and their values for dictionaries next to the checkpoint.
 OWN_DICTIONARIES = {"data": "", "fixed_dictionary": None, "source_dict": None, "target_dict": None}
-# For options of Meta's branch that do not affect the outputs, what changes without this option.
+# For each option of Meta's branch that does not affect the outputs, what changes without the option.
 LEFT_OUT = {
     "no_emb_dropout": "training in fairseq_tutel applies --dropout to embeddings",
     "dummy_a2a": "fairseq_tutel always exchanges rows",

@@ -1,10 +1,10 @@
 """Adds experts to a MoE checkpoint: `convert upcycle` of a model that has experts already.
 
-E experts, D model_dim. Each expert gets n - 1 copies; its copies are neighbors. Equal gate rows would give
-a token all copies of its best expert instead of its top_k experts. So copy c of every expert adds the same
-random vector u_c [D] to the gate row. The logits of all experts' copies c then differ from the old logits
-by the same number u_c x. If the vectors are large, the copies with the largest u_c x win together, and the
-softmax over them equals the old one: a token keeps its experts and their weights.
+Each expert is replaced by n neighboring copies. With equal gate rows, a token would choose all copies of
+its best expert instead of its top_k experts. The same random vector u_c [model_dim] is therefore added to
+the gate rows of the c-th copies of all experts. For a token x, the logits of these copies all increase by
+u_c x. If the vectors are large, x chooses only the copies with the largest u_c x. The softmax over these
+copies equals the old softmax, so the token keeps its experts and their weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from fairseq_tutel.moe.build import seeded_generator
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin.registration.flags import expert_counts
 
-# Copies are only exact if the weights are a softmax of linear maps, and tokens choose their experts.
+# Outputs stay equal only if tokens choose experts, and weights are a softmax of a linear gate's logits.
 COPIED = ("softmax", "tokens", "linear", "biased")
 
 
@@ -28,7 +28,7 @@ def add_experts(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> 
     """Multiply the numbers of experts of a MoE checkpoint, in place; return a summary.
 
     `given` has options of the experts, by key; only moe_expert_count is accepted. `how` sets the sizes of
-    the changes to the copies. Raises ValueError for other options, and for gates that cannot be copied.
+    the changes to copies and gates. Raises ValueError for other options, and if gates cannot be copied.
     """
     kept = Variation(seed=how.seed, expert_noise=how.expert_noise, gate_spread=how.gate_spread)
     if {*given} != {"moe_expert_count"} or how != kept:
@@ -80,7 +80,7 @@ def _vary(
             expert += (noise * size * (i % copies > 0)).to(expert.dtype)
     for name in gates:
         rows = weights[name]
-        if rows.dim() == 2:  # not the bias
+        if rows.dim() == 2:  # The gate's bias has one dimension.
             vectors_nD = torch.randn(copies, rows.shape[1], generator=generator)
             vectors_nD *= how.gate_spread / rows.shape[1] ** 0.5
             rows += vectors_nD.repeat(len(rows) // copies, 1).to(rows.dtype)

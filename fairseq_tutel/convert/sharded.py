@@ -59,7 +59,7 @@ def to_full(saved: SavedModel, target: Path) -> None:
 def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
     """Read a sharded tensor into a tensor that is memory-mapped to an unnamed file in `folder`.
 
-    torch.save needs all tensors at once, but all tensors may not fit into memory.
+    torch.save needs all tensors at once, but memory may be too small for them.
     """
     count = math.prod(sharded.shape)
     if count == 0:
@@ -99,7 +99,7 @@ def to_sharded(
             if tensor.expert_dtype:
                 errors[key] = tensor.error
         saved.write(target)
-    except BaseException:  # No checkpoint names this folder.
+    except BaseException:  # After an error, no checkpoint names the folder.
         if committed is not None and target.parent / committed not in before:
             shutil.rmtree(target.parent / committed, ignore_errors=True)
         with contextlib.suppress(OSError):

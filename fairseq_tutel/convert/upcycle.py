@@ -156,7 +156,7 @@ def _chosen(args: argparse.Namespace, layers: list[Layer]) -> list[Layer]:
 
 
 def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
-    """Return the number of experts that each FFN is split into; raise ValueError if it is impossible."""
+    """Return the number of experts that each FFN is split into; raise ValueError if it cannot be split."""
     if config.expert_type != "ffn":
         raise ValueError(
             f"{label_of('expert_type')} is {config.expert_type!r}, but a dense FFN can be copied only to "

@@ -21,15 +21,15 @@ from fairseq_tutel.convert.released.vocabulary import SPECIAL, Vocabulary
 from fairseq_tutel.convert.sharded import to_full
 from fairseq_tutel.plugin.hub import data_folder
 
-# Tensors with one row for each symbol. Adaptive inputs and an adaptive softmax have one for each band.
+# Names of tensors with a row per symbol; adaptive inputs and softmaxes have one per band of symbols.
 TABLE = re.compile(
     r"(?P<bands>.*(embed_tokens\.embeddings|adaptive_softmax))"
     r"\.(\d+\.0\.weight|head\.(word_proj\.(1\.)?)?weight|tail\.\d+\.2\.weight)"
     r"|.*\b(embed_tokens\.weight|output_projection\.weight|embed_out|(lm_head|fc_out)\.(weight|bias))"
 )
-# Tokens of a language in fairseq's tasks, and the endings of its name for other kinds of data.
+# Forms of a language's token in fairseq's tasks; suffixes of its name for denoising and mined data.
 FORMS, ENDINGS = ("__{}__", "[{}]", "<{}>"), ("", "_dae", "_mined")
-Examples = Mapping[str, Sequence[str]]  # new symbol -> old symbols, at the mean of whose rows it starts
+Examples = Mapping[str, Sequence[str]]  # For a new symbol, the old symbols whose rows are averaged.
 
 
 def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
 def _task(saved: SavedModel, folder: Path, changed: Mapping[str, Any]) -> Any:
     try:
         return task_of(saved, {**changed, "data": str(folder)})
-    except Exception as error:  # fairseq's tasks raise many types, such as AssertionError
+    except Exception as error:  # fairseq's tasks raise many error types.
         raise ValueError(
             f"{folder} has no dictionaries of INPUT's task {saved.name('task')} ({error}); give another "
             "folder as --data or --old-data."
@@ -85,7 +85,7 @@ def _task(saved: SavedModel, folder: Path, changed: Mapping[str, Any]) -> Any:
 def _extended(
     options: Mapping[str, Any], folder: Path, words: Path | None, languages: list[str], added: list[str]
 ) -> Vocabulary:
-    """Return a task's dictionary files with the words of a file, and the files of added languages."""
+    """Return a task's dictionary files, with the words of a file added, and files of new languages."""
     from fairseq.data import Dictionary
 
     fixed = options.get("fixed_dictionary")
@@ -95,7 +95,7 @@ def _extended(
     lines = words.read_text(encoding="utf-8").split("\n") if words else []
     found = dict.fromkeys(word for line in lines if (word := re.split("[ \t\r]", line)[0]))
     names = [f"dict.{language}.txt" for language in ((*languages, *added) if fixed else added)]
-    first: dict[str, str] = {}  # text of a file -> its name, to which files with the same text are links
+    first: dict[str, str] = {}  # For each text, its first file; other files with this text are links.
     links = {path.name: first.setdefault(path.read_text(encoding="utf-8"), path.name) for path in paths}
     if names and len(first) > 1:
         raise ValueError("INPUT's languages have different dictionaries; give --data with --add-languages.")
@@ -114,7 +114,7 @@ def _tokens(language: str) -> list[str]:
 def _convert(
     saved: SavedModel, old: Any, new: Any, examples: Examples, apart: Collection[str]
 ) -> list[str]:
-    """Replace the tables of a checkpoint, in place; return a line for each pair of dictionaries."""
+    """Fit a checkpoint's tables to new dictionaries, in place; return a line for each dictionary."""
     tables: dict[str, list[str]] = {}
     for name in saved.weights:
         if match := TABLE.fullmatch(name):
@@ -122,12 +122,12 @@ def _convert(
     if not tables:
         raise ValueError(f"INPUT names {saved.path}, whose model has no dictionary; give another file.")
     weights, lines, before, after = dict(saved.weights), {}, {}, {}
-    tied: dict[tuple, Tensor] = {}  # tensors that share memory before share it afterwards
+    tied: dict[tuple, Tensor] = {}  # Tensors that shared memory share memory again.
     for owner, (*bands, last) in tables.items():
         symbols, made = (symbols_of(_dictionary(task, owner, weights)) for task in (old, new))
         prints = fingerprint(symbols), fingerprint(made)
         table, start = weights[last], len(symbols) - len(weights[last])
-        # The head of an adaptive softmax may have a further row for each other band.
+        # The head of an adaptive softmax may have one more row for each of the other bands.
         if sum(len(weights[name]) for name in bands) - start not in (0, len(bands)):
             raise ValueError(
                 f"{owner} of INPUT does not have {len(symbols)} rows, one for each symbol of the training "
@@ -155,7 +155,7 @@ def _convert(
 def _dictionary(task: Any, name: str, weights: Collection[str]) -> Any:
     """Return the dictionary whose symbols are the rows of a table."""
     encoder = re.compile(r"(^|\.)encoder\.")
-    # In a language model, the embeddings of the decoder are those of the source.
+    # In a language model, the decoder's embeddings belong to the source dictionary.
     is_source = encoder.search(name) or ("embed_tokens" in name and not any(map(encoder.search, weights)))
     if pair := re.match(r"models\.([^.-]+)-([^.]+)\.", name):  # multilingual_translation
         return task.dicts[pair[1] if is_source else pair[2]]
@@ -167,13 +167,14 @@ def fitted(
 ) -> Tensor:
     """Return a table [V', …] with the rows of the new symbols, from a table [V, …] of the old symbols.
 
-    The row of another symbol is the mean of its examples' rows, or else of all rows but those of `apart`.
+    A symbol that is not in `old` gets the mean of its `examples`' rows or, without examples, the mean of
+    all rows except those of the symbols `apart`.
     """
     index = {symbol: i for i, symbol in enumerate(old)}
 
     def mean(symbols: Collection[str]) -> Tensor:
         rows = table[[index[symbol] for symbol in symbols]]
-        return rows.mean(0, dtype=torch.float64).to(table.dtype)  # exact for a single row
+        return rows.mean(0, dtype=torch.float64).to(table.dtype)  # The mean of a single row is exact.
 
     usual = mean([symbol for symbol in index if symbol not in apart] or index)
     rows = []

@@ -29,7 +29,7 @@ RELEASED = {
     "moe_balance_loss": "load_importance_tutel:1",
     "swin_init_std": 0.005,
 }
-# Options for small images, where they differ from RELEASED; published results use these options.
+# Options of the size `_tiny`, which is for small images, where they differ from RELEASED.
 SMALL_IMAGES = {"swin_init_std": 0.02, "moe_balance_loss": "load_importance:1"}
 # Model options, except those of an encoder or decoder, which do not apply to Swin's stages.
 ALL_SIDES = [option for option in options_of("model") if option not in options_in(SidesConfig)]

@@ -107,7 +107,7 @@ class MoEVariantMixin(MoEModelMixin):
         bert = [sides for stock, sides in BERT_SIDES.items() if issubclass(cls, stock)]
         given = cls.sides if getattr(args, "apply_bert_init", False) else ()
         of_sides = dict.fromkeys(set().union(given, *bert), BERT_INIT)
-        if _is_within.get():  # The outer model uses the task's options.
+        if _is_within.get():  # Only the outer model gets the task.
             install_experts(model, args, None, freqs, of_sides)
             return model
         if is_opened(args):

@@ -137,7 +137,7 @@ class MoEFeedForward(MoELayer):
         self.label = layer_label(name)
         self.batch_first = batch_first
         # All calls of a layer use one gate; the layer's other gates need no gradients. If unused gates
-        # needed gradients, data parallelism would wait for them, and weight decay would apply.
+        # needed gradients, data parallelism would wait for them, and weight decay would apply to them.
         for i, gate in enumerate([self.gate, *self.other_gates]):
             gate.requires_grad_(i == config.gate_index)
         self.context = context or Context()
@@ -358,7 +358,7 @@ def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
 
 def _stock_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield each stack of layers of a fairseq model, as (encoder or decoder, qualified name, layers)."""
-    modules = dict(model.named_modules())  # A shared module has only one of its names.
+    modules = dict(model.named_modules())  # A shared module is listed once.
     for prefix in models_of(model):
         for side, name in STACKS:
             if f"{prefix}{name}" in modules:

@@ -260,7 +260,7 @@ def _pregate_stacks(model: nn.Module, ahead: int, sides: str) -> None:
 
 def _watch_micro_batches(model: nn.Module) -> None:
     """Register hooks that begin a new micro-batch in the MoE layers at each call of the model."""
-    # If the model is copied, the copy's hook is bound to the copied MoE layers.
+    # A copy of the model also copies this partial function, so its hook has the copied MoE layers.
     for part in models_of(model).values():
         part.register_forward_pre_hook(functools.partial(_begin_micro_batch, moe_layers(part)))
 

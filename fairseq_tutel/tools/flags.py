@@ -31,7 +31,7 @@ def add_to(tools: Any) -> None:
     parser = tools.add_parser("flags", description=__doc__, example="capacity")
     text = "print only flags with these words in their name or help [all flags]"
     parser.add_argument("word", nargs="*", metavar="WORD", help=text)
-    for option in all_options():  # A flag is a word, too.
+    for option in all_options():  # WORD may be a flag.
         constant = {"action": "append_const", "const": option.flag, "help": argparse.SUPPRESS}
         parser.add_argument(option.flag, dest="flag", default=[], **constant)
     parser.set_defaults(run=run)

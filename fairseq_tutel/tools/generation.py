@@ -1,4 +1,4 @@
-"""translate, sample and score: run a translation or language model on lines of text.
+"""The tools translate, sample and score run a translation or language model on lines of text.
 
 The results are written to standard output, in the order of the lines. An empty line has an empty result.
 """
@@ -26,7 +26,7 @@ TEXTS = {
     "score": "Print, for each line, a language model's mean log2-probability of a token, and the number of "
     "tokens, separated by a tab.",
 }
-# The lines of this number of batches are sorted by length together.
+# Number of batches whose lines are sorted by length together.
 BATCHES = 32
 
 
@@ -34,9 +34,9 @@ def add_to(tools: Any) -> None:
     """Add the tools translate, sample and score as subcommands of `python -m fairseq_tutel`."""
     for kind, description in TEXTS.items():
         parser = tools.add_parser(kind, description=description, example="SAVE lines.txt")
-        text = "a checkpoint, several joined by colons as an ensemble, or a --save-dir"
+        text = "a checkpoint, an ensemble of checkpoints joined by colons, or a --save-dir"
         parser.add_argument("model", metavar="MODEL", help=text)
-        text = "a file with one text a line [standard input]"
+        text = "a file with one text per line [standard input]"
         parser.add_argument("file", metavar="FILE", nargs="?", type=Path, help=text)
 
         def add(flag: str, text: str, parser: Any = parser, **keywords: Any) -> None:
@@ -54,7 +54,7 @@ def add_to(tools: Any) -> None:
         add("--cpu", "run on the CPU", action="store_true")
         if kind != "score":
             add("--beam", "number of hypotheses of the beam search [5]", default=5, **count)
-            text = "results of each line; with more than one, each begins with its score and a tab [1]"
+            text = "number of results per line; above 1, each begins with its score and a tab [1]"
             add("--nbest", text, default=1, **count)
             add("--max-len", "maximum number of tokens of a result [200]", default=200, **count)
         for side in ("source", "target") if kind == "translate" else ():
@@ -64,7 +64,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(kind: str, arguments: argparse.Namespace) -> None:
-    """Read the lines, and print the results of `kind`, a key of `TEXTS`, in the same order."""
+    """Read the lines, and print the results of the tool `kind` (see `TEXTS`) in the same order."""
     if kind != "score" and arguments.nbest > arguments.beam:
         raise ValueError(f"--nbest is {arguments.nbest}; give at most --beam, which is {arguments.beam}.")
     data = sys.stdin.buffer.read() if arguments.file is None else arguments.file.read_bytes()
@@ -96,16 +96,16 @@ def run(kind: str, arguments: argparse.Namespace) -> None:
 
 
 def _opened(kind: str, arguments: argparse.Namespace) -> Any:
-    """Open the model; raise ValueError if it is of another kind than the tool needs."""
+    """Open the model; raise ValueError if the tool `kind` cannot use the model."""
     from fairseq_tutel.plugin.hub import from_checkpoint
     from fairseq_tutel.plugin.hub_interfaces import Generation, Translation
 
-    logging.getLogger("fairseq").setLevel(logging.WARNING)  # its messages would follow every batch
+    logging.getLogger("fairseq").setLevel(logging.WARNING)  # fairseq would log every batch.
     languages = {key: getattr(arguments, key, None) for key in ("source_lang", "target_lang")}
     options: dict[str, Any] = {key: value for key, value in languages.items() if value is not None}
     for word in arguments.option or ():
         key, _, options[key] = word.partition("=")
-        with suppress(ValueError, SyntaxError):  # a text that is not a Python value
+        with suppress(ValueError, SyntaxError):  # The text is no Python value.
             options[key] = ast.literal_eval(options[key])
     options |= {"moe_expert_store": arguments.expert_store, "device": "cpu" if arguments.cpu else None}
     model = from_checkpoint(arguments.model, **options)
@@ -119,7 +119,7 @@ def _opened(kind: str, arguments: argparse.Namespace) -> Any:
 
 
 def _fitted(model: Any, tokens: Any) -> Any:
-    """Cut a text's tokens to the number that the model accepts; the last token stays."""
+    """Shorten a text's tokens to the number that the model accepts, and keep the last token."""
     limits = model.max_positions if isinstance(model.max_positions, tuple) else (model.max_positions,)
     # Multilingual models and language models add a token.
     limit = int(limits[0]) - (len(limits) == 1 or hasattr(model.task, "langs"))
@@ -127,7 +127,7 @@ def _fitted(model: Any, tokens: Any) -> Any:
 
 
 def _printed(kind: str, model: Any, hypotheses: Sequence[Any], number: int) -> list[str]:
-    """Return the `number` lines that are printed for the hypotheses of one text."""
+    """Return the `number` output lines of one text, one for each of its first hypotheses."""
     lines = []
     for hypothesis in hypotheses[:number]:
         score = f"{float(hypothesis['score']) / math.log(2):.4f}"

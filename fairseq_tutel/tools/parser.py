@@ -26,7 +26,7 @@ class ToolParser(argparse.ArgumentParser):
 
     def __init__(self, *, example: str = "", **keywords: Any) -> None:
         super().__init__(**{"formatter_class": _HelpFormatter, **keywords})
-        self.former_input = ""  # An older name, such as --input.
+        self.former_input = ""  # An older option for the input, such as --input.
         self.epilog = f"{EXAMPLE}{self.prog} {example}".rstrip()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]

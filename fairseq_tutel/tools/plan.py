@@ -18,7 +18,7 @@ from fairseq_tutel.parallel.machine import PRESETS, Machine
 from fairseq_tutel.tools.arguments import DTYPES, above_0, aligned, at_least, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 
-DETAILED = 3  # The number of configurations with details.
+DETAILED = 3  # The output has details of this number of configurations.
 
 NUMBERS = (
     ("nodes", 1, "number of nodes in the cluster"),
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output:
         refuse_output(arguments.output, overwrite=arguments.overwrite)
     work, machine = _work(arguments), _machine(arguments)
-    best_of: dict[tuple[int, int], Candidate] = {}  # The best for each P and r.
+    best_of: dict[tuple[int, int], Candidate] = {}  # The fastest for each P and r.
     for candidate in best(work, machine, arguments.nodes, arguments.gpus_per_node):
         key = candidate.cluster.expert_parallel_size, candidate.strategy.adaptive_r
         best_of.setdefault(key, candidate)

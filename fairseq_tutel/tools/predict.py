@@ -31,7 +31,7 @@ def add_to(tools: Any) -> None:
     parser.add_argument("data", metavar="DATA", help="the data folder")
     parser.add_argument("--split", default="valid", metavar="SPLIT", help="split of the data set [valid]")
     add_output(parser, "the file to write", "predictions.csv")
-    parser.add_argument("--limit", type=at_least(1), metavar="N", help="images to read [all]")
+    parser.add_argument("--limit", type=at_least(1), metavar="N", help="number of images to read [all]")
     text = "number of images per batch [64]"
     parser.add_argument("--batch-size", type=at_least(1), default=64, metavar="N", help=text)
     parser.add_argument("--user-dir", metavar="FOLDER", help="folder that defines a custom model")

@@ -30,7 +30,7 @@ def by_layer(
 ) -> dict[Layer, T]:
     """Parse an option that has one value for all MoE layers, or the form LAYER=VALUE for some layers.
 
-    The function `read` parses the value of a layer. A ValueError of `read` must name reason and form.
+    The function `read` parses a layer's value. Its ValueError must give the reason and the correct form.
 
     Raises:
         ValueError: a word of the option is invalid.

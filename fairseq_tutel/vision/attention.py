@@ -33,7 +33,7 @@ class Windows:
 
     size: Size  # The height and width of an image in tokens.
     shape: Size  # The height and width of a window, whose product is N.
-    groups: Size  # The numbers of windows along both, with product G.
+    groups: Size  # The numbers of windows along height and width, whose product is G.
     shift: Size
     mask_G1NN: Tensor | None = None  # 0 where a query attends to a key, -inf elsewhere.
 

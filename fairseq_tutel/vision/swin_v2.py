@@ -49,7 +49,7 @@ class PatchMerging(nn.Module):
         if height % 2 or width % 2:
             x = F.pad(x, (0, 0, 0, width % 2, 0, height % 2))
         h, w = (height + 1) // 2, (width + 1) // 2
-        # In a merged token, the lower neighbor is second and the right neighbor third, as released.
+        # In a merged token of the released model, the lower neighbor is second, the right neighbor third.
         x = x.view(B, h, 2, w, 2, D).permute(0, 1, 3, 4, 2, 5).reshape(B, h * w, 4 * D)
         x = self.reduction(self.norm(x)) if self.norms_first else self.norm(self.reduction(x))
         return x, (h, w)

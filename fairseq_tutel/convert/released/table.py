@@ -47,7 +47,7 @@ class Names:
     only: Callable[[Mapping[str, Any]], Iterable[int]] | None = None
 
     def rows(self, options: Mapping[str, Any]) -> Iterator[Row]:
-        """Yield the tensors of a model with the given fairseq options."""
+        """Yield the names of the tensors that a model with the given fairseq options has."""
         if any(options.get(key) != value for key, value in self.when.items()):
             return
         pairs = list(zip(expanded(self.theirs), expanded(self.ours), strict=True))
@@ -61,7 +61,7 @@ class Names:
 
 def expanded(pattern: str) -> list[str]:
     """Expand each {a,b} in a pattern, and return all names; the last braces vary fastest."""
-    parts = BRACES.split(pattern)  # Odd parts were in braces.
+    parts = BRACES.split(pattern)  # Parts with an odd index were in braces.
     choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
     return ["".join(chosen) for chosen in itertools.product(*choices)]
 
@@ -172,9 +172,9 @@ class Family:
     task: str
     names: tuple[Names, ...]
     options: tuple[Option, ...]
-    # fairseq options that are equal in all models of the family.
+    # Values of fairseq options that are the same in all models of the family.
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    # Keys that config.json must lack, or that must have equal values in all models of the family.
+    # Keys that config.json must lack, or that must have these values.
     assumed: Mapping[str, Any] = field(default_factory=dict)
     # Additional entries that to-hf writes to config.json.
     written: Mapping[str, Any] = field(default_factory=dict)
@@ -205,7 +205,7 @@ class Family:
     write_more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda options: {}
 
     def rows(self, options: Mapping[str, Any]) -> list[Row]:
-        """Return all tensors of a model with the given fairseq options."""
+        """Return the names of all tensors of a model with the given fairseq options."""
         return [row for names in self.names for row in names.rows(options)]
 
     def stacks(self, options: Mapping[str, Any]) -> dict[str, tuple[list[str], tuple[int, ...]]]:
@@ -260,7 +260,7 @@ class Family:
 
 
 def transformer_layer(side: str, theirs: str = "", has_cross_attention: bool | None = None) -> list[Names]:
-    """Return name patterns of an encoder's or decoder's layers, with fairseq's names after the prefix.
+    """Return name patterns of layers in which transformers' names after the prefix are fairseq's.
 
     Args:
         side: encoder or decoder.

@@ -35,8 +35,8 @@ def assign(ce_MN: Tensor, kl_MN: Tensor, overlap: int, beta: float) -> Tensor:
     """Return a bool mask [M, N] that is true for the `overlap` members that learn each sample.
 
     A sample is learned by the members with the smallest CE - beta KL (cross entropy minus scaled
-    divergence). Choosing these members minimizes the confident loss, since the sum of all members' KL is
-    always the same. If two members have equal losses, the member with the smaller index learns the sample.
+    divergence). This choice minimizes the confident loss, since the sum of all members' KL does not depend
+    on the choice. If two members have equal losses, the member with the smaller index learns the sample.
     """
     order_MN = (ce_MN - beta * kl_MN).argsort(dim=0, stable=True)
     chosen_MN = torch.zeros_like(ce_MN, dtype=torch.bool)
@@ -115,7 +115,7 @@ class _MeanLogProbs(torch.autograd.Function):
         dlogits_MXC = torch.empty_like(logits_MXC)
         for m, logits_XC in enumerate(logits_MXC):
             logs_XC = torch.log_softmax(logits_XC, dim=-1, dtype=dmean_XC.dtype)
-            # If all members give a class probability 0, its logarithm would be exp(-inf + inf) = NaN.
+            # If all members give a class probability 0, the share would be exp(-inf + inf) = NaN.
             share_XC = (logs_XC - mean_XC).exp().nan_to_num(nan=0.0) / logits_MXC.shape[0]
             d_XC = dmean_XC * share_XC
             dlogits_MXC[m] = d_XC - logs_XC.exp() * d_XC.sum(dim=-1, keepdim=True)

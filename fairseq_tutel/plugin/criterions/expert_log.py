@@ -196,7 +196,7 @@ def _dropped(sums_2E: Tensor, part: slice) -> list[float | None]:
 
 def _sum_up(name: str, sums: Tensor, index: int) -> str:
     """Add sums to a fairseq meter and return the meter's key, which depends on name, shape and index."""
-    # Checkpoints contain meters. Sums with different shapes or indices have different keys.
+    # Checkpoints contain meters, so a meter of another shape or index must have another key.
     key = "_moe_" + name + "_" + "x".join(map(str, sums.shape)) + (f"_{index}" if index else "")
     metrics.log_scalar(key, sums, 1)
     return key

@@ -48,7 +48,7 @@ class _TokenLoss(torch.autograd.Function):
             if smoothing:
                 spread -= logs_nV.sum(dim=1).masked_fill(~counts_N[rows], 0.0).sum()
         ctx.save_for_backward(logits_NV, at_target_N, counts_N)
-        # Each word's log-probability has the weight of_each, the target word's of_each + of_target.
+        # Each word's log-probability has the weight `of_each`, the target word's `of_each + of_target`.
         of_each = smoothing / (logits_NV.shape[1] - 1) if smoothing else 0.0
         of_target = 1 - smoothing - of_each
         ctx.factors = of_target, of_each

@@ -37,7 +37,7 @@ from fairseq_tutel.plugin.registration.process import is_machine_error
 from fairseq_tutel.plugin.run_state import OPENED, RUN
 from fairseq_tutel.plugin.training.train_only import refuse_other_parts
 
-# Environment variable that makes damaged files be opened.
+# Environment variable that allows damaged files to be opened.
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
 # Errors of fairseq and torch for a file that is not a checkpoint; `is_machine_error` excludes some.
 FOREIGN_FILE_ERRORS = (
@@ -53,8 +53,8 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
     def wrapper(path: str, arg_overrides: Any = None, load_on_all_ranks: Any = None) -> Any:
         overrides = arg_overrides or {}
         refuse_misspelt(overrides)
-        # Only fairseq's Trainer passes load_on_all_ranks. The checkpoint of the Trainer was already
-        # checked, and its options come from the command line.
+        # Only fairseq's Trainer passes load_on_all_ranks. The Trainer's checkpoint was already
+        # checked, and the Trainer's options come from the command line.
         is_for_use = load_on_all_ranks is None
         if is_not_a_file(path):
             raise ValueError(f"{path} is {NOT_A_FILE}, not a checkpoint; give a file.")

@@ -35,7 +35,7 @@ from fairseq_tutel.plugin.run_state import config_of, is_opened
 logger = logging.getLogger(__name__)
 # This logger writes JSON lines in fairseq's format: "… | INFO | expert_store | {"calls": …}".
 counters_logger = logging.getLogger("expert_store")
-# Elements. In an opened model, larger matrices are not initialized.
+# In an opened model, matrices with more elements are not initialized.
 SMALL_MATRIX = 2**20
 DRAWS = (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaiming_uniform_)
 # The open expert stores, which models of an ensemble share.

@@ -199,7 +199,7 @@ class MoEOptimizerMixin:
         which a run could not resume exactly.
         """
         state_dict = super().state_dict()  # type: ignore[misc]
-        state = state_dict.get("state", {})  # A composite optimizer has several states.
+        state = state_dict.get("state", {})  # A composite optimizer has no `state`.
         if self.holds_masters and "state" in state_dict:
             for index, parameter in enumerate(self.params):
                 state[index] = {**state.get(index, {}), MASTER: parameter.data}
@@ -219,7 +219,7 @@ class MoEOptimizerMixin:
         for index, parameter in enumerate(self.model_params()):
             if topology.expert_parallel_size > 1 and gradients.is_expert(parameter) and index in state:
                 state[index] = own_part(state[index], parameter, topology)
-        unbind(state)  # Tensors are read from shard files.
+        unbind(state)  # This call reads tensors from shard files.
         if self.zero is not None:
             for index in state.keys() & range(len(self.zero.partitions)):
                 state[index] = self.zero.own_state(index, state[index])
@@ -233,7 +233,7 @@ class MoEOptimizerMixin:
 def _reduces_here(module: Any) -> bool:
     """Return whether a collective plan, instead of torch's wrapper, sums dense gradients."""
     while not isinstance(module, LegacyDistributedDataParallel):
-        module = getattr(module, "module", None)  # fairseq's wrappers have a model as `module`.
+        module = getattr(module, "module", None)  # fairseq's wrappers hold a model in `module`.
         if module is None:
             return False
     return not module.accumulate_grads and is_replaced("all_reduce", None)

@@ -143,7 +143,7 @@ NUMPY_NAMES = {"int": int, "long": int, "float": float, "compat": SimpleNamespac
 # Attributes that the files of this package set on objects of fairseq or torch. The list omits
 # configurations, and data and gradients of tensors.
 CHANGED = {
-    # fairseq constructs tasks, iterators, data sets, and models whose build_model has a fixed class.
+    # fairseq constructs tasks, iterators, data sets and some models; later, their classes are changed.
     "plugin/registration/variants.py": "__class__ __dataclass add_args",
     "plugin/registration/process.py": "_max_len",  # With _max_len = 0, a thread that reads batches ends.
     "plugin/registration/wrapped.py": "excepthook",  # The new excepthook prints errors as sentences.
@@ -155,17 +155,17 @@ CHANGED = {
     # A thread saves a copy of a trainer, with the attributes that fairseq's save_checkpoint reads.
     "plugin/training/background_save.py": "get_checkpoint_dict no_save save_checkpoint",
     "plugin/opening/load.py": "load",  # While fairseq opens a checkpoint, torch.load maps the file.
-    # A signal ends a validation. fairseq has no hook for its sums of log values over ranks.
+    # A signal ends a validation. The sums of log values over ranks also count the signals.
     "plugin/training/preemption.py": "valid_step _aggregate_logging_outputs",
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq would put the buffers on a GPU.
-    "plugin/criterions/teacher.py": "is_of_teacher",  # A copy of the task builds the teacher.
+    "plugin/criterions/teacher.py": "is_of_teacher",  # It marks the task's copy that builds the teacher.
     # fairseq would replace the loaded state. fairseq's Trainer compares optimizer names with checkpoints.
     "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__ holds_masters",
     "parallel/groups.py": "param_group",  # fairseq copies only param_group to fp32 masters.
     "parallel/gradients.py": "expert _tutel_expert root_scaled",  # The attributes mark parameters.
     "parallel/call_id.py": "_torchdynamo_disable count",  # `count` counts the calls of a layer.
     "parallel/rendezvous.py": "daemon",  # A daemon timer does not keep the process alive.
-    "parallel/zero_state.py": "zero_hook",  # A second optimizer replaces the first optimizer's hook.
+    "parallel/zero_state.py": "zero_hook",  # A second optimizer removes the first's hook.
 }
 
 

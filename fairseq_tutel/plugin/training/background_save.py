@@ -55,7 +55,7 @@ class BackgroundSave:
             self._group = group_of_threads()
         without_files = copy.deepcopy(cfg)
         without_files.no_save = True
-        original(without_files, trainer, epoch_itr, val_loss)  # fairseq updates best val_loss here.
+        original(without_files, trainer, epoch_itr, val_loss)  # fairseq only updates the best loss.
         trainer.consolidate_optimizer()
         model, topology = trainer.get_model(), RUN.topology
         folder = experts.begin_folder(Path(cfg.save_dir))

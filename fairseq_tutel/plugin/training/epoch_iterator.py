@@ -49,8 +49,8 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     def set_update_freq(self, update_freq: Sequence[int], micro_batches: int = 0) -> None:
         """Set a rank's micro-batches per update for each epoch (--update-freq).
 
-        If `micro_batches` (all ranks' micro-batches per update) is given, each epoch has ceil(micro_batches
-        / W).
+        If `micro_batches` (all ranks' micro-batches per update) is given, each of W ranks has
+        ceil(micro_batches / W) micro-batches per update in every epoch.
         """
         self._micro_batches = micro_batches
         self._update_freq = (rounds_of(micro_batches, self.num_shards),) if micro_batches else update_freq

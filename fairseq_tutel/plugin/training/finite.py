@@ -14,8 +14,8 @@ from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.training.resume import flag_and_path
 
-# Functions that are finite if all elements of a tensor are finite. The 2-norm is not in this list, because
-# it is infinite for weights beyond 1e19.
+# Functions whose result is not finite if any element is not. The 2-norm of weights is also infinite if a
+# weight is beyond 1e19, which is refused, too.
 Measure = Callable[..., Tensor]
 OF_WEIGHTS, OF_STATE = torch.linalg.vector_norm, torch.sum
 # Names of state tensors of fairseq's optimizers that have the same shape as their parameter.

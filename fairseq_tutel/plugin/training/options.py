@@ -29,14 +29,12 @@ class TaskConfig:
     """Options of every task of this package, except those in MoEConfig."""
 
     # fmt: off
-    # plugin/training/micro_batches.py checks --moe-micro-batches against the number of ranks.
     moe_micro_batches: int = parallelism(
         0, unit="micro-batches", rule=whole(0, unit="micro-batches"),
         help="number N of micro-batches of an update over all W ranks; an update has the same batch on any "
         "number of ranks; --update-freq becomes N / W, rounded up, and missing micro-batches are empty; "
         "0: W times --update-freq",
     )
-    # parallel/groups.py checks --moe-expert-parallel-size against the number of ranks.
     moe_expert_parallel_size: int = parallelism(
         0, unit="ranks",
         help="size of an expert-parallel (EP) group, whose ranks hold one set of experts and exchange "

@@ -64,7 +64,7 @@ class MoETrainer(Trainer):
         if extra_state is not None:
             refuse_loaded(self.cfg, self)
         options = self.cfg.optimization
-        if 0 < options.max_update <= self.get_num_updates():  # fairseq checks this after updates.
+        if 0 < options.max_update <= self.get_num_updates():  # fairseq checks this only after an update.
             logger.info("--max-update %d is already reached, so nothing was trained", options.max_update)
             options.max_epoch = -1
         return extra_state
@@ -128,13 +128,13 @@ def prepare(root: Any, task: Any, model: Any) -> None:
 
 
 def _prepare_experts(model: Any, layers: Iterable[MoELayer], topology: Topology) -> None:
-    """Unmark experts that every rank holds; exclude all marked experts from data parallelism."""
+    """Mark experts that every rank holds as dense; exclude all other experts from data parallelism."""
     for layer in layers:
         if isinstance(layer, MoEFeedForward):  # `install_experts` placed the layer.
             continue
         for parameter in layer.experts.parameters() if topology.expert_parallel_size == 1 else ():
             unmark_expert(parameter)  # Every rank has all experts.
-    # torch's DistributedDataParallel does not broadcast or reduce parameters in this list.
+    # torch's data parallelism does not broadcast or reduce `_ddp_params_and_buffers_to_ignore`.
     model._ddp_params_and_buffers_to_ignore = [n for n, p in model.named_parameters() if is_expert(p)]
 
 

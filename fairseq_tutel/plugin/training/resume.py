@@ -19,7 +19,7 @@ from fairseq_tutel.parallel.world import run_on_rank_zero
 
 logger = logging.getLogger(__name__)
 
-# Results of a rank without a readable checkpoint: no file, a corrupt file, or another file system.
+# Results of a rank without a readable checkpoint: no file, a corrupt file, or a remote file.
 NOTHING, CORRUPT, ELSEWHERE = "nothing", "corrupt", "no local file"
 KINDS = (NOTHING, CORRUPT, ELSEWHERE, NOT_A_FILE)
 CHECK = "the check of the checkpoint"  # Errors of the check's collectives contain this text.

@@ -83,7 +83,7 @@ class MoETaskMixin(InferenceMixin):
     moe_tuner: UpdateTuner | None = None
     _micro_batches = 0  # The value of --moe-micro-batches.
     _seed = 1  # The value of --seed.
-    _update = (-1, -1)  # fairseq repeats the update number after an overflow.
+    _update = (-1, -1)  # Number of clips, which changes in every update, and update number.
     _ran_in_update = 0  # The number of this rank's real micro-batches.
 
     def take_experts(self, layers: Sequence[MoELayer], tuner: UpdateTuner | None) -> None:

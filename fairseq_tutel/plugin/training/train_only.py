@@ -26,7 +26,7 @@ def freeze(root: Any, model: nn.Module) -> None:
     stacked in one parameter, so zeros in the gradient freeze single experts.
 
     Raises:
-        ValueError: a name matches no parameter, or weight decay would change the frozen experts of a stack.
+        ValueError: a name or expert number has no parameter, or weight decay would change frozen experts.
     """
     text = read(TaskConfig, root.task).moe_train_only
     if not text:
@@ -36,7 +36,7 @@ def freeze(root: Any, model: nn.Module) -> None:
     trained: set[nn.Parameter] = set()
     numbers: set[int] = set()
     for name in text.split(","):
-        if name.removeprefix("expert:").isdigit():  # expert:3,7 names experts 3 and 7
+        if name.removeprefix("expert:").isdigit():  # "expert:3,7" names experts 3 and 7.
             numbers.add(int(name.removeprefix("expert:")))
             continue
         found = parts.get(name) or {of_names[each] for each in fnmatch.filter(of_names, name)}
@@ -70,7 +70,7 @@ def _with_gradient(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ..
 
 
 def _parts_of(model: nn.Module) -> dict[str, set[nn.Parameter]]:
-    """Return the parameters of every part of a model that --moe-train-only can name by one word."""
+    """Return the parameters of each part that --moe-train-only can name by a word, such as gates."""
     gates: set[nn.Parameter] = set()
     experts: set[nn.Parameter] = set()
     for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
@@ -90,7 +90,7 @@ def _parts_of(model: nn.Module) -> dict[str, set[nn.Parameter]]:
 def _freeze_experts(
     model: nn.Module, numbers: set[int], trained: set[nn.Parameter], root: Any
 ) -> Iterator[nn.Parameter]:
-    """Freeze all experts but those with these numbers; yield the stacked parameters that contain them."""
+    """Freeze experts except `numbers` in stacked parameters outside `trained`; yield these parameters."""
     stacks = [module for module in model.modules() if isinstance(module, ExpertStack)]
     counts = [stack.config.num_experts for stack in stacks]
     if max(numbers) >= max(counts, default=0):
@@ -117,7 +117,7 @@ def _without(experts: Iterable[int], grad: Tensor) -> Tensor:
 
 
 def refuse_other_parts(root: Any, state: Mapping[str, Any], path: str) -> None:
-    """Raise ValueError if a checkpoint has the optimizer state of other parameters than this run trains.
+    """Raise ValueError if a checkpoint has optimizer state for other parameters than this run trains.
 
     fairseq finds a parameter's optimizer state by the parameter's position among the trained parameters.
     """

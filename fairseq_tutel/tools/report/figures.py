@@ -95,7 +95,7 @@ def heat_map(updates: Sequence[int], loads_UE: Sequence[Sequence[float]]) -> str
     step = -(-len(right) // MOST_COLUMNS)
     first = 2 * right[0] - right[1] if len(right) > 1 else 0
     edges = np.concatenate([[max(first, 0)], right[step - 1 :: step]])
-    if len(edges) == loads_EU.shape[1]:  # The last block may be shorter.
+    if len(edges) == loads_EU.shape[1]:  # The last column may have fewer records.
         edges = np.append(edges, right[-1])
     figure = Figure(figsize=(4, 2.7))
     axes = figure.add_subplot(xlabel="updates", ylabel="expert")

@@ -52,7 +52,8 @@ class ExpertCounts:
     """Sums over all routings in this run, from which `statistics` computes the statistics file."""
 
     def __init__(self) -> None:
-        # Sums [3, E] by language pair and layer: tokens by first choice, probabilities, assignments.
+        # For each language pair and layer, a tensor [3, E] with three sums per expert: the tokens whose
+        # first choice is the expert, the probabilities of these choices, and the expert's assignments.
         self._sums: dict[str, dict[str, torch.Tensor]] = {}
 
     def add(self, pair: str, layer: MoEFeedForward, routing: Routing) -> None:
