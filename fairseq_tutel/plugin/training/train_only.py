@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.moe.balance import BalanceBias
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.option import read
@@ -71,8 +70,6 @@ def freeze(root: Any, model: nn.Module) -> None:
         # fairseq recomputes a layer without gradients if the layer's input has none.
         if hasattr(module, "precheckpoint_forward") and any(p.requires_grad for p in module.parameters()):
             module.register_forward_pre_hook(_with_gradient)
-        elif isinstance(module, BalanceBias) and not trained & parts["gates"]:
-            module.rate = 0.0
     count, every = (sum(each.numel() for each in part) for part in (trained, model.parameters()))
     logger.info(
         "--moe-train-only %s: this rank trains %d of %d parameters, and some experts of %d stacks",
