@@ -46,8 +46,8 @@ def add_experts(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> 
             )
         if others := {config.score_function, config.choice, *map(str, config.gate_types)} - COPIED:
             raise ValueError(
-                f"{layer.label} routes with {', '.join(sorted(others))}, but experts can be added only with "
-                "softmax (--moe-score-function), tokens (--moe-choice), and linear or biased gates."
+                f"{layer.label} routes with {', '.join(sorted(others))}, but experts can be added only "
+                "with softmax (--moe-score-function), tokens (--moe-choice), and linear or biased gates."
             )
         for name in per_expert(saved, layer, config):
             weights[name] = weights[name].repeat_interleave(copies, dim=0)
