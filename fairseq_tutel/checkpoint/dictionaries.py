@@ -25,15 +25,14 @@ def fingerprints_of(model: Any) -> dict[str, str]:
     return {name: fingerprint(symbols_of(d)) for name, d in found.items() if hasattr(d, "symbols")}
 
 
-def refuse_other_dictionaries(found: Mapping[str, str], state: Mapping[str, Any], path: Any) -> None:
+def refuse_other_dictionaries(found: Mapping[str, str], extra_state: Mapping[str, Any], path: Any) -> None:
     """Raise ValueError if a checkpoint's dictionaries differ from a model's in symbols or their order.
 
     Dictionaries of different lengths are not compared, because the model converts or rejects their weights
     when it loads them. Checkpoints of older versions and of stock fairseq have no fingerprints.
     """
-    saved = (state.get("extra_state") or {}).get(KEY) or {}
     for name, own in found.items():
-        other = str(saved.get(name, own))
+        other = str(extra_state.get(KEY, {}).get(name, own))
         if other != own and other.partition(":")[0] == own.partition(":")[0]:
             raise ValueError(
                 f"{path} was saved with another dictionary of its {name}: the {own.partition(':')[0]} "

@@ -205,11 +205,10 @@ class SavedModel:
 
         A training run from a restarted checkpoint begins as with --finetune-from-model.
         """
-        before = self.state.get("extra_state") or {}
-        kept = {key: before[key] for key in (dictionaries.KEY,) if key in before}
+        kept = (self.state.get("extra_state") or {}).get(dictionaries.KEY) or {}
         self.state.pop("last_optimizer_state", None)
         self.state["optimizer_history"] = self.state.get("optimizer_history") or [NO_HISTORY]
-        self.state["extra_state"] = {"train_iterator": dict(START), **kept}
+        self.state["extra_state"] = {"train_iterator": dict(START), dictionaries.KEY: kept}
         if weights is not None:
             self.state["model"] = dict(weights)
 

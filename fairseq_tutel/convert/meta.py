@@ -19,7 +19,6 @@ from fairseq_tutel.convert.command import NEW_RUN
 from fairseq_tutel.convert.configs import (
     Tensors,
     print_notes,
-    refuse_other_rows,
     task_of,
     use_moe_variants,
 )
@@ -105,7 +104,7 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
     """Run `convert meta`."""
     saved, notes = read(inputs)
     vocabulary = dictionaries(saved, arguments.dictionary)
-    vocabulary.write_new(output.parent)
+    vocabulary.write(output.parent)
     saved.write(output)
     print_notes(notes)
     beside = f" and {', '.join(vocabulary.files)}, with the tags of data sources, next to it"
@@ -215,7 +214,7 @@ def dictionaries(saved: SavedModel, given: Path | None = None) -> Vocabulary:
         given: the path of the original dictionary; by default, an option in the checkpoint has this path.
 
     Raises:
-        ValueError: the original dictionary does not exist, or belongs to another model.
+        ValueError: the original dictionary does not exist.
     """
     options = saved.options_of("task")
     if not options.get(TAGGED):
@@ -232,7 +231,6 @@ def dictionaries(saved: SavedModel, given: Path | None = None) -> Vocabulary:
     symbols = task.source_dictionary
     for tag in TAGS:
         symbols.add_symbol(tag)
-    refuse_other_rows(saved, symbols, symbols)
     for changed in map(saved.options_of, PARTS):
         changed |= {key: value for key, value in OWN_DICTIONARIES.items() if key in changed}
     options |= {"langs": task.langs, "lang_dict": None}

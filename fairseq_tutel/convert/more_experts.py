@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.checkpoint.saved import Layer, SavedModel
+from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.command import Variation
 from fairseq_tutel.convert.configs import configs_of, counts_text, gate_rows, per_expert
 from fairseq_tutel.moe.build import seeded_generator
-from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin.registration.flags import expert_counts
 
 # Outputs stay equal only if tokens choose experts, and weights are a softmax of a linear gate's logits.
-COPIED = ("softmax", "tokens", "linear", "biased")
+COPIED = {"softmax", "tokens", "linear", "biased"}
 
 
 def add_experts(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> str:
@@ -45,7 +44,11 @@ def add_experts(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> 
                 f"--moe-expert-count is {count} for {layer.label}, which has {config.num_experts} experts; "
                 "give a multiple."
             )
-        _refuse_gate(config, layer)
+        if others := {config.score_function, config.choice, *map(str, config.gate_types)} - COPIED:
+            raise ValueError(
+                f"{layer.label} routes with {', '.join(sorted(others))}, but experts can be added only "
+                "with softmax (--moe-score-function), tokens (--moe-choice), and linear or biased gates."
+            )
         for name in per_expert(saved, layer, config):
             weights[name] = weights[name].repeat_interleave(copies, dim=0)
         stacks = [f"{layer.moe}.experts.{name}" for name in saved.stacks(layer)]
@@ -57,15 +60,6 @@ def add_experts(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> 
         f": {saved.name('model')}, {old} -> {counts_text(counts)} experts\n"
         "its initial outputs equal the old outputs but for a few tokens; --gate-spread changes their number"
     )
-
-
-def _refuse_gate(config: MoEConfig, layer: Layer) -> None:
-    for value in (config.score_function, config.choice, *map(str, config.gate_types)):
-        if value not in COPIED:
-            raise ValueError(
-                f"{layer.label} routes with {value}, but experts can be added only with softmax "
-                "(--moe-score-function), tokens (--moe-choice), and linear or biased gates."
-            )
 
 
 def _vary(

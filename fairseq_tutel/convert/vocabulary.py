@@ -35,13 +35,11 @@ Examples = Mapping[str, Sequence[str]]  # For a new symbol, the old symbols whos
 def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
     """Run `convert vocabulary`."""
     data, like, added = arguments.data, arguments.like, arguments.add_languages or []
-    if not (data or arguments.add_words or added):
-        raise ValueError("no new dictionary is given; give --data, --add-words or --add-languages.")
     plugin.register()
     saved = SavedModel.open(inputs[0], keep_shards=True)
     options = saved.options_of("task")
     folder = data_folder(arguments.old_data, str(options.get("data") or ""), inputs[0].parent)
-    old = _task(saved, folder, {})
+    old = task_of(saved, {"data": str(folder)})
     languages = list(getattr(old, "langs", None) or [])
     shown = f"the task {saved.name('task')} of INPUT has the --langs {','.join(languages) or 'none'}"
     if added and ("langs" not in options or not languages or {*languages} & {*added}):
@@ -58,28 +56,18 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
         if not data:
             vocabulary = _extended(options, folder, arguments.add_words, languages, added)
             vocabulary.write(Path(temporary))
-        new = _task(saved, data or Path(temporary), changed)
+        new = task_of(saved, {**changed, "data": str(data or temporary)})
     old_tokens = list(zip(*map(_tokens, [like] if like else languages), strict=True))
     examples = {new: old for code in added for new, old in zip(_tokens(code), old_tokens, strict=True)}
     apart = {*SPECIAL, *(token for language in languages for token in _tokens(language))}
     lines = _convert(saved, old, new, examples, apart)
     for part in map(saved.options_of, PARTS):
         part |= {key: value for key, value in changed.items() if key in part}
-    vocabulary.write_new(output.parent)
+    vocabulary.write(output.parent)
     to_full(saved, output)
     order = f" and --langs {','.join(langs)}" if added else ""
     lines.append(f"optimizer state was dropped; train it with --finetune-from-model{order}")
     return "".join(f"\n{line}" for line in lines)
-
-
-def _task(saved: SavedModel, folder: Path, changed: Mapping[str, Any]) -> Any:
-    try:
-        return task_of(saved, {**changed, "data": str(folder)})
-    except Exception as error:  # fairseq's tasks raise many error types.
-        raise ValueError(
-            f"{folder} has no dictionaries of INPUT's task {saved.name('task')} ({error}); give another "
-            "folder as --data or --old-data."
-        ) from error
 
 
 def _extended(
@@ -146,7 +134,7 @@ def _convert(
         if is_input:
             before[module], after[module] = prints
         lines[prints] = f"{len(symbols)} -> {len(made)} symbols, {len({*symbols} & {*made})} kept"
-    dictionaries.refuse_other_dictionaries(before, saved.state, saved.path)
+    dictionaries.refuse_other_dictionaries(before, saved.state.get("extra_state") or {}, saved.path)
     saved.restart(weights)
     saved.state["extra_state"][dictionaries.KEY] = after
     return list(lines.values())

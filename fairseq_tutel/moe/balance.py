@@ -1,7 +1,7 @@
 """Balance losses and the balance bias, for T tokens, E experts, top_k K and S sentences."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -214,10 +214,6 @@ class BalanceBias(nn.Module):
         self.bias.add_(below_E.sign().to(self.bias.dtype), alpha=self.rate)
         self.load.zero_()
 
-    def freeze(self) -> None:
-        """Keep the bias at its present value in all later updates."""
-        self.rate = 0.0
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         # If a checkpoint has no balance bias, the bias stays at its initial value.
         state_dict.setdefault(prefix + "bias", self.bias)
@@ -237,7 +233,7 @@ def update_biases(model: nn.Module) -> None:
 
     The loads count all micro-batches since the previous call of this function. Custom training loops must
     call this function after every optimizer step. fairseq's tasks call this function automatically. The
-    function does nothing if no layer has a balance bias.
+    bias of a layer whose gate is frozen stays the same.
 
     Example:
         >>> config = ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8, balance_bias=True)
@@ -248,9 +244,11 @@ def update_biases(model: nn.Module) -> None:
         0.0010000000474974513
     """
     of_groups: dict[Group, list[BalanceBias]] = {}
-    for module in model.modules():
-        if isinstance(module, BalanceBias):
-            of_groups.setdefault(module.topology.group, []).append(module)
+    layers: Iterator[Any] = (each for each in model.modules() if hasattr(each, "balance_bias"))
+    for layer in layers:
+        gates, bias = nn.ModuleList([layer.gate, *layer.other_gates]), layer.balance_bias
+        if bias is not None and {each.requires_grad for each in gates.parameters()} != {False}:
+            of_groups.setdefault(bias.topology.group, []).append(bias)
     for group, biases in of_groups.items():
         load = torch.cat([bias.load for bias in biases])
         all_reduce(load, "the all-reduce of expert loads for the balance bias", group)

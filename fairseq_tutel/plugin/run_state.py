@@ -21,8 +21,6 @@ class Run:
     cfg: Any = None  # The configuration is a FairseqConfig.
     # The topology of the model that was built last; teachers are excluded.
     topology: Topology = field(default_factory=Topology)
-    # Fingerprints of the dictionaries of the model that loads a checkpoint, by the model's module names.
-    dictionaries: dict[str, str] = field(default_factory=dict)
     loads_optimizer: bool = False  # Whether the checkpoint's optimizer state is also loaded.
 
     def update(self, **values: Any) -> None:

@@ -4,12 +4,10 @@ The results are written to standard output, in the order of the lines. An empty 
 """
 
 import argparse
-import ast
 import logging
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,16 +95,15 @@ def run(kind: str, arguments: argparse.Namespace) -> None:
 
 def _opened(kind: str, arguments: argparse.Namespace) -> Any:
     """Open the model; raise ValueError if the tool `kind` cannot use the model."""
+    from omegaconf import OmegaConf
+
     from fairseq_tutel.plugin.hub import from_checkpoint
     from fairseq_tutel.plugin.hub_interfaces import Generation, Translation
 
     logging.getLogger("fairseq").setLevel(logging.WARNING)  # fairseq would log every batch.
     languages = {key: getattr(arguments, key, None) for key in ("source_lang", "target_lang")}
     options: dict[str, Any] = {key: value for key, value in languages.items() if value is not None}
-    for word in arguments.option or ():
-        key, _, options[key] = word.partition("=")
-        with suppress(ValueError, SyntaxError):  # The text is no Python value.
-            options[key] = ast.literal_eval(options[key])
+    options |= OmegaConf.from_dotlist(arguments.option or [])
     options |= {"moe_expert_store": arguments.expert_store, "device": "cpu" if arguments.cpu else None}
     model = from_checkpoint(arguments.model, **options)
     if not isinstance(model, Generation) or isinstance(model, Translation) != (kind == "translate"):

@@ -43,8 +43,14 @@ def run(arguments: argparse.Namespace) -> None:
     """Classify the images, and write the predicted classes to the output file."""
     refuse_output(arguments.output, [Path(arguments.model)], arguments.overwrite)
     from fairseq_tutel.parallel.progress import progress
+    from fairseq_tutel.plugin.hub import from_checkpoint
 
-    model, task = _opened(arguments)
+    options: dict[str, Any] = {"user_dir": arguments.user_dir} if arguments.user_dir else {}
+    device = "cpu" if arguments.cpu else None
+    opened = from_checkpoint(arguments.model, arguments.data, device=device, **options)
+    task = opened.task
+    if not hasattr(task, "class_names"):
+        raise ValueError(f"MODEL is {arguments.model}, which is no image classifier; give another model.")
     task.load_dataset(arguments.split)
     dataset, names = task.dataset(arguments.split), task.class_names
     numbers = range(min(len(dataset), arguments.limit or len(dataset)))
@@ -52,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
         answers: list[Answer] = []
         for start in numbers[:: arguments.batch_size]:
             batch = dataset.collater([dataset[i] for i in numbers[start : start + arguments.batch_size]])
-            answers += _answers(model, batch)
+            answers += _answers(opened.models[0], batch)
             advance(len(batch["id"]))
     ranks = range(1, min(LINE, len(names)) + 1)
     text: Any = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}
@@ -65,18 +71,6 @@ def run(arguments: argparse.Namespace) -> None:
     right = sum(found[0][0] == target for _, target, found in answers)
     print(f"{right:,} of {len(answers):,} images right, {100 * right / len(answers):.2f} %")
     print(f"wrote {arguments.output}")
-
-
-def _opened(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Load a checkpoint; return its model in evaluation mode, and its fairseq task."""
-    from fairseq_tutel.plugin.hub import from_checkpoint
-
-    options: dict[str, Any] = {"user_dir": arguments.user_dir} if arguments.user_dir else {}
-    device = "cpu" if arguments.cpu else None
-    opened = from_checkpoint(arguments.model, arguments.data, device=device, **options)
-    if not hasattr(opened.task, "class_names"):
-        raise ValueError(f"MODEL is {arguments.model}, which is no image classifier; give another model.")
-    return opened.models[0], opened.task
 
 
 def _answers(model: Any, batch: Any) -> Iterator[Answer]:

@@ -168,12 +168,10 @@ def test_the_token_of_a_new_language_follows_the_tokens_of_the_old_languages(sty
 
 
 BAD = {
-    "no new dictionary": (SIMPLE, (), "no new dictionary is given"),
     "a language that is known": (SIMPLE, ("--add-languages", "de"), "--add-languages is de, but the task"),
     "a task without languages": (MT, ("--add-languages", "fr"), "has the --langs none"),
     "an example that is unknown": (SIMPLE, ("--add-languages", "fr", "--like", "nl"), "--like is nl"),
     "an example without a language": (SIMPLE, ("--data", "new", "--like", "de"), "--like is de"),
-    "a missing folder": (MT, ("--data", "missing"), "has no dictionaries of INPUT's task"),
     "other old words": (MT, ("--data", "new", "--old-data", "new"), "does not have 34 rows"),
     "old words in another order": (MT, ("--data", "new", "--old-data", "other"), "another dictionary"),
 }

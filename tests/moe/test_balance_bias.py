@@ -57,6 +57,14 @@ def test_training_loads_count_assignments_of_real_tokens_before_dropping():
     assert not layer.balance_bias.load.any()
 
 
+def test_the_balance_bias_of_a_frozen_gate_stays_the_same():
+    layer = build()
+    layer.gate.requires_grad_(False)
+    layer(tokens(20))
+    update_biases(layer)
+    assert not layer.balance_bias.bias.any()
+
+
 def test_the_state_dict_contains_the_balance_bias_but_not_the_loads():
     layer, other = build(), build()
     layer.balance_bias.bias.uniform_(-1, 1)

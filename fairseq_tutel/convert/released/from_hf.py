@@ -22,8 +22,6 @@ from fairseq_tutel.convert.configs import (
     counts_text,
     new_checkpoint,
     print_notes,
-    refuse_other_rows,
-    task_of,
 )
 from fairseq_tutel.convert.released.families import FAMILIES
 from fairseq_tutel.convert.released.families.nllb_moe import TOP_K
@@ -125,7 +123,10 @@ def convert(
     saved = checkpoint(family, setup, vocabulary, {**weights, **stacks})
     notes = notes_of(family, config, vocabulary) + family.notes(options)
     with new_folder(output) as made:
-        write_vocabulary(saved, vocabulary, folder.path, made)
+        for name in TOKENIZER_FILES:
+            if folder.has(name):
+                shutil.copyfile(folder.path / name, made / name)
+        vocabulary.write(made)
         if stacks:
             dtype = how.expert_dtype if how.expert_dtype != "fp32" else ""
             _, errors = sharded.to_sharded(saved, made / CHECKPOINT, dtype)
@@ -210,21 +211,6 @@ def checkpoint(
     saved = new_checkpoint(words, own, {**weights, **added}, task_state)
     saved.state["cfg"] |= {"bpe": vocabulary.bpe or None, "tokenizer": vocabulary.tokenizer or None}
     return saved
-
-
-def write_vocabulary(saved: SavedModel, vocabulary: Vocabulary, source: Path, output: Path) -> None:
-    """Write dictionaries and BPE files to a folder, and copy the tokenizer files of `source`.
-
-    Raises:
-        ValueError: the dictionaries do not fit the embedding tables.
-    """
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, output / name)
-    vocabulary.write(output)
-    if vocabulary.files:
-        task = task_of(saved, {"data": str(output)})
-        refuse_other_rows(saved, task.source_dictionary, task.target_dictionary)
 
 
 def full_names(folder: ReleasedFolder, family: Family, known: Collection[str]) -> dict[str, str]:

@@ -57,16 +57,12 @@ class Vocabulary:
     # The tokenizer's class name; empty if the folder has no tokenizer.
     kind: str = ""
 
-    def write_new(self, folder: Path) -> None:
-        """Write like `write`; raise ValueError if the folder has another dictionary of the same name."""
+    def write(self, folder: Path) -> None:
+        """Write dictionary and BPE files and links to a folder; raise ValueError if another file exists."""
         for name in (*self.files, *self.links):
             text, file = self.files.get(self.links.get(name, name)), folder / name
             if file.exists() and file.read_text(encoding="utf-8") != text:
                 raise ValueError(f"{file} is another dictionary; give an --output in another folder.")
-        self.write(folder)
-
-    def write(self, folder: Path) -> None:
-        """Write the dictionary and BPE files and links to a folder; existing links stay."""
         for name, text in self.files.items():
             write_text(folder / name, text)
         for name, target in self.links.items():

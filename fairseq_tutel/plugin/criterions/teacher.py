@@ -58,7 +58,8 @@ class Teacher:
         # Opening the teacher must not change the random numbers of training.
         with torch.random.fork_rng():
             (model,), _ = checkpoint_utils.load_model_ensemble([path], task=task, state=state)
-        refuse_other_dictionaries(fingerprints_of(model), state, f"--distill-teacher {path}")
+        extra_state = state.get("extra_state") or {}
+        refuse_other_dictionaries(fingerprints_of(model), extra_state, f"--distill-teacher {path}")
         model.requires_grad_(False)
         model.to(device=device, dtype=torch.bfloat16 if self.options.distill_teacher_bf16 else None)
         logger.info("teacher: %s", path)

@@ -16,7 +16,6 @@ from fairseq.utils import import_user_module
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fairseq_tutel.checkpoint.dictionaries import refuse_other_dictionaries
 from fairseq_tutel.checkpoint.files import (
     IS_CORRUPT,
     NOT_A_FILE,
@@ -78,7 +77,6 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
                     refuse_code(state, path, overrides)  # The converted options are checked, too.
                 _update_task(state, overrides)
             else:
-                refuse_other_dictionaries(RUN.dictionaries, state, path)
                 if RUN.loads_optimizer:
                     refuse_other_parts(RUN.cfg, state, path)
                 _begin_average(state)

@@ -58,10 +58,11 @@ class MoETrainer(Trainer):
         self, filename: str, reset_optimizer: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         """Load a checkpoint if there is one, and check its content; end a run that reached --max-update."""
-        found = dictionaries.fingerprints_of(self.get_model())
-        with RUN.having(cfg=self.cfg, dictionaries=found, loads_optimizer=not reset_optimizer):
+        with RUN.having(cfg=self.cfg, loads_optimizer=not reset_optimizer):
             extra_state = super().load_checkpoint(filename, reset_optimizer, *args, **kwargs)
         if extra_state is not None:
+            found = dictionaries.fingerprints_of(self.get_model())
+            dictionaries.refuse_other_dictionaries(found, extra_state, filename)
             refuse_loaded(self.cfg, self)
         options = self.cfg.optimization
         if 0 < options.max_update <= self.get_num_updates():  # fairseq checks this only after an update.

@@ -3,13 +3,12 @@
 import fnmatch
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.moe.balance import BalanceBias
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.option import read
@@ -17,6 +16,9 @@ from fairseq_tutel.plugin.training.options import TaskConfig
 from fairseq_tutel.plugin.training.tuning import option
 
 logger = logging.getLogger(__name__)
+
+# First words of the names of the parameters of a MoE layer that belong to gates.
+GATES = ("gate.", "other_gates.", "beside.mix.", "beside.cmr_gate.")
 
 
 def freeze(root: Any, model: nn.Module) -> None:
@@ -33,34 +35,45 @@ def freeze(root: Any, model: nn.Module) -> None:
         return
     parts = _parts_of(model)
     of_names = dict(model.named_parameters(remove_duplicate=False))
+    stacks = [module for module in model.modules() if isinstance(module, ExpertStack)]
     trained: set[nn.Parameter] = set()
+    stacked: set[nn.Parameter] = set()  # parameters of which only some experts are trained
     numbers: set[int] = set()
     for name in text.split(","):
-        if name.removeprefix("expert:").isdigit():  # "expert:3,7" names experts 3 and 7.
-            numbers.add(int(name.removeprefix("expert:")))
-            continue
-        found = parts.get(name) or {of_names[each] for each in fnmatch.filter(of_names, name)}
+        number = name.removeprefix("expert:")
+        if number.isdigit():  # "expert:3,7" names experts 3 and 7.
+            numbers.add(int(number))
+            having = [stack for stack in stacks if int(number) < stack.config.num_experts]
+            found = {each for stack in having for each in stack.expert_parameters().values()}
+            stacked |= found
+        else:
+            found = parts.get(name) or {of_names[each] for each in fnmatch.filter(of_names, name)}
+            trained |= found
         if not found:
             raise ValueError(
                 f"--moe-train-only has {name!r}, which names no parameter of this model; give "
                 f"{', '.join(parts)}, expert:NUMBERS, or a pattern such as decoder.layers.0.*."
             )
-        trained |= found
-    of_single = set(_freeze_experts(model, numbers, trained, root)) if numbers else set()
-    for parameter in set(of_names.values()) - trained - of_single:
+    stacked -= trained
+    if stacked and (decay := option(root.optimizer, "weight_decay")):
+        raise ValueError(
+            f"--weight-decay is {decay}, which would change the experts that --moe-train-only freezes; "
+            "set it to 0."
+        )
+    for stack in stacks:
+        frozen = [i for i in range(stack.num_local) if stack.first + i not in numbers]
+        for parameter in stacked.intersection(stack.expert_parameters().values()):
+            parameter.register_hook(functools.partial(_without, frozen))
+    for parameter in set(of_names.values()) - trained - stacked:
         parameter.requires_grad_(False)
     for module in model.modules():
         # fairseq recomputes a layer without gradients if the layer's input has none.
         if hasattr(module, "precheckpoint_forward") and any(p.requires_grad for p in module.parameters()):
             module.register_forward_pre_hook(_with_gradient)
-        elif isinstance(module, BalanceBias) and not trained & parts["gates"]:
-            module.freeze()
-    count = sum(parameter.numel() for parameter in trained if parameter.requires_grad)
-    every = sum(parameter.numel() for parameter in model.parameters())
+    count, every = (sum(each.numel() for each in part) for part in (trained, model.parameters()))
     logger.info(
-        "--moe-train-only %s: this rank trains %s of %s parameters%s",
-        *(text, f"{count:,}", f"{every:,}"),
-        f", and single experts of {len(of_single)} stacked parameters" if of_single else "",
+        "--moe-train-only %s: this rank trains %d of %d parameters, and some experts of %d stacks",
+        *(text, count, every, len(stacked)),
     )
 
 
@@ -74,10 +87,8 @@ def _parts_of(model: nn.Module) -> dict[str, set[nn.Parameter]]:
     gates: set[nn.Parameter] = set()
     experts: set[nn.Parameter] = set()
     for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
-        of_shared = (getattr(layer.beside, name, None) for name in ("mix", "cmr_gate"))
-        for gate in filter(None, (layer.gate, layer.other_gates, *of_shared)):
-            gates.update(gate.parameters())
-        experts |= set(layer.parameters()) - gates
+        for name, parameter in layer.named_parameters():
+            (gates if name.startswith(GATES) else experts).add(parameter)
     parts = {"experts": experts, "gates": gates, "dense": set(model.parameters()) - experts - gates}
     for side in ("encoder", "decoder"):
         named = model.named_parameters(remove_duplicate=False)
@@ -87,33 +98,8 @@ def _parts_of(model: nn.Module) -> dict[str, set[nn.Parameter]]:
     return parts
 
 
-def _freeze_experts(
-    model: nn.Module, numbers: set[int], trained: set[nn.Parameter], root: Any
-) -> Iterator[nn.Parameter]:
-    """Freeze experts except `numbers` in stacked parameters outside `trained`; yield these parameters."""
-    stacks = [module for module in model.modules() if isinstance(module, ExpertStack)]
-    counts = [stack.config.num_experts for stack in stacks]
-    if max(numbers) >= max(counts, default=0):
-        raise ValueError(
-            f"--moe-train-only has expert:{max(numbers)}, but the layers of this model have "
-            f"{max(counts, default=0)} experts; give smaller numbers."
-        )
-    decay = option(root.optimizer, "weight_decay") or 0.0
-    if decay:
-        raise ValueError(
-            f"--weight-decay is {decay}, which would change the experts that --moe-train-only freezes; "
-            "set it to 0."
-        )
-    for stack in stacks:
-        frozen = [i for i in range(stack.num_local) if stack.first + i not in numbers]
-        for parameter in stack.expert_parameters().values():
-            if parameter not in trained:
-                parameter.register_hook(functools.partial(_without, frozen))
-                yield parameter
-
-
-def _without(experts: Iterable[int], grad: Tensor) -> Tensor:
-    return grad.index_fill(0, torch.tensor(list(experts), dtype=torch.int64, device=grad.device), 0.0)
+def _without(experts: list[int], grad: Tensor) -> Tensor:
+    return grad.index_fill(0, torch.tensor(experts, dtype=torch.int64, device=grad.device), 0.0)
 
 
 def refuse_other_parts(root: Any, state: Mapping[str, Any], path: str) -> None:
