@@ -286,7 +286,7 @@ class ExpertStack(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         self._refuse_offloaded(prefix)
         held = local_metadata.get("part", self._whole())
-        is_own = held == self._held() != self._whole()  # the file holds only this rank's experts
+        is_own = held == self._held() != self._whole()  # the state dict has only this rank's experts
         require(
             is_own or held == self._whole(),
             f"the state dict's {prefix}* hold the experts of another rank, {held}; load the file that this "
