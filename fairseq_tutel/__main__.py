@@ -13,9 +13,9 @@ from fairseq_tutel.files import error_line
 from fairseq_tutel.tools.parser import ToolParser
 
 # This table maps each tool to its module and one line of help. Only the module of the chosen tool is
-# imported. The function `add_to(tools)` of a tool's module adds a subparser, whose default `run` gets the
-# parsed arguments. On failure, `run` raises ValueError with one sentence. A tool's module must not import
-# torch or numpy at its top, so that --help is fast.
+# imported. The function `add_to(tools)` of a tool's module adds a subparser and sets its default `run`, a
+# function of the parsed arguments. On failure, `run` raises ValueError with one sentence. A tool's module
+# must not import torch or numpy at its top, so that --help is fast.
 GROUPS = {
     "see a training run": {
         "report": ("tools.report.page", "draw one HTML page of training runs, from fairseq's logs"),

@@ -40,7 +40,7 @@ class Option:
 
     @property
     def label(self) -> str:
-        """The option's name in messages: the field name, and the flag if it has a different name."""
+        """The option's name in messages, such as `top_k (--moe-top-k)`."""
         if not self.flag or self.name == self.key:
             return self.flag or self.name
         return f"{self.name} ({self.flag})"
@@ -184,7 +184,7 @@ POSITIVE: Rule = (lambda v: 0 < v < math.inf, "give a finite number above 0")
 PROBABILITY: Rule = (lambda v: 0 <= v < 1, "give a number from 0 to below 1")
 
 
-# `option` with the heading in docs/flags.md and the default owner of the option.
+# Each of these functions is `option` with a heading in docs/flags.md and an owner of the option.
 routing = partial(option, theme="Routing", of="model")
 capacity = partial(option, theme="Capacity", of="model")
 balance = partial(option, theme="Balance", of="model")

@@ -26,7 +26,7 @@ def run_command(name: str, call: Callable[[Any], object] = methodcaller("cli_mai
     """Run a command of `fairseq_cli` with the plugin loaded."""
     if name != "hydra_train" and not _has("--user-dir"):
         sys.argv += ["--user-dir", os.path.dirname(os.path.abspath(__file__))]
-    # Import the command before the plugin, because the first import sets the format of the log.
+    # Import the command before the plugin, because the first of the two sets the format of the log.
     module = importlib.import_module(f"fairseq_cli.{name}")
 
     logging.getLogger("hydra").setLevel(logging.INFO)  # wav2vec2 sets the root logger to DEBUG.

@@ -64,7 +64,7 @@ class Buffer:
         return (stored if quantized is None else quantized.dequantize(stored)).to(dtype)
 
     def matrix(self, name: str, dtype: torch.dtype) -> Tensor | QuantizedMatrix:
-        """Return an int8 or int4 matrix of the expert as it is stored; otherwise the same as `tensor`."""
+        """Return an int8 or int4 matrix of the expert as stored, or any other tensor as `tensor` does."""
         quantized = self._quantized[name]
         matrix = None if quantized is None else quantized.matrix(self.tensors[name], dtype)
         return self.tensor(name, dtype) if matrix is None else matrix

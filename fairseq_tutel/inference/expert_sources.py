@@ -1,8 +1,8 @@
 """Sources of offloaded experts: the shard files of a checkpoint, or host memory.
 
 Shard files are read with `os.preadv`, because the pages of a memory mapping would count as memory of the
-process. The SHA-256 digest of each piece is checked at the first read. After the first read, a file is
-trusted while its size and modification time stay the same.
+process. The SHA-256 digest of each piece (a tensor of one expert) is checked at the first read. After the
+first read, a file is trusted while its size and modification time stay the same.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ LONGEST_HEADER = 100_000_000  # safetensors has the same limit.
 
 
 class ShardFiles:
-    """Reads the shard files of an expert store; only one thread at a time may use a reader."""
+    """Reads the shard files of an expert store. The methods are not thread-safe."""
 
     def __init__(self) -> None:
         # For each file: its inode, size and modification time, and the positions of its tensors.
@@ -59,7 +59,7 @@ class ShardFiles:
         return self._staging[layout]
 
     def _spans_of(self, path: Path, descriptor: int) -> dict[str, tuple[int, int]]:
-        """Return the start and end of each tensor's bytes in a file; raise ValueError if it changed."""
+        """Return the start and end of each tensor's bytes; raise ValueError if the file has changed."""
         status = os.fstat(descriptor)
         identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
         if path not in self._known:

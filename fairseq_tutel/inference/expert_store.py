@@ -1,7 +1,4 @@
-"""An expert store keeps experts on disk or in host memory, and loads experts when a MoE block needs them.
-
-In this file, a block has E experts, of which e are on this rank. In a call of a block, n experts have rows.
-"""
+"""An expert store keeps experts on disk or in host memory and loads experts when a MoE block needs them."""
 
 import contextlib
 import logging
@@ -43,9 +40,9 @@ class Counters:
 
     calls: int = 0  # Number of calls of MoE blocks.
     asked: int = 0  # Number of experts with rows, summed over calls.
-    fetches: int = 0  # Number of experts that were read, ahead or on demand.
+    fetches: int = 0  # Number of experts that were read, including prefetches.
     hits: int = 0  # Number of experts with rows that were in memory from an earlier use.
-    cancelled: int = 0  # Number of fetches ahead that were cancelled before they began.
+    cancelled: int = 0  # Number of prefetches that were cancelled before they began.
     bytes: int = 0  # Number of bytes that were read.
     waits: int = 0  # Number of calls that waited for an expert.
     seconds_waited: float = 0.0
@@ -61,8 +58,9 @@ class Counters:
 class ExpertStore:
     """Keeps the experts of MoE layers on disk or in host memory, and fetches experts that get rows.
 
-    An expert store is for evaluation only. Outputs are bit-identical to those with experts in memory. On a
-    CPU, outputs can differ by rounding if the size of an expert's matrix is not a multiple of 64 bytes.
+    An expert store is for evaluation only. Outputs are bit-identical to those with experts in memory, with
+    one exception: On a CPU, outputs can differ by rounding if the size of an expert's matrix is not a
+    multiple of 64 bytes.
 
     A single thread reads experts. The thread ends with `close`, with the process, or after an error, which
     the store's next use raises. A deep copy of a model shares its store. A forked process or a second
@@ -89,7 +87,7 @@ class ExpertStore:
     Example:
         >>> layer = ft.MoELayer(ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8)).eval()
         >>> with ft.ExpertStore("on-demand", tier="host", cache=4) as store, torch.no_grad():
-        ...     store.add(layer.experts)  # of a sharded checkpoint: store.add(layer.experts, its tensors)
+        ...     store.add(layer.experts)  # for a sharded checkpoint: store.add(layer.experts, tensors)
         ...     y, output = layer(torch.randn(1, 64))  # one token with two experts
         ...     store.counters.fetches
         2
@@ -243,7 +241,7 @@ class ExpertStore:
             return free.pop()
         with torch.inference_mode(False):  # The fetch thread cannot write to an inference tensor.
             buffer = Buffer(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
-        buffer.note_free()  # Queued kernels may still read this memory, which torch has reused.
+        buffer.note_free()  # If torch reused this memory, queued kernels may still read it.
         return buffer
 
     def _release(self, keys: Iterable[Key]) -> None:

@@ -64,7 +64,7 @@ class Fetcher:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[Fetch] = deque()  # Urgent fetches come before fetches ahead.
+        self._queue: deque[Fetch] = deque()  # Fetches that are needed now come before prefetches.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()

@@ -1,4 +1,4 @@
-"""Linear layers in int8 for CPU inference, where a decoder reads half the bytes of bf16 per token."""
+"""Linear layers in int8 for CPU inference. A decoder reads half as many bytes per token as in bf16."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -41,7 +41,7 @@ WIRE_BYTES = {"bf16": 2, "fp8": 1}  # The bytes per element of each transfer dty
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
-    """Return the valid adaptive_r; with `whole_hidden`, every rank needs the complete hidden_dim."""
+    """Return the valid values of adaptive_r; with `whole_hidden`, a rank needs the complete hidden_dim."""
     divisors = (r for r in range(1, slices + 1) if slices % r == 0)
     return (0, 1) if whole_hidden else (0, *divisors)
 
@@ -61,10 +61,10 @@ def weights_of(
     """Gather and return the expert weights that this rank needs if adaptive_r is `degree`. Collective.
 
     The backward pass sums the gradients of all ranks that gathered the weights. Each rank keeps the
-    gradients of its expert shard. With adaptive_r = 0, no counts are exchanged, so call IDs are compared.
+    gradients of its expert shard. If `call_id` is given, the call IDs of all ranks are compared.
     """
     named, slices = experts.expert_parameters(), experts.part.slices
-    # The check rejects a pruned or parametrized bias, which would be ignored silently.
+    # Without this check, a pruned or parametrized bias would be ignored silently.
     message = "a torch.nn.utils.prune or parametrize call changed the experts, but other ranks gather them"
     require(named.keys() >= set(experts.names), f"{message}; undo that call.")
     joined = slices if degree == 0 else slices // degree

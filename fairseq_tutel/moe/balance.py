@@ -100,7 +100,7 @@ def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
 
 def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """Return Tutel's variant of the load_importance loss, for resumed runs that began with this variant.
+    """Return Tutel's variant of the load_importance loss.
 
     Tutel subtracts the K-th largest noisy logit of all experts from a probability instead of a logit.
     """

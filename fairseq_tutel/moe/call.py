@@ -16,7 +16,7 @@ class Call:
     """The arguments of one forward pass of a MoE layer, without tokens. None means the configured value."""
 
     shape: tuple[int, ...]  # shape of x without D; T is the product of these sizes
-    time_first: bool = False  # x is [time, batch, D]; token t is (t // S, t % S)
+    time_first: bool = False  # x is [time, S, D]; token t is step t // S of sentence t % S
     padding_T: Tensor | None = None  # bool, True for padding; None if there is no padding
     capacity_factor: float | Capacity | None = None  # a number (0 drops no assignment) or a complete rule
     top_k: int | None = None

@@ -1,6 +1,6 @@
 """Chooses experts for tokens, or tokens for experts, by scores that are computed from gate logits.
 
-A way to choose experts is a line of `ways_of` and a function named after its flag. For example, the flag
+Each way to choose experts has a line in `ways_of` and a function named after its flag. For example, flag
 --moe-rsample has `rsample_keys`, tests/moe/test_choice.py::test_rsample_… and a row in docs/routing.md.
 T tokens, E experts, K top_k, G groups of experts. Only scores and gate weights have gradients.
 """
@@ -41,10 +41,10 @@ Way = Callable[[Tensor, Tensor], Tensor]
 
 
 def ways_of(config: MoEConfig, batch: MicroBatch) -> list[Way]:
-    """Return the functions that change the keys of experts, in order; without any, keys are scores.
+    """Return, in order, the functions that change the experts' keys, which are initially the scores.
 
-    A token's experts are the experts with the K largest keys. The first function gets the scores as keys.
-    The fused kernel runs only if the list is empty.
+    A token's experts are the experts with the K largest keys. The fused kernel runs only if the list is
+    empty.
     """
     top_k, training, function = batch.top_k, batch.training, config.score_function
     bias_E: Any = batch.bias_E
@@ -133,7 +133,7 @@ def softmax_top_k(
     With `normalize`, a token's weights are divided by their sum.
     """
     device = logits_TE.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # as torch.softmax under autocast
+    if device != "meta" and torch.is_autocast_enabled(device):  # as torch.softmax does under autocast
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     if not (torch.is_grad_enabled() and logits_TE.requires_grad):
         return ops.softmax_top_k(logits_TE, top_k, normalize)
@@ -180,7 +180,7 @@ def second_expert_policy_keys(keys_TE: Tensor, logits_TE: Tensor, score_function
 
 
 def _instead(keys_TE: Tensor, new_TE: Tensor) -> Tensor:
-    """Return finite new keys, but -inf for the experts that the old keys exclude."""
+    """Return the new keys, limited to finite numbers, but -inf for experts that the old keys exclude."""
     new_TE = new_TE.clamp_min(torch.finfo(new_TE.dtype).min)
     return new_TE.masked_fill(keys_TE.isneginf(), -math.inf)
 

@@ -1,4 +1,4 @@
-"""The options of a MoE layer. Flags, hydra keys and docs/flags.md are made from the table `MoEConfig`.
+"""The options of a MoE layer. Flags, hydra keys and docs/flags.md are made from `MoEConfig`.
 
 Options of a model change the result and are saved with the model. Options of a task change the execution,
 not the result. They may differ between runs that load the same checkpoint.
@@ -115,18 +115,18 @@ class MoEConfig:
     top_k: int = routing(2, "experts per token, from 1 to the number of experts", rule=AT_LEAST_1)
     capacity_factor: float = capacity(
         0.0, rule=CAPACITY,
-        help="expert capacity in training: top_k * ceil(|f| * tokens / experts) slots; 0 drops no "
-        "assignment; f < 0 makes buffers no larger than the busiest expert needs",
+        help="expert capacity in training: f gives top_k * ceil(|f| * tokens / experts) slots; 0 drops no "
+        "assignment; with f < 0, buffers are no larger than the busiest expert needs",
     )
     eval_capacity_factor: float = capacity(
         0.0, rule=CAPACITY,
-        help="capacity factor in evaluation and generation; 0 drops no assignment, so that an output does "
-        "not depend on other sentences of the batch (with --moe-choice experts, 0: the training factor)",
+        help="capacity factor in evaluation and generation; 0 drops no assignment, so an output does not "
+        "depend on other sentences of the batch (with --moe-choice experts, 0 uses the training factor)",
     )
     eval_capacity_token_fraction: float = capacity(
         0.0, rule=CAPACITY,
-        help="slots per expert in evaluation as a fraction of the micro-batch's tokens, rounded up; below "
-        "0 uses the training capacity; 0 uses --moe-eval-capacity-factor",
+        help="slots per expert in evaluation as a fraction of the micro-batch's tokens, rounded up; a "
+        "value below 0 uses the training capacity; 0 uses --moe-eval-capacity-factor",
     )
     eval_sentence_length: int = option(
         0, rule=AT_LEAST_0, unit="tokens", flag="--moe-eval-capacity-max-seqlen",
@@ -141,9 +141,9 @@ class MoEConfig:
     )
     drop_policy: str = capacity(
         "position", choices=("position", "bpr", "rts", "probability"),
-        help="assignments that get a slot of a full expert: position, those of the earliest tokens; bpr, "
-        "those of tokens with the largest probability; rts, in training those of random tokens; "
-        "probability, assignments with the largest probability",
+        help="assignments that a full expert keeps: position keeps assignments of the earliest tokens; bpr "
+        "of the tokens with the largest probability; rts of random tokens in training; probability keeps "
+        "those with the largest probability",
     )
     choice: str = routing(
         "tokens", choices=("tokens", "experts"),
@@ -196,8 +196,8 @@ class MoEConfig:
     )
     second_expert_policy: str = routing(
         "all", choices=("all", "sampling", "random"),
-        help="choice of a token's experts after the first: all, by score; sampling, in training sampled by "
-        "score; random, by score, but in training kept with probability top_k times its weight",
+        help="choice of a token's experts after the first: all takes the best by score; sampling samples "
+        "by score in training; random keeps them in training with probability top_k times their weight",
     )
     rsample: bool = routing(
         False,
@@ -206,8 +206,7 @@ class MoEConfig:
     )
     gate_noise: float = routing(
         0.0, rule=NOT_NEGATIVE,
-        help="standard deviation of Gaussian noise on the logits in training (perturb, jitter), times the "
-        "number of experts",
+        help="standard deviation of Gaussian noise on the logits in training, times the number of experts",
     )
     input_jitter: float = routing(
         0.0, rule=PROBABILITY,
@@ -234,9 +233,9 @@ class MoEConfig:
     )
     expert_type: str | type = experts(  # noqa: RUF009
         "ffn", rule=one_of(EXPERT_TYPES, or_class=True), or_class=True,
-        help="ffn, two linear layers with an activation between them; glu, the SwiGLU product of W2 and "
-        "silu(x W1) * (x W3); or a custom package.module.Class (in Python also the class), a torch module "
-        "that is one expert",
+        help="ffn has two linear layers with an activation between them; glu is SwiGLU, "
+        "W2 (silu(W1 x) * W3 x); a custom package.module.Class (in Python also the class) is a torch "
+        "module of one expert",
     )
     shared_experts: int = experts(
         0, rule=AT_LEAST_0, help="number of shared experts, which process every token",
@@ -284,8 +283,8 @@ class MoEConfig:
     fp32_products: str = kernels(
         "torch", choices=("torch", "tf32x3"),
         help="matrix products of fp32 experts on a GPU: torch uses torch's TF32 setting, which is off by "
-        "default; tf32x3 computes a product as three TF32 products on tensor cores, with about 22 bits "
-        "instead of 24, on NVIDIA GPUs with Triton kernels",
+        "default; tf32x3 computes a product as three TF32 products on tensor cores, with a precision of "
+        "about 22 bits instead of 24, on NVIDIA GPUs with Triton kernels",
     )
     exchange: str = communication(
         "ragged", choices=("ragged", "padded"),
@@ -294,14 +293,14 @@ class MoEConfig:
     )
     a2a_algorithm: str = communication(
         "linear", rule=ALGORITHM,
-        help="all-to-all algorithm: linear, every rank sends to every other rank; 2dh, first within the "
-        "node, then between nodes; auto, linear or 2dh by the cost model; plan:NAME, a collective plan of "
-        "--moe-collective-plans",
+        help="all-to-all algorithm: linear sends from every rank to every other rank; 2dh sends first "
+        "within the node, then between nodes; auto is the faster of linear and 2dh by the cost model; "
+        "plan:NAME runs a collective plan of --moe-collective-plans",
     )
     a2a_dtype: str = communication(
         "same", choices=("same", "bf16", "fp8"),
-        help="transfer dtype of rows in the all-to-all: same, bf16, or fp8 with one scale per row; bf16 "
-        "and fp8 lose precision",
+        help="transfer dtype of rows in the all-to-all: same sends rows in their dtype; bf16 and fp8 (one "
+        "scale per row) lose precision",
     )
     a2a_ffn_overlap_degree: int = communication(
         1, rule=OVERLAP,
@@ -309,14 +308,14 @@ class MoEConfig:
     )
     parallel_type: str = parallelism(
         "adaptive:1", rule=PARALLEL_TYPE,
-        help="way to use several ranks per expert: adaptive:r, with r as in --moe-adaptive-r; data, "
-        "adaptive:1; model, the largest r; auto, the fastest measured r",
+        help="way to use several ranks per expert: adaptive:r uses r as --moe-adaptive-r does; data is "
+        "adaptive:1; model uses the largest r; auto measures and keeps the fastest r",
     )
     adaptive_r: int = parallelism(
         -1, rule=whole(-1, MILLION),
-        help="if there are more ranks than experts, number of expert shards (slices of the hidden "
-        "dimension, one per rank) that each row is sent to: 0 gathers all experts on every rank and sends "
-        "no row; otherwise a divisor of the number of ranks per expert; -1 uses --moe-parallel-type",
+        help="number of ranks to which each row is sent, where each rank computes a part of the expert's "
+        "hidden dimension; 0 sends no row and gathers all experts on every rank; other values must divide "
+        "the number of ranks per expert; -1 uses --moe-parallel-type",
     )
     adaptive: str = parallelism(
         "off", choices=("off", "auto"),

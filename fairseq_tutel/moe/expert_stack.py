@@ -35,8 +35,8 @@ class Weights:
         """Return the experts' weights by name, and the groups of rows of these experts.
 
         A subclass may omit experts without rows. The tensors [n, ...] and groups are then those of the
-        other experts, in ascending order. The experts' forward calls this method, because forward hooks,
-        such as those of torch.nn.utils.prune, compute the tensors immediately before.
+        other experts, in ascending order. The experts' forward calls this method, because forward
+        pre-hooks, such as those of torch.nn.utils.prune, compute the tensors immediately before.
         """
         if self._tensors is not None:
             return self._tensors, groups
@@ -75,7 +75,7 @@ class ExpertStack(nn.Module):
     # For each stacked tensor, the dimension that is split into expert shards. If empty, experts cannot be
     # split.
     slice_dims: ClassVar[dict[str, int]] = {}
-    # Tensors that are added to the output. A shard has a part of the last dimension, padded with 0.
+    # Tensors that are added to outputs. A shard holds a part of the last dimension; zeros pad it for use.
     added: ClassVar[tuple[str, ...]] = ()
     # Whether `run` also accepts quantized matrices instead of tensors.
     takes_quantized: ClassVar[bool] = False
@@ -145,7 +145,7 @@ class ExpertStack(nn.Module):
 
     @property
     def is_one_node(self) -> bool:
-        """Whether the experts are one autograd node, which can recompute hidden rows in backward."""
+        """Whether one autograd node computes all experts, and can recompute hidden rows in backward."""
         return False
 
     @property
@@ -223,7 +223,7 @@ class ExpertStack(nn.Module):
             if is_cut and name in names:
                 mark_slice(parameter, self.slice_of(name))
 
-    # A move from the meta device, a copy or an assigned state dict replaces the marked parameters.
+    # A move from the meta device, a copy or an assigned state dict replaces parameters, so mark new ones.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if self._compute_device is None:
@@ -286,7 +286,7 @@ class ExpertStack(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         self._refuse_offloaded(prefix)
         held = local_metadata.get("part", self._whole())
-        is_own = held == self._held() != self._whole()  # the file holds only this rank's experts
+        is_own = held == self._held() != self._whole()  # the state dict has only this rank's experts
         require(
             is_own or held == self._whole(),
             f"the state dict's {prefix}* hold the experts of another rank, {held}; load the file that this "
@@ -312,7 +312,7 @@ class ExpertStack(nn.Module):
     def _take(self, name: str, tensor: Tensor) -> nn.Parameter:
         """Register a tensor loaded from a state dict as a parameter and return the parameter."""
         old: nn.Parameter = getattr(self, name)
-        if tensor.untyped_storage().nbytes() > tensor.nbytes:  # otherwise the storage stays in memory
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:  # otherwise the whole storage stays in memory
             tensor = tensor.clone()
         taken = nn.Parameter(tensor.to(old.dtype), requires_grad=old.requires_grad)
         self.register_parameter(name, taken)

@@ -113,7 +113,7 @@ class Experts(ExpertStack):
     def is_one_node(self) -> bool:
         """Whether one autograd node can compute all experts.
 
-        Fused experts have only an activation between fc1 and fc2, and no subclass replaces a step.
+        The node has only an activation between fc1 and fc2, and ignores methods that a subclass replaces.
         """
         own, drops = type(self), self.training and self.config.activation_dropout > 0
         is_replaced = own.run is not Experts.run or own.activate is not Experts.activate

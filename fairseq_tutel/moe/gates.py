@@ -40,7 +40,7 @@ class LinearGate(nn.Module):
         if not self.fp32_gate:
             return F.linear(x_TD.to(self.weight.dtype), self.weight)
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        # For few tokens, entering the context manager would take half of the gate's time.
+        # For few tokens, entering torch.autocast would take half of the gate's time.
         if not torch.is_autocast_enabled(x_TD.device.type):
             if gate_product.is_supported(x_TD, self.weight):
                 return gate_product.product(x_TD, self.weight)

@@ -150,7 +150,7 @@ class MoELayer(nn.Module):
         """Replace the configurations of the layer and of each gate, but keep the existing modules."""
         self.config = config
         self.gate_configs = [
-            # Checks options that the layer's losses require of every gate, such as noise.
+            # The replacement checks that each gate has the options that the losses need, such as noise.
             dataclasses.replace(c, balance_loss=config.balance_loss)
             for c in gate_configs
         ]
@@ -248,7 +248,7 @@ class MoELayer(nn.Module):
         """
         experts, gate = self.experts, routing.gate
         if gate is not None and gate.passed_TD is not None and gate.x_TD is x_TD:
-            x_TD = gate.passed_TD  # then one product adds both gradients of x
+            x_TD = gate.passed_TD  # so the gate's backward adds the experts' gradient of x
         if not torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(experts.dtype)
         dispatcher = OwnExperts(experts, self.config) if local else self.dispatcher

@@ -20,7 +20,7 @@ from fairseq_tutel.moe.routing import Routing
 class RoutingCounts(NamedTuple):
     """The routing counts and token sums of one layer in one micro-batch, on the device, without gradients.
 
-    `Metric.of_counts` gets all fields stacked for L layers with equal K and E, and counts in fp32.
+    `Metric.of_counts` gets all fields stacked for L layers with equal K and E, with counts in fp32.
     """
 
     num_tokens: Tensor  # The number [] int64 of tokens except padding.
@@ -142,7 +142,7 @@ def count_routing(routing: Routing) -> RoutingCounts:
     top_k = len(routing.dropped_K)
     # The dtype is at least fp32, because half precision cannot hold sums over tokens.
     dtype = torch.promote_types(routing.probs_TE.dtype, torch.float32)
-    # With expert choice, a token has one gate weight for each expert that chose the token.
+    # With expert choice, a token has one weight for each expert that chose it, which may be more than K.
     probs_TE, weights_TK = routing.probs_TE.to(dtype), routing.weights_TK[:, :top_k]
     if routing.real_T is not None:
         real_T1 = routing.real_T.unsqueeze(1)

@@ -34,7 +34,7 @@ class GateOutput:
     noise: float = 0.0  # standard deviation of the noise that is added to logits
     score_function: str = "softmax"
     sentences: tuple[int, int] | None = None  # (S, time) of the micro-batch; None for one sentence
-    time_first: bool = False  # whether token t is (t // S, t % S) or (t // time, t % time)
+    time_first: bool = False  # whether token t is of sentence t % S (x is [time, S, D]) or t // time
     cmr_T1: Tensor | None = None  # differentiable, the CMR gate g of each token; None without CMR
     topology: Topology | None = None  # `gshard_global` sums the loads of its ranks; None in evaluation
     backend: str = "auto"  # backend of the kernels
@@ -150,9 +150,9 @@ def _decide_by_experts(
     """Let every expert choose tokens, and return the routing, without empty rows between experts.
 
     The K' columns of a token are the experts that chose it, with the lowest ID first. On the CPU, K' is the
-    largest number of experts that chose one token. On other devices K' is E, which avoids a device-to-host
-    read. The first choice of `assigned_KE` counts all assignments. The first choice of `dropped_K` counts
-    the tokens, without padding, that no expert chose. Other choices are 0.
+    largest number of experts that chose one token, but at least K. On other devices K' is E, which avoids
+    a device-to-host read. `assigned_KE[0]` counts all assignments. `dropped_K[0]` counts the tokens,
+    without padding, that no expert chose. All other counts are 0.
     """
     length, num_experts = logits_TE.shape
     top_k, capacity, real_T = batch.top_k, batch.capacity, batch.real_T
@@ -212,7 +212,7 @@ def padded(routing: Routing, capacity: int) -> Routing:
 
 
 def scaled(weights_TK: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Return the weights times the configured `routed_scaling_factor`, after expert output masking.
+    """Multiply the weights by `routed_scaling_factor`, and apply expert output masking to the weights.
 
     A weight of 0 masks the output of an assignment and its gradient.
     """

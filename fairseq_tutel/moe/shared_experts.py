@@ -63,7 +63,7 @@ class SharedResidualExperts(nn.Module):
 
     y = c_0 * routed + c_1 * dense(x), c = softmax(W x + b)  with `residual`,
     y = g * routed + (1 - g) * dense(x), g = sigmoid(w x + b)  with `cmr`,
-    y + sum of the shared experts of x                    with `shared_experts`.
+    y + shared_1(x) + ... + shared_n(x)  with `shared_experts`.
 
     `residual` is from Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.1. `cmr` is from NLLB Team 2022,
     section 6.2, and from Meta's nllb branch. Shared experts are from DeepSeekMoE (Dai et al. 2024).
@@ -108,7 +108,7 @@ class SharedResidualExperts(nn.Module):
     def forward(
         self, x_TD: Tensor, routed_TD: Tensor, real_T: Tensor | None, cmr_T1: Tensor | None
     ) -> Tensor:
-        """Add the shared experts and the residual expert to the routed output; padding gets zeros.
+        """Add the shared experts and the residual expert to the routed output; outputs of padding are 0.
 
         `cmr_T1` is the gate that `cmr_gate_of` returned.
         """

@@ -1,8 +1,8 @@
 """The capacity of an expert is its number of slots. A drop policy decides which assignments get slots.
 
-T is the number of tokens, E of experts, K is top_k, and N = K * T is the number of assignments. Index j * T
-+ t is choice j of token t. Assignments get slots in the order of the drop policy, and the last assignments
-are dropped. The kernel `assign_rows` numbers each expert's assignments in the order of the policy.
+T is the number of tokens, E the number of experts, K is top_k, and N = K * T is the number of assignments.
+Index j * T + t is choice j of token t. Assignments get slots in the order of the drop policy, and the last
+assignments are dropped. The kernel `assign_rows` numbers each expert's assignments in this order.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from fairseq_tutel.option import CAPACITY, is_number
 class Capacity:
     """The rule that gives each expert's capacity (its number of slots) in a forward pass."""
 
-    # f > 0: A factor f > 0 gives K * ceil(f * T / E) slots; 0 gives no limit. With f < 0, the limit is that
-    # of -f, and buffers are no larger than the busiest expert needs.
+    # A factor f > 0 gives K * ceil(f * T / E) slots, and 0 gives no limit. A factor f < 0 gives the same
+    # slots as -f, but buffers are no larger than the busiest expert needs.
     factor: float = 0.0
     token_fraction: float = 0.0  # above 0: ceil(token_fraction * T) slots; replaces the factor
     tokens: int = 0  # above 0: replaces T, the number of real tokens, in the token_fraction rule
@@ -37,8 +37,8 @@ class Capacity:
     def slots(self, top_k: int, num_experts: int, num_tokens: Tensor) -> Tensor:
         """Return the number of slots per expert, an int64 scalar on the device of `num_tokens`.
 
-        Products are rounded to double precision and then rounded up. For example, 200 tokens, 4 experts and
-        the factor 1.1 give 56 slots, because 1.1 * 200 / 4 is slightly more than 55.
+        Products in double precision are rounded up. For example, 200 tokens, 4 experts, K = 1 and the
+        factor 1.1 give 56 slots, because 200 * 1.1 / 4 in double precision is slightly more than 55.
         """
         tokens = num_tokens.double()
         if self.token_fraction > 0:
@@ -107,19 +107,19 @@ def capacity_of(
 
 
 # A drop policy is a function that returns the order [N] int64 in which assignments get slots. Ties are in
-# the order of `position`. scores_TE has no gradient. position_T [T] int64 lists the tokens in (sentence,
+# the order of `by_position`. scores_TE has no gradient. position_T [T] int64 lists the tokens in (sentence,
 # time) order. A drop policy may draw from torch's global generator only in training.
 
 
 def by_position(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """Order assignments with first choices first, and each choice by the token's (sentence, time)."""
+    """Order assignments with first choices first, and then by the token's sentence and time."""
     return _choice_by_choice(position_T.expand(expert_ids_TK.shape[1], -1))
 
 
 def by_largest_score(
     scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool
 ) -> Tensor:
-    """Order assignments with first choices first, then by token's largest score (Riquelme et al. 2021)."""
+    """Order assignments with first choices first, then by the token's best score (Riquelme et al. 2021)."""
     importance_T = scores_TE.amax(dim=1)[position_T]
     position_T = position_T[importance_T.argsort(descending=True, stable=True)]
     return by_position(scores_TE, expert_ids_TK, position_T, training)

@@ -175,7 +175,7 @@ class TutelMoELayer(nn.Module):
     def _topology(
         self, experts: Mapping[str, Any], model_dim: int, group: dist.ProcessGroup | None, use_2dh: bool
     ) -> Topology:
-        """Return the topology. Ranks that share an expert hold shards if the widths are divisible."""
+        """Return the topology; n ranks that share an expert hold shards if n divides its widths."""
         widths = [experts.get("hidden_size_per_expert", 0), *[model_dim] * (experts["type"] == "ffn")]
         shared = self.sharded_count > 1 and experts["type"] in EXPERT_KEYS
         sliced = shared and not any(width % self.sharded_count for width in widths)
@@ -201,9 +201,9 @@ class TutelMoELayer(nn.Module):
 
     @staticmethod
     def global_expert_count(num_local_experts: float, group: dist.ProcessGroup | None = None) -> int:
-        """Return E, the number of experts on all ranks of a group, for a `num_experts_per_device`.
+        """Return E, the number of experts on all ranks of a group, from `num_experts_per_device`.
 
-        A value n > 0 means n experts on each rank; -n or 1/n means one expert on every n ranks.
+        A value n > 0 means n experts on each rank; -n or 1/n means one expert that n ranks share.
         """
         count, ranks = num_local_experts, world.size(group)
         if isinstance(count, float) and 0 < count < 1:
@@ -310,7 +310,7 @@ def _expert_fields(experts: Mapping[str, Any], model_dim: int) -> dict[str, Any]
 def _build_experts(
     experts: Mapping[str, Any], config: MoEConfig, topology: Topology, group: Any, seed: int
 ) -> ExpertStack:
-    """Build this rank's experts; a custom module's weights depend on the seed and the first expert."""
+    """Build this rank's experts; the weights of a custom module depend on the seed and the first expert."""
     part = topology.part(config.num_experts)
     if experts["type"] == "custom":
         sizes = {"model_dim": config.model_dim, "sharded_count": 1}

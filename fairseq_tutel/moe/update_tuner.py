@@ -101,7 +101,7 @@ class UpdateTuner:
     def begin(self, num_tokens: int) -> Strategy:
         """Choose the strategy of an update from the largest first micro-batch of all ranks. Collective.
 
-        The cost of the previous update is recorded only if every rank called `end` for this update.
+        The cost of the previous update is recorded only if every rank called `end` for that update.
         """
         tokens, milliseconds, of_update = self._agreed(num_tokens)
         if math.isfinite(milliseconds):
@@ -198,8 +198,8 @@ class UpdateTuner:
     def _degrees(self) -> tuple[int, ...]:
         """Return the values of adaptive_r that the layers allow and for which memory suffices.
 
-        Gathered weights and their gradients may take half of the least free memory of all ranks, in
-        addition to their bytes with the configured adaptive_r.
+        Gathered weights and their gradients may take as many bytes as with the configured adaptive_r, plus
+        half of the free memory of the rank that has the least.
         """
         every: set[int] = set()
         for layer in self.layers:

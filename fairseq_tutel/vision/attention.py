@@ -5,8 +5,8 @@ d). An image has G windows of N positions each, and P = G * N. In a shifted bloc
 window later, so the last windows contain tokens of opposite edges of the image, which do not attend to each
 other. If the image size is no multiple of the window size, the last windows have empty positions.
 
-Windows are from Liu et al. 2021 (Swin Transformer), section 3.2, and attention from Liu et al. 2022 (Swin
-Transformer V2), sections 3.2 and 3.3, and the released code.
+The windows are from Liu et al. 2021 (Swin Transformer), section 3.2. The attention is from Liu et al. 2022
+(Swin Transformer V2), sections 3.2 and 3.3, and from the released code.
 """
 
 import math
@@ -23,7 +23,7 @@ Size = tuple[int, int]  # A Size is (height, width), in tokens.
 FIRST_SCALE, MAX_SCALE = 10.0, 100.0
 MAX_BIAS = 16.0
 HIDDEN_DIM = 512
-# As in the released code, the largest offset is scaled to 8 before the logarithm, and then to 1.
+# As in the released code, the largest offset is scaled to 8; log2(1 + offset) is divided by log2(8).
 SPAN = 8
 
 
@@ -108,7 +108,7 @@ class PositionBias(nn.Sequential):
 
 @lru_cache(maxsize=128)
 def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a table [(2h-1)(2w-1), 2] of all offsets in a window, and the row of each pair [N, N]."""
+    """Return a window's log-scaled offsets [(2h-1)(2w-1), 2], and the row of each query and key [N, N]."""
     # Tensors that were created in inference mode cannot be used in training.
     with torch.inference_mode(False), torch.no_grad():
         lines = [torch.arange(1 - side, side) * (SPAN / max((trained or side) - 1, 1)) for side in (h, w)]
@@ -161,22 +161,22 @@ class WindowAttention(nn.Module):
             for tensor in qkv_BPX.view(B, G, N, 3, M, D // M).permute(3, 0, 1, 4, 2, 5)
         )
         if self.by_cosine:
-            # Multiplying rows by a factor is several times faster than the division in F.normalize.
+            # Multiplying rows by inverse norms is several times faster than the division in F.normalize.
             scale, k = scale * _inverse_norm(q), (k * _inverse_norm(k)).to(v.dtype)
         y = _attention(q, k, v, scale, bias_MNN.unsqueeze(0).to(v.dtype))
         return self.proj(y.view(B, G, M, N, D // M).transpose(2, 3).reshape(B, P, D))
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)  # fp16 would round 1e-12 to 0.
+    wide = torch.promote_types(x.dtype, torch.float32)  # In fp16, 1e-12 would be 0.
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).clamp_min(1e-12).reciprocal()
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float | Tensor, bias: Tensor) -> Tensor:
     """Return softmax(q k^T * scale + bias) v."""
     if torch.is_grad_enabled() and q.device.type == "cpu":
-        # On CPUs, torch has no fused attention kernel that computes the gradient of a bias. torch's unfused
-        # attention takes 1.1 to 1.2 times as long, because it makes more passes over the scores.
+        # If the bias needs a gradient, torch's attention on CPUs is unfused. It takes 1.1 to 1.2 times as
+        # long as the next two lines, because it makes more passes over the scores.
         weights = ((q * scale).to(k.dtype) @ k.mT).add_(bias).softmax(-1)
         return weights @ v
     if isinstance(scale, Tensor):

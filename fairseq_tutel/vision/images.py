@@ -114,7 +114,7 @@ Images = ImageFolder | ImageArrays
 
 def open_images(data: str, split: str) -> Images:
     """Return the images of a split, from the folder DATA/SPLIT or the file DATA/SPLIT.npz."""
-    import PIL  # noqa: F401 - workers would fail later
+    import PIL  # noqa: F401 - without Pillow, fail now and not in a worker
 
     folder = Path(data) / split
     file = folder.with_name(f"{split}.npz")
@@ -185,14 +185,14 @@ def tensor_of(image: "Image") -> Tensor:
 
 
 def statistics(channels: int) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation [C, 1, 1] for normalization, those of ImageNet for 3 channels, else 0.5."""
+    """Return the mean and standard deviation [C, 1, 1] of ImageNet's pixels; both are 0.5 for 1 channel."""
     values = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.5,), (0.5,))
     mean, std = (torch.tensor(each).view(-1, 1, 1) for each in values)
     return mean, std
 
 
 def normalized(pixels: Tensor) -> Tensor:
-    """Normalize pixels [C, H, W] by the mean and deviation of `statistics`."""
+    """Normalize pixels [C, H, W] by the mean and standard deviation of `statistics`."""
     mean, std = statistics(pixels.shape[-3])
     return (pixels - mean) / std
 
