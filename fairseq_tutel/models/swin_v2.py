@@ -29,7 +29,7 @@ RELEASED = {
     "moe_balance_loss": "load_importance_tutel:1",
     "swin_init_std": 0.005,
 }
-# Options of the size `_tiny`, which is for small images, where they differ from RELEASED.
+# For the size `_tiny`, which is for small images, these options replace those of RELEASED.
 SMALL_IMAGES = {"swin_init_std": 0.02, "moe_balance_loss": "load_importance:1"}
 # Model options, except those of an encoder or decoder, which do not apply to Swin's stages.
 ALL_SIDES = [option for option in options_of("model") if option not in options_in(SidesConfig)]
@@ -75,7 +75,7 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
 class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
     """A Swin V2 image classifier with experts in every --moe-freq-th block of its last stages."""
 
-    expert_stages = 0  # The number of last stages that may have experts.
+    expert_stages = 0  # Only this number of last stages may have experts.
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> Any:

@@ -136,7 +136,8 @@ _WITH_MIXIN = {
     for name in WRAPPED
 }
 DistillationOptions = made("DistillationOptions", options_in(DistillationConfig))
-# The options of moe_distillation include those of every criterion that can be wrapped, MoE variants first.
+# The options of moe_distillation include those of all MoE variants that can be wrapped. A MoE variant has
+# the options of its stock criterion, too.
 _Options = dataclasses.make_dataclass(
     "MoEDistillationConfig",
     [],

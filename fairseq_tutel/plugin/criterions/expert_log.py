@@ -35,9 +35,9 @@ class Layout(NamedTuple):
     """Describes the order of the numbers in the vector that holds a micro-batch's expert metrics.
 
     The vector has these entries in this order: number of real tokens; averages over layers (losses, then N
-    metrics); metrics and tokens of each logged layer; assignments of each expert in the logged layers;
-    dropped assignments of each expert. All averages and metrics are multiplied by the number of real
-    tokens.
+    metrics); N metrics and the number of real tokens of each logged layer; assignments of each expert in
+    the logged layers; dropped assignments of each of these experts. All averages and metrics are multiplied
+    by the number of real tokens.
     """
 
     losses: Sequence[str]
