@@ -30,8 +30,8 @@ from fairseq_tutel.vision.images import decoded, fitted, normalized, tensor_of
 INFERENCE_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
 # Minimum of max_tokens, as in fairseq-generate, because a sentence may exceed the training max_tokens.
 MAX_TOKENS = 12000
-# Option of GPT-2's BPE, and the name of the option's file next to a checkpoint. fairseq itself finds the
-# files of every other BPE.
+# Options of GPT-2's BPE, each with the name of its file next to a checkpoint. For every other BPE, fairseq
+# finds the files itself.
 GPT2_FILES = {"gpt2_encoder_json": "encoder.json", "gpt2_vocab_bpe": "vocab.bpe"}
 # Tasks that can change languages after the tasks are set up.
 MULTILINGUAL = (TranslationMultiSimpleEpochTask, TranslationFromPretrainedBARTTask)
@@ -42,7 +42,7 @@ def open_interface(
 ) -> nn.Module:
     """Open one checkpoint, or several as an ensemble, and return the hub interface for the model.
 
-    `options` replace options that the checkpoint saved.
+    `options` replace options that are saved in the checkpoint.
     """
     folder = files[0].parent
     options = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}

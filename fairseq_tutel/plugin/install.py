@@ -92,7 +92,7 @@ def install_experts(
         model: a model whose layers `named_stacks` finds, and whose FFNs are like fairseq's.
         cfg: the model's configuration, with the keys of ModelOptions.
         task: the task, which gets methods for training experts; None for a pretrained model inside a model.
-        freqs: the value of --moe-freq for the encoder, the decoder or each stage, by its name.
+        freqs: the value of --moe-freq for the encoder and the decoder, or for each stage, by its name.
         of_sides: MoEConfig fields that depend on the kind of model, by the same names.
     """
     installation = _Installation(model, cfg, task)

@@ -2,8 +2,8 @@
 
 A configuration has an EP group size P, a number r of ranks to which each row is sent, a number d of chunks
 for overlap, and an all-to-all. With r = 0, weights are gathered and no row is sent. The predicted time
-includes forward, backward and all-reduces at even load, but not optimizer and data loading.
-docs/scaling.md explains the options, formulas, sources and errors.
+includes forward, backward and all-reduces at even load, but not optimizer and data loading. For options,
+formulas, sources and errors, see docs/scaling.md.
 """
 
 import argparse

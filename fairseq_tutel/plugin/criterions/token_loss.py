@@ -25,8 +25,7 @@ def token_loss(
     (V - 1)) nll - s / (V - 1) * sum over words of log p. Both losses are scalars in fp32 or wider; nll has
     no gradient.
 
-    The loss is from Szegedy et al. 2016, section 7, but as in fairseq, the target's weight is exactly 1 -
-    s.
+    The loss is from Szegedy et al. 2016, section 7; as in fairseq, the target's weight is exactly 1 - s.
     """
     return _TokenLoss.apply(logits_NV, target_N, float(smoothing), ignored)
 

@@ -19,10 +19,10 @@ FLOAT16_MAX = torch.finfo(torch.float16).max
 class FusedAdam(Adam):
     """fairseq's Adam, with torch's fused AdamW kernel for fp32 and fp64 parameters.
 
-    The state dict has the format of fairseq's Adam. v is the second moment, and t the step count. fairseq
-    adds eps to sqrt(v), but AdamW adds eps to sqrt(v) / sqrt(1 - beta2^t). moe_adam therefore divides eps
-    by sqrt(1 - beta2^t). fairseq's step is used if a parameter has half precision, or if a gradient is
-    sparse or not contiguous.
+    The state dict has the format of fairseq's Adam. Let v be the second moment, and t the step count. In
+    fairseq, eps is added to sqrt(v); in AdamW, to sqrt(v) / sqrt(1 - beta2^t). This class therefore divides
+    eps by sqrt(1 - beta2^t). If a parameter has half precision, or if a gradient is sparse or not
+    contiguous, the step of fairseq's Adam is used.
 
     With `fp16_stats`, Adam's moments are stored in fp16. Each fp16 moment is divided by a scale that maps
     its largest element to the largest fp16 number. There is one scale per dense parameter and one per
@@ -111,7 +111,7 @@ class FusedAdam(Adam):
         states: list[dict[str, Tensor]],
         step: int,
     ) -> None:
-        """Update parameters and moments of equal device, dtype and step count in place."""
+        """Update parameters and moments in place; all have the same device, dtype and step count."""
         beta1, beta2 = group["betas"]
         # The step tensor is created on the device, because a copy from the host would synchronize.
         step_tensor = torch.full((), float(step), device=params[0].device)

@@ -49,8 +49,7 @@ class ExpertEMA(EMA):
     def step(self, new_model: nn.Module, updates: int | None = None) -> None:
         """Average the weights if the number of updates is a multiple of --ema-update-freq.
 
-        fairseq would count updates from the start of the process, so a resumed run would average after
-        other updates.
+        Without this method, a resumed run would count updates from the start of its process.
         """
         if updates is not None and self.config.ema_update_freq > 1:
             self.update_freq_counter = (updates - 1) % self.config.ema_update_freq
@@ -86,7 +85,7 @@ class ExpertEMA(EMA):
     def saved_with(self, records: Mapping[tuple[str, str], Any]) -> Iterator[None]:
         """Context manager in which a saved checkpoint has shard records instead of averages of experts.
 
-        The keys of `records` are (layer, name), such as the name "fc1_weight.ema".
+        The keys of `records` are (layer, name), where a name is, for example, "fc1_weight.ema".
         """
         for layer, stack in self._stacks():
             names = stack.expert_parameters()

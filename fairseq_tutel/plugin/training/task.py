@@ -247,8 +247,7 @@ class MoETaskMixin(InferenceMixin):
 def _refused_on_several_ranks(what: str) -> Iterator[None]:
     """Context manager that ends the job at an out-of-memory error if there are several ranks.
 
-    After an out-of-memory error, fairseq would skip the batch on this rank only, and other ranks would wait
-    forever.
+    After such an error, fairseq would skip the batch on this rank only, and other ranks would wait forever.
     """
     try:
         yield
