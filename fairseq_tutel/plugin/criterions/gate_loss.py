@@ -70,7 +70,7 @@ class GateLossMixin:
         return loss, sample_size, log
 
     def _terms(self, layers: list[MoEFeedForward], has_cmr: bool, nothing: Tensor) -> list["_Term"]:
-        """Return the balance loss and, with `has_cmr`, the budget loss; each is `nothing` if no layer ran."""
+        """Return the balance loss and, with `has_cmr`, the budget loss, or `nothing` if no layer ran."""
         options, empty = self.gate_loss, (nothing, list[Tensor]())
         balance = self._combine(layers) if layers else empty
         terms = [_Term("moe_gate_loss", BALANCE, options.moe_gate_loss_wt, *balance)]
