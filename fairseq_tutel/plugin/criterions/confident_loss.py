@@ -1,4 +1,4 @@
-"""Confident multiple choice learning: K of M ensemble members learn a sample, the others predict uniformly.
+"""Confident multiple choice learning: K of M ensemble members learn a sample; all others predict uniformly.
 
 The largest tensors are the members' logits and their gradients. Losses and probabilities are computed for
 one member at a time, in fp32 or wider, and again in backward. Shape suffixes are M (members), N (samples:

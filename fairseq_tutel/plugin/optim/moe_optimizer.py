@@ -247,7 +247,7 @@ def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
 
 
 def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> dict[str, Any]:
-    """Return the optimizer state of this rank's experts; `state` has all experts of an expert parameter."""
+    """Return the part of a parameter's optimizer state that belongs to this rank's experts."""
     slicing, shape = slice_of(parameter), list(parameter.shape)
     shape[0] = shape[0] * topology.expert_parallel_size // slicing.count
     shape[slicing.dim] *= slicing.count

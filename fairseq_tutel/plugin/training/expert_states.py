@@ -1,4 +1,4 @@
-"""Maps the optimizer state and the averages of experts to a checkpoint's parameters and indices."""
+"""Collects the optimizer state and averages of experts, and maps saved records to parameter indices."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
