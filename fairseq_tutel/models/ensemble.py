@@ -1,8 +1,8 @@
 """Defines the model ensemble_of, which averages the probabilities of models of one architecture.
 
 The state dict has the members' weights under `members.0.`, `members.1.`, …. Members are built one after
-another, so each member gets different initial weights. The first member has the initial weights of a single
-model. The members also run one after another, because a batched forward is slower (docs/ensembles.md).
+another, so each member gets different initial weights. The first member has the same initial weights as a
+single model. Members also run one after another, because a batched forward is slower (docs/ensembles.md).
 
 Shape suffixes are M (members) and C (classes).
 """
@@ -93,7 +93,7 @@ class EnsembleModel(BaseFairseqModel):
         else:
             outputs = [run() for run in runs]
         logits_MXC = torch.stack([_logits_of(output) for output in outputs])
-        del outputs  # The outputs are as large as the logits.
+        del outputs  # This frees memory: the outputs are as large as the logits.
         return mean_log_probs(logits_MXC), {"member_logits": logits_MXC}
 
     def get_normalized_probs(

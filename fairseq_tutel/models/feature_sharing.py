@@ -1,6 +1,6 @@
-"""Feature sharing between ensemble members: members' forward passes pause at a layer to mix outputs.
+"""Shares features between ensemble members, whose forward passes pause at a layer to mix its outputs.
 
-M members.
+The suffix M marks a list with one entry per member.
 """
 
 import contextlib

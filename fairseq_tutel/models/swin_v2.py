@@ -29,7 +29,7 @@ RELEASED = {
     "moe_balance_loss": "load_importance_tutel:1",
     "swin_init_std": 0.005,
 }
-# Options of the size `_tiny`, which is for small images, where they differ from RELEASED.
+# For the size `_tiny`, which is for small images, these options replace those of RELEASED.
 SMALL_IMAGES = {"swin_init_std": 0.02, "moe_balance_loss": "load_importance:1"}
 # Model options, except those of an encoder or decoder, which do not apply to Swin's stages.
 ALL_SIDES = [option for option in options_of("model") if option not in options_in(SidesConfig)]
@@ -75,7 +75,7 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
 class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
     """A Swin V2 image classifier with experts in every --moe-freq-th block of its last stages."""
 
-    expert_stages = 0  # The number of last stages that may have experts.
+    expert_stages = 0  # Only this number of last stages may have experts.
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> Any:
@@ -98,7 +98,7 @@ class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
 
 
 def _register(name: str, model: type, options: list, defaults: dict[str, Any]) -> None:
-    """Register a size of Swin V2 as a separate model, whose name also sets the options under hydra."""
+    """Register a size of Swin V2 as a separate model, so that its name also sets options under hydra."""
     options = [replace(o, default=defaults.get(o.key, o.default)) for o in options]
     title = "".join(part.title() for part in name.split("_"))
     cls = type(title, (model,), {"__doc__": model.__doc__, "__module__": __name__})

@@ -20,8 +20,8 @@ class DistillationConfig:
     distill_teacher: str = distillation("", "checkpoint of the teacher (dense or MoE, full or sharded)")
     distill_teacher_overrides: str = distillation(
         "{}",
-        "options that override the teacher's saved options, as in fairseq's --model-overrides: "
-        "{'moe_expert_store': 'on-demand'} keeps the teacher's experts on disk",
+        "options that override the teacher's saved options, as in fairseq's --model-overrides; for "
+        "example, {'moe_expert_store': 'on-demand'} keeps the teacher's experts on disk",
     )
     distill_teacher_bf16: bool = distillation(False, "run the teacher in bf16")
     distill_teacher_parallel_size: int = distillation(

@@ -34,8 +34,8 @@ class CMCLConfig:
 
     cmcl_overlap: int = of_criterion(
         4,
-        "number of members (those with the lowest loss) that learn each sample; with --ensemble-size "
-        "members, all members learn independently",
+        "number of members (those with the lowest loss) that learn each sample; if it equals "
+        "--ensemble-size, all members learn every sample",
         rule=AT_LEAST_1,
     )
     cmcl_beta: float = of_criterion(

@@ -62,9 +62,9 @@ class Context:
         seed: int = 1,
     ) -> None:
         self.trains, self.gather, self.wait_for_turn = trains, gather, wait_for_turn
-        # A dummy batch only lets this rank join the collectives; none of the tokens is routed or counted.
+        # A dummy batch lets this rank join the collectives; its tokens are neither routed nor counted.
         self.is_dummy = False
-        # [batch, time] bool: the last embedded tokens' padding mask, for decoder layers without a mask.
+        # The bool padding mask [batch, time] of the last embedded tokens, for layers that receive no mask.
         self.padding_mask: Tensor | None = None
         self.local_drop, self.seed, self._update = local_drop, seed, 0
         # Coefficients of the layers' losses in the current backward pass, by layer and name of the loss.
@@ -114,8 +114,8 @@ class MoEFeedForward(MoELayer):
 
     The balance loss is not part of a MoE layer's output y. The backward of y adds the balance loss's
     gradient, times a coefficient that the criterion's loss node sets at the start of the backward pass. The
-    balance loss's gradient is correct with activation checkpointing, with fp16's loss scale, and for
-    ignored batches. The backward of y also adds the budget loss's gradient.
+    balance loss's gradient is thus correct with activation checkpointing, with fp16's loss scale, and for
+    ignored batches. The backward of y adds the budget loss's gradient in the same way.
     """
 
     _record: MoERecord | MoEOutput  # The record of the last micro-batch.
@@ -320,9 +320,8 @@ class _Difference(nn.Module):
 
 
 def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
-    # An encoder layer has the mask as the second argument, `encoder_padding_mask`, or as
-    # `self_attn_padding_mask` in older layers. In a decoder layer, the mask is the argument
-    # `self_attn_padding_mask`.
+    # A decoder layer gets the padding mask as the keyword self_attn_padding_mask. An encoder layer gets the
+    # mask as the second argument, or as the keyword encoder_padding_mask or self_attn_padding_mask.
     if hasattr(layer, "encoder_attn"):
         given = "self_attn_padding_mask" in kwargs
         mask = kwargs["self_attn_padding_mask"] if given else layer.fc1.context.padding_mask

@@ -26,12 +26,12 @@ from fairseq_tutel.plugin.opening.offload import STORES
 from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 from fairseq_tutel.vision.images import decoded, fitted, normalized, tensor_of
 
-# Each value of --moe-inference-dtype, and the equal `dtype` argument.
+# For each value of --moe-inference-dtype, the `dtype` argument that has the same effect.
 INFERENCE_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
-# Minimum of max_tokens, as in fairseq-generate; a sentence may be longer than the training run's limit.
+# Minimum of max_tokens, as in fairseq-generate, because a sentence may exceed the training max_tokens.
 MAX_TOKENS = 12000
-# Option of GPT-2's BPE, and the name of the option's file next to a checkpoint. fairseq itself finds the
-# files of every other BPE.
+# Options of GPT-2's BPE, each with the name of its file next to a checkpoint. For every other BPE, fairseq
+# finds the files itself.
 GPT2_FILES = {"gpt2_encoder_json": "encoder.json", "gpt2_vocab_bpe": "vocab.bpe"}
 # Tasks that can change languages after the tasks are set up.
 MULTILINGUAL = (TranslationMultiSimpleEpochTask, TranslationFromPretrainedBARTTask)
@@ -42,7 +42,7 @@ def open_interface(
 ) -> nn.Module:
     """Open one checkpoint, or several as an ensemble, and return the hub interface for the model.
 
-    `options` replace options that the checkpoint saved.
+    `options` replace options that are saved in the checkpoint.
     """
     folder = files[0].parent
     options = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
@@ -94,7 +94,7 @@ def _settle(cfg: Any, options: Mapping[str, Any]) -> None:
 
 
 def _interface(cfg: Any, task: Any, models: Sequence[Any]) -> nn.Module:
-    """Return the hub interface for a kind of model.
+    """Return the hub interface that fits the task and the models.
 
     Raises:
         ValueError: fairseq has no hub interface for the model, or its hub interface accepts no ensemble.
@@ -155,7 +155,7 @@ class Generation(hub_utils.GeneratorHubInterface):
 class Translation(Generation):
     """Interface of a translation model: `translate` for texts, and fairseq's `generate` for token ids."""
 
-    score = None  # fairseq's `score` would ignore the source.
+    score = None  # fairseq's `score` would ignore the source sentence.
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, models)
@@ -186,7 +186,7 @@ class Translation(Generation):
             return self.sample(sentences, beam, verbose, **options)
 
     def set_languages(self, given: Mapping[str, str | None]) -> None:
-        """Select the source_lang and target_lang of a multilingual model; None keeps a language."""
+        """Select the source_lang and target_lang of a multilingual model; None keeps the current one."""
         args = self.task.args if isinstance(self.task, MULTILINGUAL) else None
         for key, language in given.items():
             if args is None and language is None:

@@ -92,8 +92,8 @@ def install_experts(
         model: a model whose layers `named_stacks` finds, and whose FFNs are like fairseq's.
         cfg: the model's configuration, with the keys of ModelOptions.
         task: the task, which gets methods for training experts; None for a pretrained model inside a model.
-        freqs: the value of --moe-freq for the encoder, the decoder or each stage, by its name.
-        of_sides: by the same names, MoEConfig fields that depend on the kind of model.
+        freqs: the value of --moe-freq for the encoder and the decoder, or for each stage, by its name.
+        of_sides: MoEConfig fields that depend on the kind of model, by the same names.
     """
     installation = _Installation(model, cfg, task)
     installation.choose(freqs)
@@ -231,7 +231,7 @@ class _Installation:
 
 
 def _sentence_length(cfg: Any, side: str) -> int:
-    """Return the sentence length for capacities in evaluation; with 0, capacities depend on real tokens."""
+    """Return the sentence length that determines evaluation capacities; 0 if real tokens determine them."""
     fraction = option(cfg, "moe_eval_capacity_token_fraction") or 0
     if fraction <= 0 or not option(cfg, "moe_eval_capacity_max_seqlen"):
         return 0

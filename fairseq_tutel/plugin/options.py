@@ -112,7 +112,7 @@ class CriterionConfig:
     moe_gate_loss_wt: float = balance(
         0.01, of="criterion",
         rule=(NOT_NEGATIVE[0], "give a finite number, at least 0 (0 disables the balance loss)"),
-        help="weight of the balance loss per unit of sample size; 0 disables the balance loss",
+        help="weight of the balance loss; the criterion adds weight times sample size times balance loss",
     )
     moe_gate_loss_combine_method: str = balance(
         "average", of="criterion", choices=("average", "sum"),
@@ -124,8 +124,9 @@ class CriterionConfig:
     )
     cmr_gate_loss_wt: float = balance(
         0.0, of="criterion", rule=NOT_NEGATIVE,
-        help="weight of the budget loss of --moe-cmr per unit of sample size; the budget loss is the "
-        "difference between --cmr-gate-loss-p and the mean gate over all tokens and layers",
+        help="weight of the budget loss of --moe-cmr; the criterion adds weight times sample size times "
+        "budget loss, which is the absolute difference between --cmr-gate-loss-p and the mean gate over "
+        "all tokens and layers",
     )
     cmr_gate_loss_p: float = balance(
         1.0, of="criterion", rule=FRACTION,

@@ -28,7 +28,7 @@ class ImageClassificationConfig(ImageOptions):  # type: ignore[valid-type,misc]
     """Options of the task image_classification: the data folder, and options of images."""
 
     data: str = field(
-        default="", metadata={"help": "folder with train, valid, …: folders of classes, or .npz files"}
+        default="", metadata={"help": "folder with the splits train, valid, …: class folders or .npz files"}
     )
 
 

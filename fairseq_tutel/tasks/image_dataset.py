@@ -35,7 +35,7 @@ class ImageDataset(FairseqDataset):
         self,
         images: Images,
         classes: list[str],
-        shape: tuple[int, int, int],  # The model's input has (C, H, W).
+        shape: tuple[int, int, int],  # The shape (C, H, W) of the model's input.
         config: ImageConfig,
         seed: int | None = None,
     ) -> None:
@@ -92,8 +92,8 @@ class ImageDataset(FairseqDataset):
         """Return a batch of normalized images [B, C, H, W] float32, ids, and targets [B] int64.
 
         With mixup, each image is blended with the next image of the batch, and the last with the first.
-        A mixed batch has the key "mixed" with the target [B] of each second image and the share [B] of each
-        first image. Without samples, the returned batch is empty, and fairseq treats it as a dummy batch.
+        A mixed batch has the key "mixed" with the target [B] of each image's next image, and the share [B]
+        of the image itself. Without samples, the batch is empty, and fairseq treats it as a dummy batch.
 
         Mixup is from Zhang et al. 2018, equation 1, with one share for each image.
         """

@@ -41,7 +41,7 @@ def refuse_output(
     """Raise ValueError if an output file cannot be written, or would replace an input file.
 
     A tool calls refuse_output() before all other work. With `overwrite`, the output may replace a file that
-    is no input. If there are inputs, the output must be a regular file.
+    is not an input. If there are inputs, the output must be a regular file.
     """
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"{flag} is {output}; give the name of a file in an existing folder.")

@@ -3,7 +3,7 @@
 All flags except --ema are those of fairseq's scripts/average_checkpoints.py, which fairseq's wheel does not
 contain. To average the best checkpoints, give SAVE/checkpoint.best_*.pt. The inputs may be sharded
 checkpoints; the output is one file. Everything except the weights is copied from the first file, which is
-the newest file of a folder. fp32 master weights are not copied.
+the newest file of a folder. Master weights in fp32 are not copied.
 """
 
 import argparse

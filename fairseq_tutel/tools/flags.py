@@ -10,7 +10,7 @@ from fairseq_tutel.plugin.ensemble_options import CMCLConfig, EnsembleConfig
 from fairseq_tutel.plugin.options import BY_OWNER, options_of
 from fairseq_tutel.vision.options import ImageConfig, SwinConfig, SwinExpertsConfig
 
-# Options that are defined outside of moe/, by the heading under which they are printed.
+# Tables of options that are not in BY_OWNER.
 OTHER_TABLES = (ImageConfig, SwinConfig, SwinExpertsConfig, EnsembleConfig, CMCLConfig, DistillationConfig)
 THEMES = (
     "Routing", "Capacity", "Balance", "Experts", "Training", "Parallelism", "Communication", "Memory",

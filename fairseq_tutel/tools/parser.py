@@ -20,8 +20,8 @@ class ToolParser(argparse.ArgumentParser):
     """The parser of a tool or of a subcommand, whose help ends with an example.
 
     Args:
-        example: an example of correct words after the tool's name. keywords: keyword arguments of
-            ArgumentParser.
+        example: an example of correct words after the tool's name.
+        keywords: keyword arguments of ArgumentParser.
     """
 
     def __init__(self, *, example: str = "", **keywords: Any) -> None:

@@ -1,8 +1,9 @@
 """The tool plan ranks configurations of a model's experts on a cluster by their predicted time.
 
-A configuration has an EP group size P, a pipeline degree r, a number of chunks d, and an all-to-all. The
-predicted time includes forward, backward and all-reduces at even load, but not optimizer and data loading.
-docs/scaling.md explains the options, formulas, sources and errors.
+A configuration has an EP group size P, a number r of ranks to which each row is sent, a number d of chunks
+for overlap, and an all-to-all. With r = 0, weights are gathered and no row is sent. The predicted time
+includes forward, backward and all-reduces at even load, but not optimizer and data loading. For options,
+formulas, sources and errors, see docs/scaling.md.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def add_to(tools: Any) -> None:
     for key, default, text in NUMBERS:
         facts: dict[str, Any] = {"type": at_least(1), "default": default, "metavar": "N"}
         parser.add_argument(flag_of(key), help=f"{text} [{default}]", **facts)
-    zero = "--moe-zero-stage: 1 shards the optimizer state, 2 also gradients [0]"
+    zero = "value of --moe-zero-stage: 1 shards the optimizer state, 2 also shards gradients [0]"
     dense = "number of parameters outside of experts [attention: 4 x layers x model-dim squared]"
     for flag, kind, metavar, text in (
         ("--machine", Path, "FILE", "JSON file of a hardware profile, such as --output, instead of --gpu"),
@@ -52,7 +53,7 @@ def add_to(tools: Any) -> None:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype of the experts [bf16]")
     parser.add_argument("--zero-stage", type=int, default=0, choices=(0, 1, 2), help=zero)
     parser.add_argument("--glu", action="store_true", help="experts are gated FFNs with three matrices")
-    text = "--moe-offload-optimizer: optimizer state is in host memory"
+    text = "plan for --moe-offload-optimizer, which keeps the optimizer state in host memory"
     parser.add_argument("--offload-optimizer", action="store_true", help=text)
     add_output(parser, "write the candidates and the hardware profile as JSON to this file")
     parser.set_defaults(run=run)
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output:
         refuse_output(arguments.output, overwrite=arguments.overwrite)
     work, machine = _work(arguments), _machine(arguments)
-    best_of: dict[tuple[int, int], Candidate] = {}  # The fastest for each P and r.
+    best_of: dict[tuple[int, int], Candidate] = {}  # The fastest candidate for each P and r.
     for candidate in best(work, machine, arguments.nodes, arguments.gpus_per_node):
         key = candidate.cluster.expert_parallel_size, candidate.strategy.adaptive_r
         best_of.setdefault(key, candidate)

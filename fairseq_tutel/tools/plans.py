@@ -21,7 +21,7 @@ from fairseq_tutel.tools.parser import add_output
 SHOWN = 4
 CHECK = """plan-check: check a collective plan and predict its time.
 
-The predicted time is the sum of each round's time on its slowest link, and the latency of each hop.
+The predicted time is the sum of each round's time on its slowest link, and of each hop's latency.
 Details: docs/plans.md.
 """
 USUAL = """plans: write the usual collective plans of N ranks into a folder, for --moe-collective-plans.

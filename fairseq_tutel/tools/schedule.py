@@ -1,6 +1,6 @@
 """The tool schedule makes the fastest collective plan for a network, and prints the limiting cut.
 
-NETWORK is a file in the format of --output-network, or a name, such as dgx_a100:2 for two boxes. The
+NETWORK is a file in the format of --output-network, or a name, such as dgx_a100:2 for two nodes. The
 algorithm ForestColl computes the optimal plan, the cut and the trees. Details: docs/scaling.md.
 """
 
@@ -21,7 +21,7 @@ from fairseq_tutel.tools.arguments import at_least, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-# For networks with more vertices, the algorithm takes more than a few minutes.
+# For networks with more GPUs, the algorithm takes more than a few minutes.
 MOST_GPUS = 256
 # Largest number of vertices of a cut that the output lists.
 NAMED = 4

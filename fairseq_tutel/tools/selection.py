@@ -55,7 +55,7 @@ def by_layer(
 def expert_ids(
     flag: str, words: Sequence[str], configs: Configs, or_all: bool = False
 ) -> dict[Layer, list[int]]:
-    """Parse an option that lists expert IDs per MoE layer, as 0,3.
+    """Parse an option that lists expert IDs per MoE layer, such as 0,3.
 
     With `or_all`, error messages also mention the word `all`, which the caller handles.
 

@@ -136,8 +136,8 @@ def join(log: Log) -> Run:
     """Join the records of all processes in a log to one run, without repeated updates.
 
     A resumed process repeats the updates since its checkpoint, so earlier records of these updates are
-    removed. fairseq's `wall` begins at 0 in every process, so the times of all processes are added. After a
-    resume within an epoch, `wall` stays 0, and the time is computed from the logged speed.
+    removed. The logged `wall` begins at 0 in every process, so the times of all processes are added. After
+    a resume within an epoch, `wall` stays 0, and the time is computed from the logged speed.
     """
     notes: list[str] = []
     kept: list[Record] = []
@@ -199,7 +199,7 @@ def _lines_of(path: Path) -> Iterator[str]:
 def find_log(path: Path) -> tuple[Log, Path]:
     """Find the log of a training run, and return the log's records and path.
 
-    `path` is a log file or a folder. ValueError is raised without a log, or for several runs.
+    `path` is a log file or a folder. ValueError is raised if there is no log, or logs of several runs.
     """
     files = [path]
     if path.is_dir():

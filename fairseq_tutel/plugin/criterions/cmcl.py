@@ -21,7 +21,7 @@ from fairseq_tutel.plugin.ensemble_options import CMCLConfig
 from fairseq_tutel.plugin.registration.flags import made
 
 CMCLOptions = made("CMCLOptions", options_in(CMCLConfig))
-RIGHT = "right_member"  # This prefix begins log keys of correct predictions.
+RIGHT = "right_member"  # Prefix of the log keys that count each member's correct predictions.
 
 
 @register_criterion("cmcl", dataclass=CMCLOptions)

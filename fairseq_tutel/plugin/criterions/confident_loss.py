@@ -1,8 +1,8 @@
-"""Confident multiple choice learning: K of M ensemble members learn a sample, the others predict uniformly.
+"""Confident multiple choice learning: K of M ensemble members learn a sample; all others predict uniformly.
 
 The largest tensors are the members' logits and their gradients. Losses and probabilities are computed for
 one member at a time, in fp32 or wider, and again in backward. Shape suffixes are M (members), N (samples:
-images or tokens) and C (classes or words). K members learn each sample.
+images or tokens) and C (classes or words).
 
 The loss is from Lee et al. 2017, "Confident Multiple Choice Learning", equations 2 to 4 and section 3.
 """
@@ -57,7 +57,7 @@ def confident_loss(
     labels_MN: Tensor | None = None,
     counts_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of confident multiple choice learning, and a mask of the members that learn a sample.
+    """Return the loss of confident multiple choice learning, and a mask [M, N] as `assign` returns it.
 
     The confident loss is in nats, summed over samples and members. The loss of a member that learns a
     sample is the cross entropy. Every other member has the loss beta * KL(U || P) or, with `labels_MN`,
@@ -115,7 +115,7 @@ class _MeanLogProbs(torch.autograd.Function):
         dlogits_MXC = torch.empty_like(logits_MXC)
         for m, logits_XC in enumerate(logits_MXC):
             logs_XC = torch.log_softmax(logits_XC, dim=-1, dtype=dmean_XC.dtype)
-            # If all members give a class probability 0, the share would be exp(-inf + inf) = NaN.
+            # If all members give a class the probability 0, the share would be exp(-inf + inf) = NaN.
             share_XC = (logs_XC - mean_XC).exp().nan_to_num(nan=0.0) / logits_MXC.shape[0]
             d_XC = dmean_XC * share_XC
             dlogits_MXC[m] = d_XC - logs_XC.exp() * d_XC.sum(dim=-1, keepdim=True)

@@ -32,8 +32,7 @@ from fairseq_tutel.plugin.training.task import give_mixin
 logger = logging.getLogger(__name__)
 
 # Criterions that can be combined with distillation. Each criterion in STOCK calls the model once and sums
-# the loss over rows of scores, one row per target. docs/ensembles.md explains why others cannot be
-# combined.
+# the loss over rows of scores, one row per target. For other criterions, see docs/ensembles.md.
 STOCK = (
     "cross_entropy",
     "label_smoothed_cross_entropy",
@@ -136,7 +135,8 @@ _WITH_MIXIN = {
     for name in WRAPPED
 }
 DistillationOptions = made("DistillationOptions", options_in(DistillationConfig))
-# The options of moe_distillation include those of every criterion that can be wrapped, MoE variants first.
+# The options of moe_distillation include those of all MoE variants that can be wrapped. A MoE variant has
+# the options of its stock criterion, too.
 _Options = dataclasses.make_dataclass(
     "MoEDistillationConfig",
     [],

@@ -22,8 +22,7 @@ def distillation_loss(
     The returned loss is a scalar in fp32 or wider; only the student's scores have a gradient. The mask
     `counts_N` is False for rows that are ignored.
 
-    The loss is from Hinton et al. 2015, section 2, and Rajbhandari et al. 2022 (DeepSpeed-MoE), section
-    4.2.
+    Sources: Hinton et al. 2015, section 2, and Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.2.
     """
     return _Distillation.apply(scores_NV, teacher_NV, counts_N, float(temperature))
 

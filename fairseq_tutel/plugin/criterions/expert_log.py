@@ -1,7 +1,7 @@
 """Logs metrics of the experts: averages over layers and, if enabled, values of each layer and expert.
 
-fairseq sums logged values that have the same key over micro-batches and ranks. fairseq passes the sums to a
-class method, which has no access to the model. One log entry therefore holds all expert metrics as a
+For each log key, fairseq sums the values of all micro-batches and ranks. A class method gets the sums, but
+has no access to the model. One log entry therefore holds all expert metrics as a
 vector, and the entry's key is the vector's `Layout` as JSON.
 
 Shape suffixes are L (MoE layers), E (experts) and N (metrics of a layer).
@@ -35,9 +35,9 @@ class Layout(NamedTuple):
     """Describes the order of the numbers in the vector that holds a micro-batch's expert metrics.
 
     The vector has these entries in this order: number of real tokens; averages over layers (losses, then N
-    metrics); metrics and tokens of each logged layer; assignments of each expert in the logged layers;
-    dropped assignments of each expert. All averages and metrics are multiplied by the number of real
-    tokens.
+    metrics); N metrics and the number of real tokens of each logged layer; assignments of each expert in
+    the logged layers; dropped assignments of each of these experts. All averages and metrics are multiplied
+    by the number of real tokens.
     """
 
     losses: Sequence[str]

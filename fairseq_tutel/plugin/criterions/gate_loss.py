@@ -47,7 +47,7 @@ class GateLossMixin:
     def forward(self, model: nn.Module, sample: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the loss with the balance loss added, the sample size and the logging output.
 
-        The balance loss is added only to a loss that is summed over tokens.
+        The balance loss is not added to a loss that has one element per token.
         """
         loss, sample_size, log = super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
         all_layers = moe_layers(model)
@@ -70,7 +70,7 @@ class GateLossMixin:
         return loss, sample_size, log
 
     def _terms(self, layers: list[MoEFeedForward], has_cmr: bool, nothing: Tensor) -> list["_Term"]:
-        """Return the losses of the MoE layers that ran, or `nothing` if no layer ran."""
+        """Return the balance loss and, with `has_cmr`, the budget loss, or `nothing` if no layer ran."""
         options, empty = self.gate_loss, (nothing, list[Tensor]())
         balance = self._combine(layers) if layers else empty
         terms = [_Term("moe_gate_loss", BALANCE, options.moe_gate_loss_wt, *balance)]
@@ -80,7 +80,7 @@ class GateLossMixin:
         return terms
 
     def _budget(self, layers: list[MoEFeedForward]) -> tuple[Tensor, list[Tensor]]:
-        """Return the budget loss |mean of the CMR gates - p| over all tokens and layers, and all cmr_sums.
+        """Return the budget loss |mean CMR gate of all tokens and layers - p|, and its detached inputs.
 
         Source: Meta's nllb branch.
         """
@@ -113,7 +113,7 @@ class GateLossMixin:
 def _logged(value: Any) -> Any:
     """Return a logged value without its autograd graph, because fairseq's meters keep logged values.
 
-    Half-precision values are converted to fp32, because sums over micro-batches would be rounded.
+    Half-precision values are converted to fp32, because half-precision sums over micro-batches are inexact.
     """
     if not torch.is_tensor(value):
         return value
@@ -134,7 +134,7 @@ class _AddGateLoss(torch.autograd.Function):
     """Autograd function that adds a loss of the MoE layers; backward sets the coefficient of each layer.
 
     In a backward pass, the node of _AddGateLoss runs before the nodes of the MoE layers. The coefficients
-    are removed after the backward pass, so a later backward pass without a loss node adds none.
+    are removed after the backward pass, so a later backward pass without such a node adds no such loss.
     """
 
     @staticmethod

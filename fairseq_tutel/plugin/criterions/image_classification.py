@@ -1,4 +1,4 @@
-"""The criterion image_classification: cross entropy and accuracy, also for mixed images.
+"""The criterion image_classification: cross entropy and accuracy, also for images mixed by mixup.
 
 Shape suffixes are B (images) and C (classes).
 """

@@ -66,7 +66,7 @@ class Teacher:
         return model.eval()
 
     def _task_of(self) -> Any:
-        """Return a copy of the student's task with the teacher's overridden options."""
+        """Return a copy of the student's task, with the options that the user overrides for the teacher."""
         task, given = copy.copy(self.task), copy.deepcopy(config_of(self.task))
         of_task = {option.key for option in options_of("task")}
         values = {key: value for key, value in self.overrides.items() if key in of_task}

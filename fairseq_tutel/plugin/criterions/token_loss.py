@@ -21,12 +21,11 @@ def token_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the label-smoothed cross entropy and the negative log-likelihood (nll), each summed over rows.
 
-    Rows whose target is `ignored` add no loss. The losses are nll = -log p(target), and loss = (1 - s - s /
-    (V - 1)) nll - s / (V - 1) * sum over words of log p. Both losses are scalars in fp32 or wider; nll has
-    no gradient.
+    Rows whose target is `ignored` add no loss. With the smoothing s, the losses are nll = -log p(target),
+    and loss = (1 - s - s / (V - 1)) nll - s / (V - 1) * sum over words of log p. Both losses are scalars in
+    fp32 or wider; nll has no gradient.
 
-    The loss is from Szegedy et al. 2016, section 7, but as in fairseq, the target's weight is exactly 1 -
-    s.
+    The loss is from Szegedy et al. 2016, section 7; as in fairseq, the target's weight is exactly 1 - s.
     """
     return _TokenLoss.apply(logits_NV, target_N, float(smoothing), ignored)
 
@@ -48,7 +47,7 @@ class _TokenLoss(torch.autograd.Function):
             if smoothing:
                 spread -= logs_nV.sum(dim=1).masked_fill(~counts_N[rows], 0.0).sum()
         ctx.save_for_backward(logits_NV, at_target_N, counts_N)
-        # Each word's log-probability has the weight `of_each`, the target word's `of_each + of_target`.
+        # The weight of a word's log-probability is of_each; for the target word, of_target is added.
         of_each = smoothing / (logits_NV.shape[1] - 1) if smoothing else 0.0
         of_target = 1 - smoothing - of_each
         ctx.factors = of_target, of_each

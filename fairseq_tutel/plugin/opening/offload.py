@@ -35,7 +35,7 @@ from fairseq_tutel.plugin.run_state import config_of, is_opened
 logger = logging.getLogger(__name__)
 # This logger writes JSON lines in fairseq's format: "… | INFO | expert_store | {"calls": …}".
 counters_logger = logging.getLogger("expert_store")
-# In an opened model, matrices with more elements are not initialized.
+# In an opened model, matrices with more elements than SMALL_MATRIX are not initialized.
 SMALL_MATRIX = 2**20
 DRAWS = (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaiming_uniform_)
 # The open expert stores, which models of an ensemble share.
@@ -43,7 +43,7 @@ STORES: "WeakValueDictionary[StoreConfig, ExpertStore]" = WeakValueDictionary()
 
 
 def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.device) -> StoreConfig:
-    """Return a task's expert store options, with `auto` resolved."""
+    """Return a task's expert store options, with --moe-expert-tier auto resolved."""
     options = read(StoreConfig, task_cfg)
     refuse_bad_values(options)
     policy = options.moe_expert_store
@@ -118,7 +118,7 @@ def quantize_when_loaded(model: nn.Module, task: Any, device: torch.device) -> N
     """With --moe-inference-dtype int8, quantize the decoder's linear layers as soon as they are loaded.
 
     Raises:
-        ValueError: ValueError: int8 is given on a GPU, or for a model without a decoder.
+        ValueError: int8 is given on a GPU, or for a model without a decoder.
     """
     if read(StoreConfig, config_of(task)).moe_inference_dtype != "int8":
         return

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class NoSentences(Exception):  # noqa: N818 - not an error
-    """Raised on a rank without sentences to skip generation, where fairseq would divide by zero."""
+    """Raised to skip generation on a rank without sentences, where fairseq would divide by zero."""
 
 
 class Command:

@@ -19,9 +19,10 @@ FLOAT16_MAX = torch.finfo(torch.float16).max
 class FusedAdam(Adam):
     """fairseq's Adam, with torch's fused AdamW kernel for fp32 and fp64 parameters.
 
-    The state dict has the format of fairseq's Adam. fairseq adds eps to sqrt(v), but AdamW adds eps to
-    sqrt(v) / sqrt(1 - beta2^t). moe_adam therefore divides eps by sqrt(1 - beta2^t). Half-precision
-    parameters, and sparse or strided gradients, use fairseq's loop: the fused kernel ignores strides.
+    The state dict has the format of fairseq's Adam. Let v be the second moment, and t the step count. In
+    fairseq, eps is added to sqrt(v); in AdamW, to sqrt(v) / sqrt(1 - beta2^t). This class therefore divides
+    eps by sqrt(1 - beta2^t). If a parameter has half precision, or if a gradient is sparse or not
+    contiguous, the step of fairseq's Adam is used.
 
     With `fp16_stats`, Adam's moments are stored in fp16. Each fp16 moment is divided by a scale that maps
     its largest element to the largest fp16 number. There is one scale per dense parameter and one per
@@ -61,7 +62,7 @@ class FusedAdam(Adam):
                     continue
                 step, state = self._advance(p, group), self.state[p]
                 wide = {key: _widened(state, key, p.device) for key in MOMENTS}
-                # The kernel changes fp32 tensors in place.
+                # The fused kernel updates contiguous fp32 tensors in place.
                 p32, grad32 = p.float().contiguous(), p.grad.float().contiguous()
                 self._fused_step(group, [p32], [grad32], [wide], step)
                 if p32 is not p:
@@ -98,7 +99,7 @@ class FusedAdam(Adam):
         state = self.state[p]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        # apex's newer Adam keeps one step count per parameter group.
+        # A checkpoint of apex's newer Adam has one step count per parameter group.
         state["step"] = int(state.get("step", group.get("step", 0))) + 1
         return state["step"]
 
@@ -110,7 +111,7 @@ class FusedAdam(Adam):
         states: list[dict[str, Tensor]],
         step: int,
     ) -> None:
-        """Update parameters and moments of equal device, dtype and step count in place."""
+        """Update parameters and moments in place; all have the same device, dtype and step count."""
         beta1, beta2 = group["betas"]
         # The step tensor is created on the device, because a copy from the host would synchronize.
         step_tensor = torch.full((), float(step), device=params[0].device)
@@ -134,7 +135,7 @@ class FusedAdam(Adam):
 def _widened(state: dict[str, Any], key: str, device: torch.device) -> Tensor:
     """Return a moment of Adam in fp32 on `device`, multiplied by its scale if it has one.
 
-    fairseq's memory-efficient wrapper keeps the optimizer tensors of a checkpoint on the host.
+    After a load, fairseq's memory-efficient wrapper leaves the moments on the host.
     """
     scale = torch.as_tensor(state.get(key + "_scale", 1.0), device=device)
     return state[key].to(device, torch.float32) * scale

@@ -57,7 +57,7 @@ class MoEOptimizerMixin:
 
     @property
     def supports_memory_efficient_fp16(self) -> bool:
-        """Whether the optimizer accepts half-precision parameters; with ZeRO, it accepts them."""
+        """Whether the optimizer accepts half-precision parameters, as every optimizer does with ZeRO."""
         return self.zero is not None or super().supports_memory_efficient_fp16  # type: ignore[misc]
 
     @property
@@ -90,9 +90,9 @@ class MoEOptimizerMixin:
     def all_reduce_grads(self, module: Any) -> None:
         """Reduce the gradients of dense parameters and experts over the ranks. Collective.
 
-        Under ZeRO, each rank gets the summed gradients of its partitions, including those of a criterion.
-        Without ZeRO, the data-parallel wrapper or a collective plan reduces dense gradients, and this
-        method reduces expert gradients.
+        Under ZeRO, each rank gets the summed gradients of its partitions of all parameters, including a
+        criterion's parameters.
+        Without ZeRO, the data-parallel wrapper or a collective plan reduces dense gradients.
         """
         if self.zero is not None and self.zero.stage > 0:
             self.zero.reducer.reduce()
@@ -143,8 +143,8 @@ class MoEOptimizerMixin:
     def expert_state(self, index: int) -> dict[str, Tensor]:
         """Return the optimizer state [e, ...] of this rank's experts, with fp32 master weights. Collective.
 
-        Some returned tensors may be in host memory: offloaded state and, until the first step, a
-        checkpoint's tensors in fairseq's memory-efficient wrapper.
+        Offloaded state is in host memory. With fairseq's memory-efficient wrapper, a loaded checkpoint's
+        state is in host memory until the first step.
         """
         parameter = self.model_params()[index]
         if self.zero is not None:
@@ -247,7 +247,7 @@ def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
 
 
 def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> dict[str, Any]:
-    """Return this rank's experts' part of a parameter's optimizer state; `state` has all experts."""
+    """Return the part of a parameter's optimizer state that belongs to this rank's experts."""
     slicing, shape = slice_of(parameter), list(parameter.shape)
     shape[0] = shape[0] * topology.expert_parallel_size // slicing.count
     shape[slicing.dim] *= slicing.count

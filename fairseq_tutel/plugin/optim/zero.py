@@ -23,8 +23,8 @@ class ZeroOptions:
 def zero_options(cfg: Any) -> ZeroOptions | None:
     """Return the ZeRO and offload options, or None if neither is used or the model has no experts.
 
-    `cfg` is a FairseqConfig, its section `optimizer`, or an old optimizer's namespace. On one rank, the
-    returned ZeRO stage is 0.
+    `cfg` is a FairseqConfig, its section `optimizer`, or the argparse namespace of an optimizer without a
+    dataclass. On one rank, the returned ZeRO stage is 0.
     """
     if hasattr(cfg, "_get_root"):
         root = cfg._get_root()
@@ -40,10 +40,10 @@ def zero_options(cfg: Any) -> ZeroOptions | None:
 
 
 class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
-    """The fp16 and bf16 optimizer for ZeRO, a replacement of fairseq's FP16Optimizer.
+    """The fp16 and bf16 optimizer for ZeRO, which replaces fairseq's FP16Optimizer.
 
     FP16Optimizer copies all parameters and gradients to fp32. In ZeroFP16Optimizer, the wrapped optimizer
-    gets half-precision parameters, keeps fp32 partitions, and makes equal updates.
+    gets half-precision parameters, keeps fp32 partitions, and makes the same updates.
     """
 
     def backward(self, loss: Tensor) -> None:
@@ -52,13 +52,13 @@ class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
         self.wrapped_optimizer.finish_backward()
 
     def load_state_dict(self, state_dict: dict, optimizer_overrides: dict | None = None) -> Any:
-        """Load an optimizer state, and stop fairseq from replacing the loaded tensors by the file's."""
+        """Load an optimizer state, and keep fairseq from overwriting loaded tensors with the file's."""
         self.optimizer.disable_mem_eff_fp16_loading_hack = True
         super().load_state_dict(state_dict, optimizer_overrides)
 
 
 def half_optimizer(cfg: Any, params: list[Any]) -> Any:
-    """Build the MoE optimizer of half-precision parameters that a FairseqConfig names.
+    """Build the MoE optimizer that a FairseqConfig names, for half-precision parameters.
 
     fairseq's two half-precision wrappers do not work with ZeRO. FP16Optimizer copies all parameters to
     fp32, although a rank needs only its partition. The wrapper of --memory-efficient-fp16 saves another

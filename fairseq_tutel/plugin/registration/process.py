@@ -1,4 +1,4 @@
-"""Prints errors that a user can fix without a traceback, and ends fairseq's reader threads."""
+"""Prints only the message of an error that a user can fix, and ends fairseq's reader threads."""
 
 import contextlib
 import functools
@@ -120,7 +120,7 @@ def run_as_spawned(main: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def excepthook(original: Any) -> Any:
-    """Wrap sys.excepthook to print an error that a user can fix without a traceback.
+    """Wrap sys.excepthook to print only the message, not a traceback, of an error that a user can fix.
 
     The excepthook is needed because the main function of fairseq-generate is not wrapped.
     """

@@ -165,7 +165,7 @@ CHANGED = {
     "parallel/gradients.py": "expert _tutel_expert root_scaled",  # The attributes mark parameters.
     "parallel/call_id.py": "_torchdynamo_disable count",  # `count` counts the calls of a layer.
     "parallel/rendezvous.py": "daemon",  # A daemon timer does not keep the process alive.
-    "parallel/zero_state.py": "zero_hook",  # A second optimizer removes the first's hook.
+    "parallel/zero_state.py": "zero_hook",  # A second optimizer removes the hook of the first.
 }
 
 

@@ -55,7 +55,7 @@ class BackgroundSave:
             self._group = group_of_threads()
         without_files = copy.deepcopy(cfg)
         without_files.no_save = True
-        original(without_files, trainer, epoch_itr, val_loss)  # fairseq only updates the best loss.
+        original(without_files, trainer, epoch_itr, val_loss)  # This updates only the best loss.
         trainer.consolidate_optimizer()
         model, topology = trainer.get_model(), RUN.topology
         folder = experts.begin_folder(Path(cfg.save_dir))
@@ -135,7 +135,7 @@ def _held(trainer: Any, epoch_itr: Any) -> tuple[SimpleNamespace, SimpleNamespac
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy a checkpoint's content to new host memory, which the model does not use."""
+    """Copy a checkpoint's content to host memory that the model does not use."""
     in_use = {id(value) for _, _, value in walk(state)}
     moved = utils.move_to_cpu(state)
     # A tensor that was moved from a GPU or converted to a wider dtype is already a copy.
@@ -144,7 +144,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill_in(state: dict[str, Any], records: Mapping[tuple[str, str], Any]) -> None:
-    """Replace the marks of pending records in a state by the records, in place."""
+    """Replace each pending record in a state by the record of the written shard files, in place."""
     for container, key, value in walk(state):
         if isinstance(value, dict) and PENDING in value and MARK in value:
             container[key] = records[tuple(value[PENDING])]

@@ -1,4 +1,4 @@
-"""The moving average of a model's weights (--store-ema), if each rank has only some experts.
+"""Computes the moving average of a model's weights (--store-ema) if each rank has only some experts.
 
 Each rank averages only the experts that it holds. A checkpoint contains the average of all experts, so a
 run can resume on any number of ranks.
@@ -31,7 +31,7 @@ class ExpertEMA(EMA):
     decay: float
 
     def restore(self, state_dict: dict[str, Any], build_fp32_params: bool = False) -> None:
-        """Load averages from a checkpoint that has all experts, and empty the dictionary."""
+        """Load averages from a checkpoint that has all experts, and empty `state_dict`."""
         super().restore(state_dict, build_fp32_params)
         state_dict.clear()  # fairseq would keep all averages in memory.
 
@@ -49,7 +49,7 @@ class ExpertEMA(EMA):
     def step(self, new_model: nn.Module, updates: int | None = None) -> None:
         """Average the weights if the number of updates is a multiple of --ema-update-freq.
 
-        fairseq counts updates from the start of the process, so a resumed run would average differently.
+        Without this method, a resumed run would count updates from the start of its process.
         """
         if updates is not None and self.config.ema_update_freq > 1:
             self.update_freq_counter = (updates - 1) % self.config.ema_update_freq
@@ -85,7 +85,7 @@ class ExpertEMA(EMA):
     def saved_with(self, records: Mapping[tuple[str, str], Any]) -> Iterator[None]:
         """Context manager in which a saved checkpoint has shard records instead of averages of experts.
 
-        The keys of `records` are (layer, name), such as the name "fc1_weight.ema".
+        The keys of `records` are (layer, name), where a name is, for example, "fc1_weight.ema".
         """
         for layer, stack in self._stacks():
             names = stack.expert_parameters()

@@ -7,9 +7,9 @@ If the ranks get unequal numbers of batches, some ranks end an update with an em
 empty last batch, fairseq's trainer uses the gradients of the update's earlier batches, but does not count
 their tokens. ElasticEpochBatchIterator therefore puts empty batches before a rank's last full batch.
 
-With --moe-micro-batches N, update k has the global batches kN to kN + N - 1 on any number of ranks. With
---moe-micro-batches N, the order of batches is that of fairseq on N ranks. With --moe-micro-batches N, an
-update takes ceil(N / W) rounds on W ranks.
+With --moe-micro-batches N, update k has the global batches kN to kN + N - 1 on any number of ranks. The
+order of batches is that of fairseq on N ranks. An update on W ranks takes ceil(N / W) rounds, and each rank
+gets at most one batch per round.
 """
 
 import itertools
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 class _Resumed(NamedTuple):
-    """The position in a resumed epoch if some ranks have consumed more batches than others."""
+    """A position in a resumed epoch that fairseq's iterator cannot represent on this number of ranks."""
 
     epoch: int
-    consumed: int
-    start: int
-    order_shards: int
+    consumed: int  # The number of batches that all ranks consumed before the resume.
+    start: int  # The position in the epoch that fairseq's iterator gets, in rounds.
+    order_shards: int  # The number of ranks on which fairseq's order of batches equals the saved run's.
 
 
 class ElasticEpochBatchIterator(EpochBatchIterator):
@@ -153,7 +153,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
                 batches += self._shard_of(update, rounds)
             elif not self.skip_remainder_batch:
                 batches += self._shard_of(update, rounds_of(len(update), self.num_shards))
-        # With --skip-remainder-batch, fairseq drops the last batch of each rank.
+        # With --skip-remainder-batch, fairseq drops each rank's last batch, so an empty batch is appended.
         return [*batches, []] if self.skip_remainder_batch else batches
 
     def _shard_of(self, update: Sequence[Any], rounds: int) -> list[Any]:
@@ -163,7 +163,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         return own
 
     def _global_order(self, epoch: int, fix: bool, shuffle: bool, shards: int) -> list[Any]:
-        """Return all ranks' batches in the order of the saved run, in which ranks take turns.
+        """Return all ranks' batches of an epoch in the order in which `shards` ranks would consume them.
 
         If the batch order depends on the number of ranks, the shards of all ranks are interleaved.
         """

@@ -1,4 +1,4 @@
-"""Maps the optimizer state and the averages of experts to a checkpoint's parameters and indices."""
+"""Collects the optimizer state and averages of experts, and maps saved records to parameter indices."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ class ExpertStates:
         return {**state, **self._averages.get(id(parameter), {})}
 
     def by_index(self, records: Mapping[tuple[str, str], Any]) -> dict[int, dict[str, Any]]:
-        """Return the optimizer state in `records` by the parameter's index and the state's key.
+        """Return the optimizer state in `records` as {parameter index: {state key: record}}.
 
         The keys of `records` are (qualified name of the layer's experts, tensor name).
         """

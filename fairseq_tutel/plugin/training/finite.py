@@ -14,8 +14,8 @@ from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.training.resume import flag_and_path
 
-# Functions whose result is not finite if any element is not. The 2-norm of weights is also infinite if a
-# weight is beyond 1e19, which is refused, too.
+# Each measure is NaN or infinite if an element is. The 2-norm of weights is also infinite if a weight is
+# larger than about 1e19, so such weights are refused, too.
 Measure = Callable[..., Tensor]
 OF_WEIGHTS, OF_STATE = torch.linalg.vector_norm, torch.sum
 # Names of state tensors of fairseq's optimizers that have the same shape as their parameter.
@@ -106,7 +106,7 @@ def refuse_to_save(trainer: Any) -> None:
 
 
 def refuse_loaded(cfg: Any, trainer: Any) -> None:
-    """Raise an error on all ranks if a loaded checkpoint does not fit or is not finite. Collective."""
+    """Raise an error on all ranks if loaded state has a wrong shape, NaN or infinity. Collective."""
     bad = first_bad(tensors_of(trainer))
     found = _on_any_rank(mismatch(trainer) or (bad and f"{bad} is NaN, infinite or too large for training"))
     if found is not None:

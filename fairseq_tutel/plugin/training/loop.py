@@ -20,7 +20,7 @@ def globals_of(main: Any) -> dict[str, Any] | None:
 def wrapping(main: Any, **wrappers: Callable[[Any], Any]) -> Iterator[None]:
     """Context manager that wraps functions that `main` calls, if `main` is fairseq's training function.
 
-    Each keyword is the name of a function or class, and each argument a function that wraps it.
+    Each keyword argument maps the name of a function or class to a function that wraps it.
     """
     names = globals_of(main) or {}
     before = {name: names[name] for name in wrappers if names}

@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 class ValidationEndedError(Exception):
-    """Raised to end a validation after a signal, which leaves time for the save."""
+    """Raised to end a validation after a signal, so that time remains for the save."""
 
 
 @contextlib.contextmanager
 def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[SignalWatch | None]:
     """Context manager that receives the signals of --moe-preemption-signals while fairseq trains.
 
-    The context manager yields the `SignalWatch`, or None if `main` is not fairseq's training function.
+    The context manager yields the `SignalWatch`, or None if this process does not watch for signals.
     `spawns` is true if fairseq starts the ranks as child processes, to which this process forwards signals.
     """
     if cfg.common_eval.path is not None or globals_of(main) is None:
@@ -55,7 +55,7 @@ def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[SignalWatch 
 
 
 def run_watched(run: Any, main: Any, cfg: Any, **kwargs: Any) -> Any:
-    """Receive the signals of a rank that fairseq spawned, while `run` calls `main` in the rank."""
+    """Call `run`, which calls `main`, in a rank that fairseq spawned, and receive signals meanwhile."""
     with watching(cfg, main) as signals:
         return run(cfg, **kwargs, **({} if signals is None else {"signals": signals}))
 
@@ -68,7 +68,7 @@ class Preemption:
 
     def __init__(self, watch: SignalWatch, count_saves: Callable[[], int]) -> None:
         self._watch, self._count_saves = watch, count_saves
-        self._count: Any = 0.0  # Number of ranks with a signal.
+        self._count: Any = 0.0  # Number of ranks that received a signal.
         self.result = ""  # Text for the log if a signal ended the run.
 
     @contextlib.contextmanager
@@ -96,7 +96,7 @@ class Preemption:
         return train
 
     def _count_signals(self, trainer: Any) -> None:
-        """Add the number of ranks with a signal to the log values that a Trainer sums over ranks."""
+        """Add the number of ranks that received a signal to the log values that a Trainer sums."""
         original = trainer._aggregate_logging_outputs
 
         def aggregate(logging_outputs: Any, *extra: Any, ignore: bool = False) -> Any:

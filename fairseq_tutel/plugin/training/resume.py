@@ -30,9 +30,9 @@ SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 def check_checkpoint(cfg: Any) -> None:
     """Check on all ranks the checkpoint from which training will resume, if there is one. Collective.
 
-    checkpoint_last.pt may be missing, for example because the disk was full at the first save. If
-    checkpoint_last.pt is missing, the newest complete checkpoint is used, and `cfg`, a FairseqConfig
-    section, gets its path.
+    The file checkpoint_last.pt may be missing, for example because the disk was full at the first save. In
+    this case, the newest complete checkpoint is used: its path is stored in `cfg`, the section `checkpoint`
+    of a FairseqConfig.
     """
     newest = run_on_rank_zero(lambda: _newest_saved(cfg), "rank 0's search for a checkpoint")
     if newest is not None:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class SaveSession:
-    """Holds the saves of a training run, because fairseq's save_checkpoint has no argument for them."""
+    """Holds a run's background save and number of saves, which save_checkpoint cannot get as arguments."""
 
     def __init__(self) -> None:
         self.background: BackgroundSave | None = None  # None without --moe-save-async.
@@ -174,7 +174,7 @@ def _completed(cfg: Any, trainer: Any, states: ExpertStates | None) -> Iterator[
 
 
 def _states_in_shards(cfg: Any, trainer: Any) -> ExpertStates | None:
-    """Return the optimizer state and averages to write to shard files; None if no expert is sharded."""
+    """Return the optimizer state and averages to write to shard files; None for a full checkpoint."""
     options = read(TaskConfig, config_of(trainer.task))
     if options.moe_checkpoint != "sharded" or not experts.expert_modules(trainer.get_model()):
         return None

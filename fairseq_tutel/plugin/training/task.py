@@ -83,11 +83,11 @@ class MoETaskMixin(InferenceMixin):
     moe_tuner: UpdateTuner | None = None
     _micro_batches = 0  # The value of --moe-micro-batches.
     _seed = 1  # The value of --seed.
-    _update = (-1, -1)  # Number of clips, which changes in every update, and update number.
-    _ran_in_update = 0  # The number of this rank's real micro-batches.
+    _update = (-1, -1)  # The optimizer's `times_clipped` and the number of the current update.
+    _ran_in_update = 0  # The number of this rank's real micro-batches in the current update.
 
     def take_experts(self, layers: Sequence[MoELayer], tuner: UpdateTuner | None) -> None:
-        """Record the model's MoE layers and their tuner, and apply this task's options to the layers."""
+        """Store the tuner of the model's MoE layers, and apply this task's options to the layers."""
         self._has_experts, self.moe_tuner = True, tuner
         options, root = read(TaskConfig, config_of(self)), root_of(self)
         if root is not None:
@@ -134,7 +134,7 @@ class MoETaskMixin(InferenceMixin):
             self._seed_micro_batch(update_num)
         error = sys.exc_info()[1]
         if isinstance(error, FloatingPointError) and "Nan/Inf" in str(error):
-            # After an error for NaN, the trainer would repeat the step to find the module with the NaN.
+            # After a NaN error, the trainer repeats the step to find the module with the NaN.
             raise FloatingPointError(
                 f"the loss or a gradient became NaN or infinite at update {update_num}; lower --lr, set "
                 "--clip-norm, or look for bad input, and continue from the last checkpoint."
@@ -164,7 +164,7 @@ class MoETaskMixin(InferenceMixin):
             begin(num_tokens)
 
     def _seed_micro_batch(self, update_num: int) -> None:
-        """Seed torch by the micro-batch's position in the update, for equal dropout on any rank count."""
+        """Seed torch by the micro-batch's position in the update, so dropout is equal on any rank count."""
         position = world.rank() + self._ran_in_update * world.size()
         torch.manual_seed(hashed_seed(self._seed, f"update {update_num}", position, "micro-batch"))
         self._ran_in_update += 1
@@ -247,8 +247,7 @@ class MoETaskMixin(InferenceMixin):
 def _refused_on_several_ranks(what: str) -> Iterator[None]:
     """Context manager that ends the job at an out-of-memory error if there are several ranks.
 
-    After an out-of-memory error, fairseq would skip the batch on this rank only, and other ranks would wait
-    forever.
+    After such an error, fairseq would skip the batch on this rank only, and other ranks would wait forever.
     """
     try:
         yield

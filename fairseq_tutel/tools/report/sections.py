@@ -22,7 +22,7 @@ class Picture:
 
     @property
     def address(self) -> str:
-        """The picture as a data URL, with which the page needs no other files."""
+        """The picture as a data URL, so the page needs no other files."""
         return "data:image/svg+xml;base64," + base64.b64encode(self.svg.encode()).decode("ascii")
 
 

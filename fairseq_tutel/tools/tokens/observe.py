@@ -35,7 +35,7 @@ class Sample:
         side: encoder, decoder or image.
         language: the language of a sentence, or "" if unknown.
         tokens: the text of each of T tokens; for an image, its class.
-        experts: expert IDs [T, K] of each layer, best first; -1 where a token was dropped.
+        experts: expert IDs [T, K] of each layer, best first; -1 for a dropped assignment.
         weights: weights of the experts, float [T, K] of each layer.
         pixels: an image as uint8 [height, width, channels].
     """

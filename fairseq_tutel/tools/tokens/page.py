@@ -1,7 +1,7 @@
 """The tool tokens draws the experts of each token of some sentences, as one HTML page.
 
 MODEL is a checkpoint or a --save-dir. DATA is the folder of the model's data set. Instead of DATA, --text
-has sentences. The page shows the tokens of each layer in the colors of their experts. The page lists the
+gives sentences. The page shows the tokens of each layer in the colors of their experts. The page lists the
 most typical tokens of each expert, and the load of the experts by language. For image classifiers, the
 tokens are patches. One process can open any checkpoint, even if several ranks have saved the checkpoint.
 """
@@ -22,7 +22,7 @@ from fairseq_tutel.tools.parser import add_output
 
 # Number of sequences of tokens that the page shows. The statistics on the page include all sequences.
 SHOWN = 40
-LIMIT = "sentences or images to read, of each language pair [500]"
+LIMIT = "number of sentences (of each language pair) or images to read [500]"
 OVERRIDES = (
     "options that replace those of the checkpoint, as in fairseq-generate, such as "
     "\"{'moe_expert_store': 'on-demand'}\" for a model that does not fit in memory [{}]"
