@@ -24,7 +24,7 @@ FEW_ELEMENTS_OF_ONE = 1024
 def ffn_of_few(x_nD: Tensor, tensors: Mapping[str, Any], activation: str) -> Tensor:
     """Run the FFN of one expert on a few rows [n, D].
 
-    `tensors` maps the field names of `FFNWeights` to the expert's tensors, which may be quantized.
+    `tensors` maps the field names of `FFNWeights` to tensors. The weight matrices may be quantized.
     """
 
     def linear(name: str, rows: Tensor) -> Tensor:
