@@ -1,7 +1,7 @@
 """The experts' activation functions and derivatives in plain torch, with fairseq's names.
 
 The input of an activation is h, and its output is a. If the derivative can be computed from a alone, only a
-is saved for backward. fairseq's gelu_fast and gelu_accurate both are the tanh approximation.
+is saved for backward. fairseq's gelu_fast and gelu_accurate both are the tanh approximation of GELU.
 """
 
 from collections.abc import Callable

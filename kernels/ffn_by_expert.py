@@ -6,7 +6,7 @@
 - A block holds the rows of one expert, or of several experts with few rows. Elementwise operations run once
   per block.
 
-The results equal the results of `ffn_by_products`, the reference of the tests. N source rows, D model_dim,
+The results equal those of `ffn_by_products`, and tests compare the two. N source rows, D model_dim,
 H hidden_dim, E experts, R rows (n in one block), B blocks, I and O the input and output dimensions of a
 linear map.
 """
@@ -46,7 +46,7 @@ class Block:
 
 
 def blocks_of(counts: Sequence[int], most: int) -> list[Block]:
-    """Split experts with rows into blocks: one expert, or several experts with at most `most` rows."""
+    """Split experts with rows into blocks of one expert, or of several with at most `most` rows in all."""
     blocks, first, end = [], 0, 0
     inside: list[tuple[int, int]] = []
 
@@ -127,7 +127,7 @@ def _up(
     thread_pool.for_each(worker, _sizes(blocks), _row_work(x_ND, hidden_dim))
     if w.is_glu or not kind.keeps_output:
         return SavedActivations(h_RH=h_RH, g_RH=g_RH)
-    return SavedActivations(a_RH=h_RH)  # the activation was computed in place
+    return SavedActivations(a_RH=h_RH)  # the activation was computed in place, in h_RH
 
 
 @untraced
@@ -179,7 +179,7 @@ def ffn_backward(
                     for e, dy, dgate in _by_expert(block, dy_nD, dgate_n):
                         dgate += dy @ of_each.fc2_bias[e]
                 da_nH.mul_(gate_Bn1[number])
-                dy_nD.mul_(gate_Bn1[number])  # in place, because with an index dy_nD is a copy
+                dy_nD.mul_(gate_Bn1[number])  # in place: gates need an index, so dy_nD is a copy
             if douts is not None:
                 _outer(dy_nD, a_nH, douts.fc2_weight, douts.fc2_bias, block)
             dg_nH = None
@@ -228,20 +228,20 @@ def _outer(dout_nO: Tensor, rows_nI: Tensor, dweight_EOI: Any, dbias_EO: Any, bl
 
 
 def _by_expert(block: Block, *rows: Tensor) -> Iterable[tuple[Any, ...]]:
-    """Return each expert of a block, together with the range of its rows."""
+    """Return each expert of a block, together with the expert's part of every tensor of rows."""
     if len(block.experts) == 1:
         return ((block.experts[0], *rows),)
     return zip(block.experts, *(each.split(block.counts) for each in rows), strict=True)
 
 
 def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
-    """Return the blocks of rows that are computed together; with several threads, one expert each."""
+    """Return the blocks of rows that are computed together. With several threads, a block is one expert."""
     row_bytes = weights.fc1_weight.shape[1] * x_ND.itemsize
     return blocks_of(groups.host, BLOCK_BYTES // row_bytes if torch.get_num_threads() == 1 else 0)
 
 
 def _row_work(x_ND: Tensor, hidden_dim: int) -> int:
-    """Return the multiplications of one row and weight, or 0 on a GPU, where one thread runs all experts.
+    """Return the multiplications of a row with a weight, or 0 on a GPU, where one thread runs all experts.
 
     Other threads would launch work on another stream than the caller's stream.
     """
@@ -307,7 +307,7 @@ def _clear(weights: FFNWeights, counts: Sequence[int]) -> None:
 
 
 def clear_tail(rows: Tensor, groups: Groups) -> Tensor:
-    """Set the rows that belong to no expert, after the last group, to 0; return the complete tensor."""
+    """Set the rows after the last group, which belong to no expert, to 0; return the complete tensor."""
     used = sum(groups.host)
     if used < rows.shape[0]:
         rows[used:] = 0

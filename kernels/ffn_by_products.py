@@ -89,8 +89,8 @@ def ffn_backward(
 
     Args:
         ops: a namespace with ffn_down_backward, ffn_up_backward and grouped_weight_grad.
-        dy_ND: [R, D] without gates. With gates [N, D]: forward added gate[source[r]] times the output of
-            row r to row index[r] of the tensor that has this gradient.
+        dy_ND: [R, D] without gates. With gates [N, D], the gradient of a tensor to whose row index[r]
+            forward added gate[source[r]] times the output of row r.
         x_ND: as in forward.
         index_R: as in forward; required with gates.
         gate_N: in dy's dtype or wider, or None.

@@ -26,7 +26,7 @@ def product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """Return x @ weight.T in fp32 for bf16 operands, differentiable once.
 
     Backward splits the gradient of the logits into a bf16 number and the bf16 rest, which together have 16
-    bits. With one bf16 number, rounding errors would remain where a softmax gradient cancels.
+    significant bits. One bf16 number would be inexact where the terms of a softmax gradient cancel.
     """
     return _Gate.apply(x_TD, weight_ED, 0, None, False)[1]
 
@@ -76,7 +76,7 @@ class _Gate(torch.autograd.Function):
         return dx_TD, dweight_ED, None, None, None
 
 
-choice = _Gate.apply  # no function, because each call takes time
+choice = _Gate.apply  # no wrapper function, because each call takes time
 
 
 def _in_pairs(dlogits_TE: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,9 +17,10 @@ from torch import Tensor
 GROUP = 64  # This many input dimensions of an int4 matrix share a scale.
 BLOCK = 64  # This many output dimensions of an int4 matrix are stored together.
 ZERO = 8  # The nibble (4 bits) that stores the int4 value 0.
-# Up to this number of rows, torch's kernel is faster than converting blocks. On one core of an AMD EPYC
-# with AVX-512 and bf16 instructions, int8 took 14 vs. 19 ms for 8 rows of [8192, 2048] and 61 vs. 26 ms for
-# 32 rows. int4 took 33 vs. 59 ms for 32 rows and 102 vs. 86 ms for 128 rows.
+# Up to this number of rows, torch's kernel is faster than converting blocks. The times are for a matrix
+# [8192, 2048] on one core of an AMD EPYC with AVX-512 and bf16 instructions. With int8, torch's kernel took
+# 14 ms for 8 rows and 61 ms for 32 rows; converting took 19 and 26 ms. With int4, torch's kernel took 33 ms
+# for 32 rows and 102 ms for 128 rows; converting took 59 and 86 ms.
 MOST_ROWS = {"int8": 16, "int4": 64}
 # torch's int8 kernel reads this number of input dimensions at a time. With unaligned addresses, torch's
 # int8 kernel would crash or give wrong results.
@@ -96,7 +97,7 @@ def packed_int4(nibbles_OI: Tensor) -> Tensor:
 
 
 def unpacked_int4(values: Tensor, scales_GO: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return some blocks [b, I, 32] of an int4 matrix as numbers, transposed to [b, I, 64]."""
+    """Convert blocks [b, I, 32] of an int4 matrix to transposed blocks of numbers, [b, I, 64]."""
     blocks, in_dim, half = values.shape
     wide = values.new_empty(blocks, in_dim, 2 * half, dtype=dtype)
     wide[..., :half] = values & 15
@@ -122,7 +123,7 @@ def _int8_by_blocks(x_nI: Tensor, values_OI: Tensor, scales_O: Tensor) -> Tensor
 
 
 def _int4_by_kernel(x_nI: Tensor, values: Tensor, scales_GO: Tensor) -> Tensor:
-    # A pair of a scale and 0 has the same bits as the scale converted to an integer of twice the width.
+    # torch's kernel reads pairs (scale, offset). The bits of a scale, as int32, are the pair (scale, 0).
     pairs = scales_GO.view(torch.uint16).to(torch.int32).view(x_nI.dtype).view(*scales_GO.shape, 2)
     packed = values.view(scales_GO.shape[1], -1)
     return torch._weight_int4pack_mm_for_cpu(x_nI, packed, GROUP, pairs).float()

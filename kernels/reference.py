@@ -38,7 +38,7 @@ def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) ->
     if len(x_TD) == 0:
         return x_TD.new_zeros(len(index_R), x_TD.shape[1])
     holes_R1 = (index_R < 0).unsqueeze(1)
-    has_holes = index_R.device.type != "cpu" or bool(holes_R1.any())  # a GPU would have to synchronize
+    has_holes = index_R.device.type != "cpu" or bool(holes_R1.any())  # on a GPU, any() would synchronize
     rows_RD = x_TD.index_select(0, index_R.clamp_min(0) if has_holes else index_R)
     if scale_R is not None:
         rows_RD.mul_(scale_R.unsqueeze(1).to(rows_RD.dtype))
@@ -89,7 +89,7 @@ def _sum_of_bags(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None) 
 
 
 def gather_gradients(drows_RD: Tensor, row_of_TK: Tensor, dgate_PR: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of tokens and gate weights, summed over a token's rows and over P parts.
+    """Return the gradients of tokens (sums over a token's rows) and of gate weights (sums over P parts).
 
     Entries of -1 in `row_of_TK` give 0.
 
@@ -186,7 +186,7 @@ def ffn_up(
         index_R: [R] int64; -1 only in the tail.
         fc1_weight: [E, H, D] in x's dtype.
         fc1_bias: [E, H] or None.
-        fc3_weight: [E, H, D], which makes `activation` unused, or None.
+        fc3_weight: [E, H, D] for gated experts, which ignore `activation`; else None.
         fc3_bias: [E, H] or None.
         groups: the groups of the R rows; a's tail is 0.
         activation: a name in ACTIVATIONS.
@@ -224,7 +224,7 @@ def ffn_down_backward(
     Args:
         dy_ND: [R, D], or [N, D] if `index_R` gives each row's source.
         index_R: [R] int64; -1 only in the tail.
-        gate_N: in dy's dtype or wider; None for ones and no dgate.
+        gate_N: in dy's dtype or wider. None: every gate is 1, and dgate is None.
         source_R: [R] int64, whose tail is not read; None without gates.
         fc2_weight: [E, D, H] in dy's dtype.
         fc2_bias: [E, D] or None.

@@ -44,7 +44,7 @@ def row_softmax(logits_TE: Tensor) -> Tensor:
 def softmax_top_k(logits_TE: Tensor, top_k: int, normalize: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the softmax and each token's K largest probabilities: (probs_TE, ids_TK, weights_TK).
 
-    The ids are the ids of `choose_experts`.
+    `choose_experts` chooses the ids.
 
     Args:
         logits_TE: [T, E], any float dtype, which is also the dtype of probs and weights. If a row has a NaN
@@ -118,7 +118,7 @@ def assign_rows(
     Args:
         ids_TK: [T, K] int64, the expert of each assignment, from 0 to E - 1.
         num_experts: E.
-        asked_TK: bool, in any strides; False for an assignment that is left out. None: none is left out.
+        asked_TK: bool, in any strides; False leaves an assignment out. None: no assignment is left out.
         order_N: [K * T] int64, the assignments in the order in which they take slots; assignment j * T + t
             is choice j of token t. None: first choices before second choices, then in token order.
         time_first: (time, batch) if token t is (t // batch, t % batch). The token order is then (sentence,
@@ -156,7 +156,7 @@ def assign_rows(
 
 
 def _in_order(values_KT: Tensor, order_N: Tensor | None, time_first: tuple[int, int] | None) -> Tensor:
-    """Return values of all assignments in the order in which they take slots; see `assign_rows`."""
+    """Return the values of all assignments, in the order in which they take slots; see `assign_rows`."""
     if time_first is not None:
         values_KT = values_KT.reshape(len(values_KT), *time_first).transpose(1, 2)
     values_N = values_KT.reshape(-1)
@@ -164,7 +164,7 @@ def _in_order(values_KT: Tensor, order_N: Tensor | None, time_first: tuple[int, 
 
 
 def _compacted(sources_N: Tensor, row_N: Tensor) -> Tensor:
-    """Return the assignments (of `sources_N`) that have a row, in the order of the rows.
+    """Return the entries of `sources_N` whose assignments have a row, in the order of the rows.
 
     On a GPU, there are as many rows as assignments, and the unused rows at the end have source -1. The
     exact number, which the CPU uses, would need a device-to-host read.
@@ -175,7 +175,7 @@ def _compacted(sources_N: Tensor, row_N: Tensor) -> Tensor:
 
 
 def _by_row(sources_N: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
-    """Return the assignment of each row, or -1 for an empty row. `row_N` is -1 for no row."""
+    """Return each row's assignment, or -1 for an empty row. -1 in `row_N`: the assignment has no row."""
     # All assignments without a row write to one spare row after the last row. This row is then removed.
     source_of_R = sources_N.new_full((num_rows + 1,), -1)
     return source_of_R.scatter_(0, row_N.where(row_N >= 0, num_rows), sources_N)[:num_rows]
@@ -191,8 +191,7 @@ def row_maps(
 ) -> tuple[Tensor, Tensor]:
     """Return the row of each kept assignment and the assignment of each row: row_of_TK, source_of_R.
 
-    On a GPU, the compact layout has `most_rows` rows, and the unused rows at the end have source -1. The
-    exact number of rows, which the CPU uses, would need a device-to-host read.
+    On a GPU, the compact layout has `most_rows` rows, and the unused rows at the end have source -1.
     """
     if capacity is None:
         offsets_E = counts_E.cumsum(0) - counts_E
@@ -218,7 +217,7 @@ def load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple[Tenso
 
     Args:
         mass_E: the sum of each expert's probabilities over all tokens, fp32 or fp64.
-        load_E: int64, the number of assignments of each expert; an expert's share is its part of their sum.
+        load_E: int64, the number of assignments of each expert; share is load divided by the sum of load.
         num_tokens: [] int64.
     """
     num_experts, dtype = len(mass_E), mass_E.dtype

@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 
     @property
     def blocks(self) -> dict[str, int]:
-        """The tile sizes as the compile-time constants of a kernel over row tiles."""
+        """The tile sizes as the compile-time constants of a kernel with row tiles."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -47,9 +47,9 @@ class Row(NamedTuple):
         precisions: precisions, separated by spaces.
         kinds: kinds of products, separated by spaces.
         tile: the tile of these products.
-        reason: the device, shape and gain that chose the tile, or COMPILED.
-        where: a condition on (rows of an expert, rounded up to a power of two; n; k), with n and k of
-            `choose`; None holds for every shape.
+        reason: the device, shape and speed of the measurement that chose the tile, or COMPILED.
+        where: a function of (rows, n, k) that returns whether the row applies; None applies always. `rows`
+            is an expert's mean number of rows, rounded up to a power of two. `choose` defines n and k.
     """
 
     hardware: str
@@ -71,14 +71,14 @@ def num_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def table_start(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Return the position in `triton_tiles.row_tiles` of the table for tiles of `block_m` rows."""
+    """Return where `triton_tiles.row_tiles` puts the start of the table for tiles of `block_m` rows."""
     smaller = (num_tiles(num_rows, num_experts, block) for block in BLOCKS_M if block < block_m)
     return num_experts + 1 + 3 * sum(smaller)
 
 
-# up, glu_up: x @ fc1.T with the activation; linear: one product; dx, glu_dx: the gradient of input rows, in
-# one or two products; hidden, glu_hidden: the gradient of the hidden rows; weight: a weight gradient. With
-# relu, relu_up and relu_hidden need the fewest registers.
+# up: x @ fc1.T with the activation; glu_up: also x @ fc3.T; linear: one product; dx, glu_dx: the gradient
+# of input rows, as one product or a sum of two; hidden, glu_hidden: the gradient of hidden rows; weight: a
+# weight gradient; relu_up, relu_hidden: up and hidden with relu, which needs the fewest registers.
 KINDS = "up relu_up glu_up linear dx glu_dx hidden relu_hidden glu_hidden weight"
 # sm_80: all NVIDIA GPUs before sm_90; also sm_86 and sm_89, which have 99 KiB of shared memory.
 HARDWARE = "sm_80 sm_90 sm_100 sm_120 amd"
@@ -89,7 +89,7 @@ COMPILED = "not measured: a large tile that compiles without spilled registers"
 NVIDIA, NEWER, GLU = "sm_80 sm_90 sm_100 sm_120", "sm_90 sm_100 sm_120", "glu_up glu_hidden"
 
 # A product uses the first row that fits. The rows of the H100 were measured on one H100 80GB in bf16 with
-# the shapes A, C and E of benchmarks/layer_cases.py. The bounds of a condition lie between these shapes.
+# the shapes A, C and E of benchmarks/layer_cases.py. The bounds in the conditions lie between these shapes.
 TABLE = (
     Row("sm_90", "half", "linear", Tile(256, 128, 64, 8, 3), "H100, C: 666 TFLOP/s",
         lambda rows, n, k: rows >= 1024 and k >= 8192),
@@ -117,10 +117,10 @@ TABLE = (
     Row("sm_80", "half", KINDS, Tile(128, 128, 64, 8, 3), COMPILED),
     Row("sm_80", "tf32", GLU, Tile(128, 64, 32, 8, 3), COMPILED),
     Row("sm_80", "tf32", KINDS, Tile(128, 128, 32, 8, 3), COMPILED),
-    # Each operand is split into a TF32 number and a rest. Both numbers are operands of products.
+    # These tiles are small, because each operand becomes two TF32 numbers.
     Row("sm_80 sm_120", "tf32x3", "glu_up", Tile(64, 32, 32, 4, 3), COMPILED),
     Row(NVIDIA, "tf32x3", KINDS, Tile(64, 64, 32, 4, 3), COMPILED),
-    # Without matrix instructions, a thread holds its operands in registers.
+    # These tiles are small, because a thread holds its operands in registers without matrix instructions.
     Row(NVIDIA, "ieee", "glu_up", Tile(64, 32, 16, 8, 3), COMPILED),
     Row(NVIDIA, "ieee", KINDS, Tile(64, 64, 16, 8, 3), COMPILED),
     # These tiles need at most 64 KiB of shared memory.
@@ -150,7 +150,7 @@ def choose(kind: str, hardware: str, precision: str, rows: int, experts: int, n:
     return _chosen(kind, hardware, precision, _covering(rows // experts), n, k)
 
 
-@functools.cache  # one entry per product of a model, for each power of two of the rows
+@functools.cache  # one entry per product of a model and power of two of an expert's rows
 def _chosen(kind: str, hardware: str, precision: str, rows: int, n: int, k: int) -> Tile:
     found = rows_of(kind, hardware, precision)
     tile = next(row.tile for row in found if row.where is None or row.where(rows, n, k))
@@ -158,7 +158,7 @@ def _chosen(kind: str, hardware: str, precision: str, rows: int, n: int, k: int)
 
 
 def rows_of(kind: str, hardware: str, precision: str) -> list[Row]:
-    """Return the rows for a kind of product, in the order of the table; the last row fits every shape."""
+    """Return the table's rows for a kind of product, in order; the last of these rows fits every shape."""
     found = []
     for row in TABLE:
         wanted = ((hardware, row.hardware), (precision, row.precisions), (kind, row.kinds))
@@ -170,7 +170,7 @@ def rows_of(kind: str, hardware: str, precision: str) -> list[Row]:
 
 
 def fitted(tile: Tile, kind: str, rows: int, n: int, k: int) -> Tile:
-    """Return a tile that is no larger than the matrices; `rows` is the number of rows of an expert."""
+    """Return the tile, reduced to the sizes of the matrices; `rows` is the number of rows of an expert."""
     if kind == "weight":
         limits = {"block_m": k, "block_n": n}
     else:
@@ -182,15 +182,15 @@ def fitted(tile: Tile, kind: str, rows: int, n: int, k: int) -> Tile:
 
 
 def _covering(size: int) -> int:
-    """Return the smallest power of two that is at least 16 and covers `size`."""
+    """Return the smallest power of two that is at least 16 and at least `size`."""
     return max(16, next_power_of_2(size))
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the smallest power of two that is at least this number. Triton's function is slower."""
+    """Return the smallest power of two that is at least this number. `triton.next_power_of_2` is slower."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """Return the quotient, rounded up. Triton's function is slower."""
+    """Return the quotient, rounded up. `triton.cdiv` is slower."""
     return -(-number // divisor)

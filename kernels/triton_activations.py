@@ -51,7 +51,7 @@ def activate(h, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_backward(da, kept, ACTIVATION: tl.constexpr):
-    """Return an activation's input gradient, from its output gradient and saved output or input."""
+    """Return an activation's input gradient. `da` is the output's gradient, `kept` the output or input."""
     if ACTIVATION == "relu":
         dh = tl.where(kept <= 0, 0.0, da)
     elif ACTIVATION == "relu_squared":

@@ -62,7 +62,7 @@ def triton_linear(
     weights = alike([w for w in (weight_EOI, more_weight_EOI) if w is not None])
     bias_EO = None if bias_EO is None else bias_EO.contiguous()
 
-    # Forward and backward have equal sizes, but backward reads weights along the other dimension.
+    # Only strides distinguish a forward product from a backward product, which reads transposed weights.
     kind = "glu_dx" if more_RI is not None else "linear" if weights[0].stride(2) == 1 else "dx"
     tile, precision = chosen(kind, rows_RI, num_rows, weight_EOI.shape, tf32x3)
     rows_from, weights_from, product = operands(tile, precision, num_rows, rows, weights)

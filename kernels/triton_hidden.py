@@ -3,7 +3,7 @@
 `ffn_down_backward` has the signature of the function in `reference`. The kernel gathers the output's
 gradient while it loads the operands of the product. The epilogue computes the gate's gradient, and applies
 the gate's weight and the activation's derivative. The epilogue also writes the activation's output times
-the gate's weight. The weight gradient of fc2 is then a product of plain rows.
+the gate's weight. The weight gradient of fc2 is the product of the output's gradient and these rows.
 """
 
 import functools
@@ -88,7 +88,7 @@ def _hidden_shapes(
 
 
 def _summed(found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the results of `triton_hidden` with the sum of the parts, whose number depends on the tile."""
+    """Replace the parts of the gate's gradient by their sum, because their number depends on the tile."""
     return *found[:3], None if found[3] is None else found[3].sum(0, keepdim=True)
 
 
@@ -107,7 +107,7 @@ def triton_hidden(
     activation: str,
     tf32x3: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the kernel of `ffn_down_backward`; return empty tensors for results that are not needed.
+    """Launch the kernel of `ffn_down_backward`. Unneeded results are None, or empty under torch.compile.
 
     The arguments are those of `ffn_down_backward`, with the tables of `row_tiles` in place of groups.
     `activation` is the function that was applied to h. With g, it must be "swish".
@@ -154,7 +154,7 @@ def triton_hidden(
 
 @functools.lru_cache(maxsize=1024)
 def _plan(product: Product, has_dots: bool, activation: str, is_cuda: bool) -> Plan:
-    # On AMD, four parts need twice the shared memory of two parts.
+    # On AMD, the epilogue splits a tile into only two parts, because four need twice the shared memory.
     constants = {"ACTIVATION": activation, "IS_CUDA": is_cuda}
     return product.plan(_hidden_kernel, has_dots, (product.num_rows,), **constants)
 
@@ -271,7 +271,7 @@ def _bias_dots(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return <dy, bias> of each row of a tile."""
+    """Return each row's dot product <dy, bias> with its expert's bias, for one tile."""
     dots = tl.zeros([BLOCK_M, BLOCK_K], dtype=ACC)
     dy_from = rows_operand(dy, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
     # Explicit stages make the compiler prefetch a loop without matrix products.
@@ -299,7 +299,7 @@ def _hidden_backward(
     N,
     ACTIVATION: tl.constexpr,
 ):
-    """Write one tile of the hidden gradients dh and dg, and of scale * a; return <da, a> of each row."""
+    """Write one tile of dh, of dg and of scale * a. Return each row's dot product <da, a>."""
     if a_in is not None:
         a = load_tile(a_in + first * N, 0, readable, n, N, da.shape[0], da.shape[1]).to(da.dtype)
         kept = a
@@ -311,7 +311,7 @@ def _hidden_backward(
         a = activate(kept, ACTIVATION)
         if g_in is not None:
             a *= g
-        a = a.to(dh_out.dtype.element_ty).to(da.dtype)  # forward rounded a, too
+        a = a.to(dh_out.dtype.element_ty).to(da.dtype)  # forward also rounded a
     part = tl.sum(da * a, 1)
     if a_out is not None:
         store_tile(a_out + first * N, a * scale[:, None], 0, count, n, N)

@@ -1,4 +1,4 @@
-"""Launches Triton kernels, and selects launch parameters: hardware, tile, precision, descriptors (TMA)."""
+"""Launches Triton kernels, and selects their tile sizes, precision and use of tensor descriptors (TMA)."""
 
 import functools
 import itertools
@@ -24,20 +24,20 @@ ALIGNMENT = 16  # bytes; TMA requires it for a tensor's address and all strides 
 IS_HIP = torch.version.hip is not None
 
 
-# Each thread's compiled kernels, by all properties for which Triton compiles a kernel again.
+# Each thread's cache of compiled kernels. A key has all properties for which Triton compiles a kernel anew.
 _COMPILED = threading.local()
-# An ID of each combination of a kernel, its constants, and the properties of its integer arguments.
+# The ID of each combination of a kernel, its constants, and the properties of its integer arguments.
 _NUMBERS: dict[tuple[Any, ...], int] = {}
 _COUNTER = itertools.count()
 
 
 class Plan:
-    """The kernel, grid and arguments of a launch, without tensors. Callers cache plans by sizes and dtypes.
+    """A launch's kernel, grid and arguments except tensors. Callers cache plans by sizes and dtypes.
 
     Args:
         kernel: a function decorated with triton.jit.
         grid: the number of programs in one to three dimensions.
-        numbers: the kernel's arguments after its tensors.
+        numbers: the kernel's integer arguments, which follow its tensors.
         constants: compile-time constants and Triton's options, such as num_warps, in the same order in all
             plans of a kernel.
     """
@@ -87,8 +87,8 @@ def launch(plan: Plan, device: torch.device, *tensors: Any) -> None:
                 add(tensor.untyped_storage().nbytes() < 2**31)
     found = cache.get(tuple(key))
     if found is None:
-        # A new thread has no CUDA context, but a launch with tensor descriptors needs a context. Neither
-        # torch.cuda.stream nor torch.cuda.set_device (to the current device) binds a context.
+        # A launch with tensor descriptors needs a CUDA context, which a new thread lacks. Creating a tensor
+        # binds a context to the thread; torch.cuda.stream, or set_device to the current device, does not.
         torch.zeros(1, device=device)
         compiled = plan.kernel[plan.grid](*tensors, *plan.numbers, **plan.constants)
         fixed = compiled.function, compiled.packed_metadata, None, None, None
@@ -96,9 +96,9 @@ def launch(plan: Plan, device: torch.device, *tensors: Any) -> None:
         return
     compiled, run, fixed = found
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # of a profiler
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler has set hooks
         compiled[plan.grid](*tensors, *plan.rest)
-    else:  # without metadata for hooks, which would double the time of a launch
+    else:  # The metadata for hooks is left out, because it would double the time of a launch.
         run(*plan.grid, active.get_current_stream(index), *fixed, *tensors, *plan.rest)
 
 
@@ -130,7 +130,7 @@ def hardware_class(major: int) -> str:
 def precision_of(dtype: torch.dtype, tf32x3: bool = False) -> str:
     """Return the precision of a dtype's matrix products: one of PRECISIONS in tiles.
 
-    fp32 is "ieee", or "tf32" if torch allows it. With `tf32x3`, fp32 is "tf32x3" on an NVIDIA GPU.
+    fp32 is "ieee", or "tf32" if torch allows TF32. With `tf32x3`, fp32 is "tf32x3" on an NVIDIA GPU.
     """
     if dtype in (torch.float16, torch.bfloat16):
         return "half"
@@ -214,7 +214,7 @@ def _descriptor(
 
 
 class Product(NamedTuple):
-    """The properties of a grouped matrix product that determine its launch, except the kernel."""
+    """The properties of a grouped matrix product that determine the grid and arguments of its launch."""
 
     tile: Tile
     precision: str  # precision of the matrix instructions
@@ -228,7 +228,7 @@ class Product(NamedTuple):
     def plan(
         self, kernel: Any, more_columns: int = 0, numbers: tuple[int, ...] = (), **constants: Any
     ) -> Plan:
-        """Return the plan of a kernel with one program per tile and `more_columns` more per row tile."""
+        """Return a kernel's plan: one program per tile, and `more_columns` more programs per row tile."""
         tile, (num_experts, *sizes) = self.tile, self.shape
         columns = cdiv(sizes[0], tile.block_n) + more_columns
         tiles_m = num_tiles(self.num_rows, num_experts, tile.block_m)
@@ -256,16 +256,16 @@ def operands(
     weights_ENK: list[Tensor],
     are_gathered: bool = False,
 ) -> tuple[list[Any], list[Any], Product]:
-    """Return the arguments of a product's kernel for rows and weights, and the properties of the product.
+    """Return the rows and the weights in the form that the kernel reads, and the product's properties.
 
-    Rows and weights are TMA descriptors if all of them support TMA, otherwise tensors.
+    The rows are TMA descriptors if all of them support TMA, else tensors. The same holds for the weights.
 
     Args:
         tile: the tile sizes.
         precision: the precision constant of the kernel.
         num_rows: the number of rows of the result.
-        rows: the rows of each product.
-        weights_ENK: the weights of each product, with equal strides; see `alike`.
+        rows: the one or two tensors of rows that the kernel multiplies.
+        weights_ENK: the one or two weights of the kernel's products, with equal strides; see `alike`.
         are_gathered: whether the kernel reads the rows through an index map.
     """
     weight, dtype = weights_ENK[0], rows[0].dtype

@@ -1,4 +1,4 @@
-"""Loads the two operands of a matrix product of one row tile, the rows and the expert's weight.
+"""Loads the two operands of one row tile's matrix product: the rows and the expert's weight.
 
 The rows of a tile may be gathered. An operand is loaded with its tensor descriptor (TMA), or through
 pointers if there is no descriptor. A weight's descriptor has three dimensions, so that no tile reads from
@@ -16,9 +16,10 @@ def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: 
         operand = rows
     else:
         r = first + tl.arange(0, BLOCK_M)
-        r = tl.where(r < end, r, first)  # The first row is repeated to avoid a mask.
+        r = tl.where(r < end, r, first)  # Rows from `end` on read the row `first`, which avoids a mask.
         if index is not None:
-            # After the last group of rows, only the index is read, which may be -1.
+            # For a tile after the last group of rows, index[r] may be -1. This does no harm, because such a
+            # tile loads no rows.
             r = tl.load(index + r).to(tl.int64)
         operand = rows + (r * K)[:, None]
     return operand
@@ -26,7 +27,7 @@ def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: 
 
 @triton.jit
 def load_rows(operand, first, k, K, DESCRIPTOR: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load the tile [BLOCK_M, BLOCK_K] of the rows at column k, with zeros from column K on."""
+    """Load the tile [BLOCK_M, BLOCK_K] of the rows at column k. Columns from K on are zeros."""
     if DESCRIPTOR:
         tile = operand.load([first.to(tl.int32), k])
     else:
@@ -49,7 +50,7 @@ def load_weight(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Load the tile [BLOCK_K, BLOCK_N] of weight[expert].T at (k, n), with zeros outside the weight.
+    """Load the tile [BLOCK_K, BLOCK_N] of weight[expert].T at (k, n). Elements outside the weight are 0.
 
     `strides` are the strides of (expert, n, k). The descriptor has the dimensions (expert, N, K) if K_INNER
     is set, otherwise (expert, K, N).
@@ -69,8 +70,8 @@ def load_weight(
 
 @triton.jit
 def multiply(a, b, total, PRECISION: tl.constexpr):
-    """Add the product of two tiles to a sum, total + a @ b, computed in the given precision."""
-    if PRECISION == "interpreted":  # NumPy does not have bf16.
+    """Return total + a @ b for two tiles a and b. The product has the given precision."""
+    if PRECISION == "interpreted":  # The interpreter uses NumPy, which does not have bf16.
         a, b = a.to(total.dtype), b.to(total.dtype)
         total = tl.dot(a, b, total, input_precision="ieee", out_dtype=total.dtype)
     else:
@@ -111,7 +112,7 @@ def add_product(
 
 @triton.jit
 def load_bias(bias, expert, columns, N):
-    """Load the bias of an expert at the given columns, with 0 outside the bias and for expert -1."""
+    """Load an expert's bias at the given columns. Columns from N on and the bias of expert -1 are 0."""
     last = tl.where(expert < 0, 0, N)
     return tl.load(bias + expert * N + columns, mask=columns < last, other=0.0)
 
@@ -131,14 +132,14 @@ def tile_mask(first, end, n, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def load_tile(x, first, end, n, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load the tile of x [R, N] at (first, n), with zeros from row `end` and from column N on."""
+    """Load the tile of x [R, N] at (first, n). Rows from `end` on and columns from N on are zeros."""
     inside = tile_mask(first, end, n, N, BLOCK_M, BLOCK_N)
     return tl.load(x + first * N + n + tile_offsets(N, BLOCK_M, BLOCK_N), mask=inside, other=0.0)
 
 
 @triton.jit
 def store_tile(x, values, first, end, n, N):
-    """Write a tile to x [R, N] at (first, n), except elements from row `end` or column N on."""
+    """Write a tile to x [R, N] at (first, n), without the rows from `end` on and the columns from N on."""
     inside = tile_mask(first, end, n, N, values.shape[0], values.shape[1])
     offsets = tile_offsets(N, values.shape[0], values.shape[1])
     tl.store(x + first * N + n + offsets, values, mask=inside)

@@ -2,9 +2,8 @@
 
 Slots are computed by a block scan in three steps: a histogram of every block of assignments, an exclusive
 sum over the blocks, and comparisons of the ids within a block. The last step also writes the row maps and
-the tables of row tiles.
-The scan needs no atomics, sort, [T, E] tensor or host read. T tokens, E experts, K top_k, N = K * T
-assignments, where j * T + t is choice j of token t.
+the tables of row tiles. The scan needs no atomics, sort, [T, E] tensor or host read. T tokens, E experts,
+K top_k, N = K * T assignments. Assignment j * T + t is choice j of token t.
 """
 
 import functools
@@ -27,7 +26,7 @@ from fairseq_tutel.kernels.triton_tiles import CONSTANTS, tile_programs, write_t
 BLOCK_N, PEERS = 128, 16
 # Number of experts that are compared at a time.
 COUNT_BLOCK_E = 32
-# Tile sizes of the scan over blocks. A tile has few experts, because tiles run in parallel.
+# Tile sizes of the scan over blocks. A tile has few experts, so that many tiles run in parallel.
 SCAN_BLOCK_B, SCAN_BLOCK_E = 256, 8
 
 
@@ -84,9 +83,9 @@ def place_assignments(
     time: int,
     batch: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the kernels of `assign_rows`: slots_TK, row_of_TK, source_of_R, token_of_R, small results.
+    """Launch the kernels of `assign_rows`; return slots_TK, row_of_TK, source_of_R, token_of_R, a buffer.
 
-    For K = 1, token_of_R is None, or empty under torch.compile. `_parts` splits the small results.
+    For K = 1, token_of_R is None, or empty under torch.compile. `_parts` splits the buffer.
 
     Args:
         ids_TK: as in `assign_rows`.
@@ -110,7 +109,7 @@ def place_assignments(
     starts_BE, plan = _block_starts(ids_TK, asked, None, sizes, counts, limit)
     if order_N is not None:
         order_N = order_N.contiguous()
-        # An order may mix choices, so its blocks do not give the counts per choice.
+        # With an order, a block may mix choices. Only the blocks above give the counts of each choice.
         del starts_BE  # frees memory for the next tensor
         starts_BE, plan = _block_starts(ids_TK, asked, order_N, sizes, counts, limit)
     launch(
@@ -179,7 +178,7 @@ def _assignments_at(
     positions,
     sizes,
 ):
-    """Load the assignments t * K + j at these positions, and their experts; expert E stands for none."""
+    """Return the assignments t * K + j at these positions, and their experts; E stands for no expert."""
     length, num_tokens, top_k, num_experts, time, batch = sizes
     inside = positions < length
     if order is not None:

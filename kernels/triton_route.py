@@ -63,9 +63,9 @@ def gate_backward(
     normalize: bool,
     weight_ED: Tensor | None,
 ) -> tuple[Tensor, Any]:
-    """Return two factors, pair_TF and twice_FD, whose product is the gradient of a linear gate's input."""
+    """Return two factors of the gate's input gradient; without weight_ED, the logits' gradient and None."""
     if dprobs_TE is not None and dprobs_TE.stride() not in ((0, 1), (probs_TE.shape[1], 1)):
-        dprobs_TE = dprobs_TE.contiguous()  # a balance loss gives all tokens one row, of stride 0
+        dprobs_TE = dprobs_TE.contiguous()  # a balance loss gives one row with stride 0 for all tokens
     num_tokens, num_experts = probs_TE.shape
     twice_FD, size = None, 0
     if weight_ED is None:
@@ -95,7 +95,7 @@ def gate_backward(
 def _plan(
     shape: tuple[int, ...], top_k: int, normalize: bool, dtype: torch.dtype, backward: tuple[int, ...] = ()
 ) -> Plan:
-    """Return the plan of the forward kernel, or of the backward kernel for a weight size and a stride."""
+    """Return the forward kernel's plan; with `backward` (weight size, dprobs stride) the backward's."""
     num_tokens, num_experts = shape
     # A tile covers all experts; fp64 tiles have half the size.
     block_e = max(next_power_of_2(num_experts), 16)
@@ -204,7 +204,7 @@ def _softmax_top_k_backward_kernel(
         rows = dprobs_ptr + tokens[:, None] * dprobs_stride + experts[None, :]
         grads += tl.load(rows, mask=inside, other=0.0).to(ACC)
     if dweights_ptr is not None:
-        # weight = p / total: its gradient for p is (dweight - <dweights, p> / total) / total.
+        # The gradient of p in weight = p / total is (dweight - <dweights, p> / total) / total.
         total = tl.full([BLOCK_T], 0 if NORMALIZE else 1, dtype=ACC)
         shift = tl.zeros([BLOCK_T], dtype=ACC)
         if NORMALIZE:
@@ -234,7 +234,7 @@ def _softmax_top_k_backward_kernel(
 
 @triton.jit
 def _load_choice(ids_ptr, dweights_ptr, copies, here, ACC: tl.constexpr):
-    """Load the expert of one choice of each token, and the gradient of its weight."""
+    """For one choice of each token, load the expert and the gradient of the weight."""
     ids = tl.load(ids_ptr + copies, mask=here, other=0).to(tl.int32)
     return ids, tl.load(dweights_ptr + copies, mask=here, other=0.0).to(ACC)
 

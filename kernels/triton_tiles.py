@@ -1,8 +1,8 @@
 """Assigns row tiles to programs on the device, so that the host does not read the row counts.
 
-The grid of a product has R // BLOCK_M + E + 1 row tiles, which is an upper bound. Rows after the last group
-form an additional group with expert -1. A row of the table is (expert, first row, end of the group's rows).
-In an unused row of the table, the first row is not below the end.
+The grid of a product has R // BLOCK_M + E + 1 row tiles, at least as many as are needed. Rows after the
+last group form an additional group with expert -1. A table holds (expert, first row, end of the group's
+rows) for each row tile. A tile that is not needed has no rows: its first row is not before the end.
 """
 
 import triton
@@ -114,7 +114,7 @@ def place(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def read_tile(tiles, start, tiles_m, m):
-    """Read row tile m of the table at `start`, as the tile's expert, first row and end of rows."""
+    """Read the expert, the first row and the end of rows of row tile m from the table at `start`."""
     table = tiles + start
     expert = tl.load(table + m)
     first = tl.load(table + tiles_m + m)

@@ -134,7 +134,7 @@ def _sources(index, r, end):
 
 @triton.jit
 def _load_transposed(x, source, r, end, columns, D):
-    """Load a transposed tile [columns, rows] of x[source], with zeros from row `end` on.
+    """Load a transposed tile [columns, rows] of x[source]. Rows from `end` on are zeros.
 
     The tile is loaded in the layout of the product, because not every GPU prefetches transposed tiles.
     """
@@ -147,7 +147,7 @@ def _write_bias(
     dout, dout_index, scale, source, dbias, expert, first, end, o, OUT, ACC, BLOCK_R: tl.constexpr
 ):
     """Write the sums of scale[source[r]] * dout[r] over an expert's rows to dbias, at the columns o."""
-    # There is one sum per element. A sum over the tile's rows in each step would synchronize the warps.
+    # Each element of a tile has its own sum. A sum over rows in each step would synchronize the warps.
     sums = tl.zeros([o.shape[0], BLOCK_R], dtype=ACC)
     # Explicit stages make the compiler prefetch a loop without matrix products.
     for r_0 in tl.range(first, end, BLOCK_R, num_stages=2):

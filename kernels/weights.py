@@ -78,9 +78,9 @@ class SavedActivations(NamedTuple):
     """The activations that the FFN's forward saves for backward, without the FFN's input.
 
     Attributes:
-        a_RH: [R, H] the activation function's output, if its derivative is computed from it; else None.
-        h_RH: [R, H] the activation function's input otherwise; else None.
-        g_RH: [R, H] the factor of the activation in gated experts; else None.
+        a_RH: [R, H] the activation function's output, if backward needs only the output; else None.
+        h_RH: [R, H] the activation function's input, if backward needs it; else None.
+        g_RH: [R, H] fc3's output in gated experts, which is multiplied with the activation; else None.
     """
 
     a_RH: Tensor | None = None
@@ -92,9 +92,9 @@ class FFNGradients(NamedTuple):
     """The gradients of the inputs, gates and weights of one FFN.
 
     Attributes:
-        x_RD: [R, D] the gradient of every row's input, with a zero tail; None if it is not needed.
-        gate_PR: [P, R] parts, whose sum is the gradient of each row's gate, with an undefined tail; None
-            without gates.
+        x_RD: [R, D] the gradient of every row's input, 0 after the last group; None if not needed.
+        gate_PR: [P, R] parts whose sum is the gradient of each row's gate, undefined after the last group;
+            None without gates.
         weights: the gradients of the weights; None if they are not needed.
     """
 
