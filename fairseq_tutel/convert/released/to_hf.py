@@ -80,7 +80,7 @@ def _family(saved: SavedModel) -> Family:
         except ValueError as error:
             reasons[family.name] = error
     if fitting:
-        # The families RoBERTa and XLM-RoBERTa differ only in the task.
+        # Only the task distinguishes RoBERTa from XLM-RoBERTa.
         return min(fitting, key=lambda family: family.task != saved.name("task"))
 
     def distance(family: Family) -> tuple[int, int]:

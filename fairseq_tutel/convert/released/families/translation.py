@@ -1,4 +1,4 @@
-"""Defines the encoder-decoders: M2M100 and NLLB, BART, mBART, and FSMT (WMT19) can be converted."""
+"""Defines the encoder-decoders M2M100 (also for NLLB), BART, mBART, and FSMT (WMT19)."""
 
 from collections.abc import Mapping
 from typing import Any
