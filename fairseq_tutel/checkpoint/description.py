@@ -16,7 +16,7 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.option import Option, plain
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
-EXPERTS = re.compile(r"(?:^|\.)experts\.")  # Experts' tensors of all supported systems match.
+EXPERTS = re.compile(r"(?:^|\.)experts\.")  # Matches names of experts' tensors in all systems.
 Facts = dict[str, Any]
 
 
@@ -159,7 +159,7 @@ def _dtype(tensor: Any) -> str:
 
 
 def _described_shards(tensors: Iterable[ShardedTensor]) -> Facts:
-    """Check the headers of all shard files, and return folders, number and total size of the files."""
+    """Check the headers of all shard files, and return the files' folders, number and total size."""
     paths = set()
     for tensor in tensors:
         tensor.check_headers()

@@ -92,7 +92,7 @@ def _passes(path: str, test: Callable[[zipfile.ZipFile], bool]) -> bool:
                 return all(map(_is_plain, archive.infolist())) and test(archive)
         except Exception as error:
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                raise  # Corrupt offsets cause EINVAL or no errno.
+                raise  # An error from corrupt offsets has EINVAL or no errno.
             return False
 
 

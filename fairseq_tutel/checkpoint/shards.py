@@ -58,7 +58,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedTensor:
-    """A stacked tensor [E, ...] of experts in shard files, which are read on demand."""
+    """A stacked tensor [E, ...] of experts, which is read from shard files on demand."""
 
     root: Path  # The folder that contains the checkpoint.
     folder: str  # The folder of the shard files, relative to `root`.

@@ -1,7 +1,7 @@
 """Converts the checkpoints of Swin V2 and SwinV2-MoE that microsoft/Swin-Transformer releases.
 
 - The files X.pth.rank0, X.pth.rank1, ... have the experts of each rank.
-- The file X.pth.master has all other weights. Without this file, each rank's file also has them.
+- The file X.pth.master has all other weights. Without this file, each rank's file has these weights, too.
 - The file X.pth.global is a complete model.
 
 The converter infers the model's dimensions from the shapes of the tensors. The image size is inferred from

@@ -122,8 +122,8 @@ def _expert_counts(ranks: list[Tensors]) -> dict[str, int]:
 def _joined(ranks: list[Tensors], counts: dict[str, int], within: str) -> tuple[Tensors, list[str]]:
     """Join the weights of all ranks of a Tutel model, and rename the weights for fairseq_tutel.
 
-    The function also returns a note if weights other than experts differ between ranks. The text `within`
-    is inserted after the prefix of a MoE layer. Weights outside MoE layers are taken from rank 0.
+    The function also returns a note if weights other than experts differ between ranks. Weights outside
+    MoE layers are taken from rank 0. In a MoE layer's weight names, `within` follows the layer's prefix.
     """
     weights: Tensors = {}
     done: set[str] = set()

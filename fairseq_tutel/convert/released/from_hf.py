@@ -228,7 +228,7 @@ def write_vocabulary(saved: SavedModel, vocabulary: Vocabulary, source: Path, ou
 
 
 def full_names(folder: ReleasedFolder, family: Family, known: Collection[str]) -> dict[str, str]:
-    """Return a dict from the tensor names, in the order of the files, to the names with prefix.
+    """Return a dict from the tensor names, in the order of the files, to the names with a prefix.
 
     Tensor names in `known` are kept without a prefix.
     """

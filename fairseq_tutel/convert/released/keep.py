@@ -1,4 +1,4 @@
-"""Reads from a JSON file which experts to keep; experts.json of naver/nllb-pruning is an example.
+"""Reads the IDs of the experts to keep from a JSON file, such as experts.json of naver/nllb-pruning.
 
 A file of experts to keep has one of these forms:
 

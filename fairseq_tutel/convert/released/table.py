@@ -238,7 +238,7 @@ class Family:
         return {key: len(weights[name]) for key, name in self.vocabulary_sizes.items()}
 
     def differing(self, options: Mapping[str, Any]) -> list[str]:
-        """Return the fairseq options that differ from `fixed`. Options that are None or "" count as off."""
+        """Return the fairseq options that differ from `fixed`. None and "" equal False and 0."""
         pairs = ((key, options.get(key), value) for key, value in self.fixed.items())
         return [key for key, own, value in pairs if (own or value) and own != value]
 

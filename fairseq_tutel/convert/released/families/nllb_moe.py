@@ -25,7 +25,7 @@ READ = ("num_experts", "expert_capacity", "moe_eval_capacity_token_fraction", "m
 POLICIES = {name: name for name in ("all", "sampling", "random")}
 # For each router_dtype of transformers, whether the gate has the model's dtype instead of float32.
 ROUTER_DTYPES = {"float32": False, "bfloat16": True, "float16": True}
-MOST_EXPERTS = 10_000  # A maximum per layer, because names of all experts are listed.
+MOST_EXPERTS = 10_000  # A config.json with more experts per layer is refused.
 # A token fraction that is so small that the minimum capacity applies.
 ONE_SLOT = 1e-9
 # fairseq_tutel options that must have these values, because other values change the computation.

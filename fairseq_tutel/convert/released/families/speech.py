@@ -11,8 +11,8 @@ LAYERS = "conv_feature_layers"
 CONVOLUTIONS = ("conv_dim", "conv_kernel", "conv_stride")
 DEFAULTS = ([512] * 7, [10, 3, 3, 3, 3, 2, 2], [5, 2, 2, 2, 2, 2, 2])
 MODES = {"group": "default", "layer": "layer_norm"}
-# A pattern of a list of convolution layers, with the list's number of repetitions, in a fairseq option. The
-# option's text is untrusted, so it is parsed instead of evaluated.
+# Matches a list of convolution layers in a fairseq option, such as [(512,3,2)]*4. The option's text is
+# untrusted, so it is parsed instead of evaluated.
 TERM = r"\[\(\d{1,5},\d{1,5},\d{1,5}\)(?:,\(\d{1,5},\d{1,5},\d{1,5}\))*,?\](?:\*\d{1,3})?"
 
 

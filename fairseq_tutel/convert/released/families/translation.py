@@ -138,7 +138,7 @@ def _trained_pair(options: Mapping[str, Any]) -> list[str]:
 
 
 def languages_of_pair(config: Mapping[str, Any]) -> list[str]:
-    """Return the source and the target language in the config.json of a FSMT model."""
+    """Return the source and the target language in the config.json of an FSMT model."""
     languages = config.get("langs")
     if not isinstance(languages, list) or len(languages) != 2 or not all(map(_is_code, languages)):
         raise ValueError(
