@@ -204,7 +204,7 @@ def _stacked(
 
 
 def dictionaries(saved: SavedModel, given: Path | None = None) -> Vocabulary:
-    """Return dictionaries with the symbols `TAGS`, because fairseq cannot add them to dictionaries itself.
+    """Return dictionaries with the symbols `TAGS`, because fairseq, unlike Meta's branch, cannot add them.
 
     With --add-data-source-prefix-tags, Meta adds the symbols `TAGS` to dictionaries, after the symbols of
     languages. Without --add-data-source-prefix-tags, no dictionary is returned. The options of `saved` are

@@ -114,7 +114,7 @@ def _joined(name: str, parts: Sequence[Tensor], experts: int) -> Tensor:
         raise ValueError(f"has experts.{name} of the shapes {sorted(shapes)} on different ranks")
     (shape,) = shapes
     if share > 1 and len(shape) == (2 if name.endswith("_w") else 1):
-        # Tutel's tool scatter cuts an expert's memory into pieces whose last dimension is 1 / `share`.
+        # Tutel's scatter cuts an expert's memory into pieces, and divides the last dimension by `share`.
         own = (*shape[:-1], shape[-1] * share)
     elif shape[:1] != (max(1, experts // len(parts)),) or (share > 1 and len(shape) < 2):
         raise ValueError(
