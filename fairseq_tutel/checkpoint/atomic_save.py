@@ -73,7 +73,7 @@ def unwritten(path: str, error: BaseException) -> OSError:
 
 
 def unwritable(folder: str, error: BaseException) -> str:
-    """Return an error sentence for a --save-dir in which no file can be written."""
+    """Return the error message for a --save-dir in which no file can be written."""
     return (
         f"--save-dir is {folder}, in which no file can be written ({reason_of(error)}); give a writable "
         "folder on a disk with free space, also with --no-save."

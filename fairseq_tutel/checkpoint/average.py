@@ -36,7 +36,7 @@ def average(paths: list[Path], of_ema: bool = False) -> SavedModel:
         if identity not in done:
             done[identity] = mean([t if isinstance(t, Tensor) else t.whole() for t in tensors])
         averaged[key] = done[identity]
-    # Remove fp32 master weights, because a resumed run would use the first checkpoint's master weights.
+    # Drop fp32 master weights, because a resumed run would use them instead of the averaged weights.
     first = opened[0].state
     kept = {key: _without(MASTER, part) for key, part in first.items() if key != "model"}
     unbind(kept)

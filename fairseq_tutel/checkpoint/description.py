@@ -16,7 +16,7 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.option import Option, plain
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
-EXPERTS = re.compile(r"(?:^|\.)experts\.")  # This pattern matches expert tensors of all systems.
+EXPERTS = re.compile(r"(?:^|\.)experts\.")  # Matches names of experts' tensors in all systems.
 Facts = dict[str, Any]
 
 
@@ -70,7 +70,7 @@ def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
 def _changed_options(state: dict[str, Any], known: Sequence[Option]) -> Facts:
     """Return the MoE options of a checkpoint that differ from their defaults."""
     options = SavedModel(state).options_of("model")
-    inner = options.get("w2v_args")  # The option w2v_args has an inner pretrained model.
+    inner = options.get("w2v_args")  # w2v_args has the options of an inner pretrained model.
     options = inner.get("model", options) if isinstance(inner, dict) else options
     values = {option: plain(options[option.key]) for option in known if option.key in options}
     changed = {o.flag: value for o, value in values.items() if value not in (None, o.default)}
@@ -159,7 +159,7 @@ def _dtype(tensor: Any) -> str:
 
 
 def _described_shards(tensors: Iterable[ShardedTensor]) -> Facts:
-    """Check the headers of all shard files, and return folders, number and total size of the files."""
+    """Check the headers of all shard files, and return the files' folders, number and total size."""
     paths = set()
     for tensor in tensors:
         tensor.check_headers()

@@ -1,8 +1,8 @@
 """Saves the experts of all ranks in the order of their global IDs.
 
-Either rank 0 gathers and saves all experts, or every rank writes a part of the experts. Rank 0 keeps all
-gathered experts, and each optimizer state tensor of the same shape, in host memory until the files are
-written. With Adam, the gathered tensors need three times the bytes of the experts.
+Either rank 0 gathers and saves all experts, or every rank writes a part of the experts. Rank 0 keeps
+gathered experts and their optimizer state in host memory until the files are written. With Adam, the
+gathered tensors need three times the bytes of the experts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Weights
 from fairseq_tutel.parallel import collectives, world
 from fairseq_tutel.parallel.groups import Slice, Topology, join, slice_of
 
-# Maximum number of bytes that rank 0 gathers in one step from all ranks on its device.
+# The maximum number of bytes that rank 0 gathers at a time in the memory of its device.
 GATHERED_BYTES = 64 * 2**20
 _DIFFER = "the ranks' optimizers differ; the last saved checkpoint is complete."
 _MAKE_ROOM = "free disk space, or give a --save-dir that all ranks share; the last checkpoint is complete."
@@ -46,9 +46,9 @@ def expert_modules(model: nn.Module) -> list[ExpertStack]:
 def gather_to_first(tensor: Tensor, topology: Topology, parameter: Tensor | None = None) -> Tensor | None:
     """Gather one parameter of all experts in host memory on rank 0, and return None on other ranks.
 
-    Only the EP group of rank 0 communicates, because its ranks hold every expert once. If the tensor is not
-    a parameter, `parameter` is the parameter to which it belongs, for example as a moment of Adam. A tensor
-    that is offloaded to host memory is copied to the parameter's device in row chunks.
+    Only the EP group of rank 0 communicates, because its ranks hold every expert once. If `tensor` is
+    optimizer state, such as a moment of Adam, `parameter` is the parameter to which the state belongs. A
+    tensor in host memory is copied to the parameter's device in chunks of at most GATHERED_BYTES.
     """
     if topology.rank >= topology.expert_parallel_size:
         return None
@@ -112,7 +112,7 @@ def release(model: nn.Module) -> None:
 
 
 class _ShardFile(NamedTuple):
-    """The tensors of one shard file of this rank, and each tensor's position in its stack, by key."""
+    """One shard file of this rank: tensors by key, and each tensor's stack, expert ID and shard index."""
 
     name: str
     tensors: dict[str, Tensor]
@@ -199,7 +199,7 @@ def begin_folder(save_dir: Path) -> Path:
 
 
 def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str, Any]]:
-    """Rename a folder that all ranks have written to its final name, and return the records. Collective.
+    """Give a complete folder of shard files its final name, and return the records. Collective.
 
     Raises:
         ValueError: a rank could not write its files; all ranks raise this error.
@@ -209,7 +209,7 @@ def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str,
 
 
 def gather_written(own: Written, group: dist.ProcessGroup | None = None) -> list[Written]:
-    """Return every rank's list of written shard files; the group None has all ranks. Collective."""
+    """Return the `Written` of each rank of a group; the group None has all ranks. Collective."""
     return world.all_gather_object(own, "the agreement on the shards that were written", group)
 
 
@@ -263,9 +263,9 @@ def _files_of(
             states_of = {f"{parameter_name}.{key}": value for key, value in states(parameter).items()}
             for name, value in {parameter_name: parameter, **states_of}.items():
                 names.append((layer, name))
-                # A tensor whose shape is not its parameter's is the same for all expert shards.
+                # A tensor with another shape than its parameter is the same for all shards of an expert.
                 slicing = stack.slice_of(parameter_name) if value.shape == parameter.shape else Slice()
-                if slicing.count == 1 and index > 0:  # Only expert shard 0 writes the tensor.
+                if slicing.count == 1 and index > 0:  # Only the rank of expert shard 0 writes it.
                     continue
                 shape = list(value.shape)
                 shape[slicing.dim] *= slicing.count
@@ -281,8 +281,8 @@ def _files_of(
 def _share(num_local: int, topology: Topology, turn: int) -> range:
     """Return the range of local experts that this rank saves; its EP replicas save the other experts.
 
-    `turn` is the index of the layer whose experts are saved. If there are more EP replicas than experts,
-    different layers are written by different replicas.
+    `turn` is the index of the layer whose experts are saved. If there are more EP replicas than local
+    experts, `turn` decides which replicas write the experts of a layer.
     """
     n = topology.num_replicas
     replica = (topology.rank // topology.expert_parallel_size + turn) % n

@@ -23,20 +23,20 @@ DOS_FOLDER = 0x10
 CHUNK = 2**20
 NOT_A_FILE = "a folder, pipe, device or broken link"
 IS_CORRUPT = "is corrupt (truncated while it was written, or changed on disk)"
-# fairseq.data.Dictionary is a class in checkpoints of speech tasks. The class Dictionary is imported on
-# demand, since importing fairseq takes seconds.
+# Checkpoints of speech tasks contain objects of this class. The class is imported on demand, because
+# importing fairseq takes seconds.
 DICTIONARY = "fairseq.data.dictionary.Dictionary"
 # File names of the checkpoint to use in a folder such as --save-dir, in order of preference.
 USUAL = ("checkpoint_best.pt", "checkpoint_last.pt", "model.pt")
 
 
 def is_not_a_file(path: str | os.PathLike) -> bool:
-    """Return whether a path exists but is no regular file, such as a pipe, which could block forever."""
+    """Return whether a path exists but is no regular file. Reading from a pipe could block forever."""
     return os.path.lexists(path) and not os.path.isfile(path)
 
 
 def checkpoint_in(path: Path, flag: str) -> Path:
-    """Return a file's path, or the path of the first file in `USUAL` that a folder has.
+    """Return `path` or, if `path` is a folder, the path of the first file of `USUAL` in the folder.
 
     Raises:
         ValueError: the folder has no checkpoint; the message contains the flag.
@@ -83,8 +83,8 @@ def _is_old(path: str) -> bool:
 
 
 def _passes(path: str, test: Callable[[zipfile.ZipFile], bool]) -> bool:
-    # The file is opened first, because a file that cannot be opened is not corrupt. torch opens a file by
-    # name only if the name is UTF-8.
+    # open() is outside the try block, because a file that cannot be opened is not corrupt. torch gets an
+    # open file, because torch cannot open a file whose name is not UTF-8.
     with open(path, "rb") as file:
         try:
             torch._C.PyTorchFileReader(file)  # torch checks more than zipfile does.
@@ -92,12 +92,12 @@ def _passes(path: str, test: Callable[[zipfile.ZipFile], bool]) -> bool:
                 return all(map(_is_plain, archive.infolist())) and test(archive)
         except Exception as error:
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                raise  # Corrupt offsets cause EINVAL or no errno.
+                raise  # An error from corrupt offsets has EINVAL or no errno.
             return False
 
 
 def _is_plain(entry: zipfile.ZipInfo) -> bool:
-    # torch writes neither compressed entries nor folders. torch and Python read different size fields.
+    # torch writes neither compressed entries nor folders. torch and zipfile must read equal sizes.
     return entry.file_size == entry.compress_size and not entry.external_attr & DOS_FOLDER
 
 
@@ -127,7 +127,7 @@ def let_checkpoints_load(*classes: type) -> None:
 def mapped(path: str | os.PathLike) -> Any:
     """Load a file that torch.save wrote, without running pickled code.
 
-    Tensors are memory-mapped, unless the path is not UTF-8, because torch cannot map such a file.
+    Tensors are memory-mapped if the path is UTF-8 and the file is a zip file. torch cannot map other files.
     """
     is_utf8 = os.fsencode(path).decode(errors="replace") == os.fspath(path)
     is_mapped = is_utf8 and zipfile.is_zipfile(path)
@@ -152,7 +152,7 @@ def read_file(path: Path, flag: str, verify: bool = True) -> Any:
     if not path.is_file():
         raise ValueError(f"{flag} names {path}, which does not exist; give an existing file.")
     fix = "remove this file, or give another" if flag == "INPUTS" else "give another file"
-    # A compressed entry of an untrusted file could expand without limit.
+    # has_an_end() rejects compressed entries, which could expand without limit in an untrusted file.
     if zipfile.is_zipfile(path) and not has_an_end(str(path)):
         raise ValueError(f"{flag} names {path}, which is corrupt or not a checkpoint; {fix}.")
     try:

@@ -1,9 +1,9 @@
 """Creates, commits and deletes the folders of shard files in --save-dir.
 
-SAVE_DIR/experts/writing-89abcdef is incomplete. A complete folder is named
-SAVE_DIR/experts/0123456789abcdef, where the number is a hash of its content. An expert folder is in use
-when a complete checkpoint file names the folder. Until then, other processes cannot detect that the folder
-is needed, so they delete a folder only if it is at least one hour old.
+An incomplete folder is named SAVE_DIR/experts/writing-89abcdef. A complete folder is named
+SAVE_DIR/experts/0123456789abcdef, where the number is a hash of its content. The checkpoint file that names
+a folder is written after the folder. Until then, other processes cannot detect that the folder is needed,
+so they delete a folder without a checkpoint only if the folder is at least one hour old.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ NAME = re.compile(r"[0-9a-f]{16}")
 MENTION = re.compile(rb"experts/([0-9a-f]{16})")
 YOUNG_SECONDS = 3600.0
 
-# Expert folders that this process committed or that it found in a checkpoint. An expert folder is deleted
-# as soon as no checkpoint names the folder.
+# Expert folders that this process committed or found in a checkpoint. These folders are deleted as soon as
+# no checkpoint names them.
 _known: set[Path] = set()
 
 

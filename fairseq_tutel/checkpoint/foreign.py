@@ -9,7 +9,7 @@ import torch
 from fairseq_tutel.files import shown
 
 META = "Meta's moe branch"
-# Patterns of tensor names, by which `foreign` recognizes each kind of checkpoint.
+# For each kind of checkpoint, a pattern that some of its tensor names match.
 SIGNS = {
     f"{META}, one rank's experts": r"\.moe_layer\.experts\.(\w+_module\.)*\d+\.",
     f"{META}, weights that all ranks share": r"\.moe_layer\.gate\.wg\.",
@@ -44,7 +44,7 @@ def refuse_malformed(state: Any, path: str) -> None:
 def refuse_weights(weights: Mapping[str, Any], path: str) -> None:
     """Raise ValueError for an integer weight or bias, which torch would convert to floating-point."""
     for key, value in weights.items():
-        # In some models, attention masks are buffers named "bias".
+        # In some models, attention masks of dtype bool or uint8 are buffers named "bias".
         if (
             torch.is_tensor(value)
             and str(key).endswith(("weight", "bias"))

@@ -5,13 +5,13 @@ A row is a vector along the last dimension. A tensor [..., W] with R rows is sto
 - In bf16, the values are stored without scales.
 - In int8, R scales in float32 come first, and then R rows of W bytes. A value is scale * byte.
 - In int4, R scales in float32 come first, and then R rows of ceil(W / 2) bytes. A value is scale * (nibble
-  - 8). Low nibbles are a row's first half, high nibbles the second, padded with 8.
-- In int4 in groups, for a matrix [R, W] whose sizes are multiples of 64, a scale in bfloat16 for each 64
-  values of a row comes first, and then `packed_int4` of the nibbles.
+  - 8). A row's low nibbles hold its first half, and its high nibbles the second half, padded with 8.
+- In int4 in groups, a scale in bfloat16 for each 64 values of a row comes first, and then `packed_int4` of
+  the nibbles. This format is for a matrix [R, W] in which R and W are multiples of 64.
 
 The scale of a row is the row's largest magnitude, divided by 127 (int8) or 7 (int4). The scale of a group
-is the one of `CANDIDATES` with the least squared error, so it is negative if the value of largest magnitude
-is positive. In all formats, a value of 0 stays 0.
+is its value of largest magnitude, divided by the one of `CANDIDATES` that gives the least squared error. In
+all formats, a value of 0 stays 0.
 """
 
 import math
@@ -24,9 +24,9 @@ from fairseq_tutel.checkpoint.options import EXPERT_DTYPES as EXPERT_DTYPES
 from fairseq_tutel.kernels.quantized import BLOCK, GROUP, ZERO, QuantizedMatrix, packed_int4, unpacked_int4
 
 LARGEST = {"int8": 127, "int4": 7}
-# Candidates for a group's scale are the group's value of largest magnitude, divided by -8 and by -9.
+# A group's scale is the group's value of largest magnitude, divided by one of these numbers.
 CANDIDATES = (-8.0, -9.0)
-ROW_BLOCK = 2**18  # values
+ROW_BLOCK = 2**18  # The number of values in a row block.
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Quantized:
     expert_dtype: str  # The stored dtype is one of EXPERT_DTYPES.
     shape: tuple[int, ...]  # The shape of the tensor before quantization.
     dtype: torch.dtype  # The dtype of the tensor before quantization.
-    in_rows: bool = False  # In older files, int4 has one scale per row for every shape.
+    in_rows: bool = False  # True for older files, whose int4 tensors have one scale per row.
 
     @property
     def stored(self) -> tuple[torch.dtype, tuple[int, ...]]:

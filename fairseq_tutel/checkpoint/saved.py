@@ -188,7 +188,7 @@ class SavedModel:
                 options.pop(key, None)
 
     def use_plain_options(self) -> None:
-        """Convert the model's options to a dictionary, because torch cannot load a plugin's Namespace.
+        """Convert the model's options to a dictionary; without this plugin, torch.load rejects a Namespace.
 
         BART's options stay a Namespace, because fairseq reads BART's task name only from a Namespace.
         """

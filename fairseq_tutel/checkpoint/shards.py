@@ -9,9 +9,9 @@ In a record, E is the number of experts, and s the number of shards of each expe
 i of expert e, where the stack is split along dimension `dim`. The shard files have the format safetensors.
 The folder of the shard files is next to the checkpoint.
 
-The record of a quantized tensor has version 2, or version 3 for int4 in groups. The record of a quantized
-tensor has two additional keys: The keys are `"packing": "int8"` and `"error": [relative error, error of the
-worst row]`. Quantized experts have one piece each.
+The value of "expert_shards" is the record's version, which is 2 for a quantized tensor, or 3 for int4 in
+groups. The record of a quantized tensor has two more entries, such as `"packing": "int8"` and `"error":
+[relative error, error of the worst row]`. Quantized experts have one piece each.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from fairseq_tutel.parallel.groups import Slice
 from fairseq_tutel.parallel.progress import progress
 
 VERSION = 1
-# Versions in the records of quantized tensors, which older packages reject.
+# Versions of quantized tensors' records, which older versions of fairseq_tutel reject.
 QUANTIZED_VERSION, GROUPS_VERSION = 2, 3
 MARK = "expert_shards"
 NAME = re.compile(r"experts/[0-9a-f]{16}")
@@ -58,13 +58,13 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedTensor:
-    """A stacked tensor [E, ...] of experts in shard files, which are read on demand."""
+    """A stacked tensor [E, ...] of experts, which is read from shard files on demand."""
 
     root: Path  # The folder that contains the checkpoint.
     folder: str  # The folder of the shard files, relative to `root`.
     shape: tuple[int, ...]
     dtype: torch.dtype
-    slicing: Slice  # How each expert is split into pieces (dimension and count).
+    slicing: Slice  # The split of each expert into pieces (dimension and count).
     pieces: tuple[Piece, ...]  # The E * s pieces of the stack, expert by expert.
     # Open shard files by path, which all tensors of a checkpoint share.
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -333,7 +333,7 @@ def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> S
 
 
 def _is_sound(tensor: ShardedTensor) -> bool:
-    """Return whether an untrusted record names only files in its folder, one piece per expert shard."""
+    """Return whether an untrusted record is consistent, and names only files in its folder."""
     count = tensor.slicing.count
     is_quantized = tensor.expert_dtype in EXPERT_DTYPES and count == 1 and tensor.quantized
     return bool(

@@ -1,8 +1,8 @@
 """Converts a checkpoint of Meta's moe branch of fairseq.
 
-Meta's branch writes X-shared.pt, and a file X-rank-N.pt with the experts of each rank. The converted
-weights are bit-identical. Most options have the same names in Meta's branch and fairseq_tutel; the tables
-in this file list the others. Shape suffix: E experts.
+Meta's branch writes a file X-rank-N.pt with the experts of each rank N, and X-shared.pt with all other
+weights. The converted weights are bit-identical. Most options have the same names in Meta's branch and
+fairseq_tutel; the tables in this file list the others. In shapes, E is the number of experts.
 """
 
 import argparse
@@ -34,8 +34,8 @@ TASKS = {
     "streaming_language_modeling": "language_modeling",
     "multilingual_language_modeling": "language_modeling",
 }
-# For each tensor name in fairseq_tutel, the name in Meta's branch. Tensor names begin after the layer's
-# name; {} is the expert's ID on its rank.
+# For each tensor name in fairseq_tutel, the name in Meta's branch. Both names follow the layer's name. {}
+# stands for the expert's ID on its rank.
 OUR_GATE, GATE = ".fc1.gate.weight", ".moe_layer.gate.wg.weight"
 EXPERTS = {
     f".fc1.experts.{part}_{kind}": f".moe_layer.experts.{{}}.{part}.{kind}"
@@ -52,11 +52,11 @@ OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     BEFORE: (False, bool),
     BPR: (False, bool),
     "moe_second_expert_policy": ("sampling", str),
-    # Meta's branch uses the training capacity for a fraction of at most 0, and fairseq_tutel for -1.
+    # In Meta's branch, a fraction of at most 0 selects the training capacity; in fairseq_tutel, -1 does.
     "moe_eval_capacity_token_fraction": (0.25, lambda v: v if v > 0 else -1.0),
     **dict.fromkeys(("moe_eom", "moe_fom", "moe_local_drop", "cmr_gate_drop"), (0.0, float)),
     **dict.fromkeys(("moe_cmr", "moe_eval_capacity_max_seqlen"), (False, bool)),
-    # In Meta's branch, two values stand for the number of ranks that exchange rows.
+    # Meta's world_size and num_experts are the same number: that of the ranks that exchange rows.
     "moe_normalize_expert_grad": (
         "world_size",
         lambda v: "sqrt_world_size" if str(v).startswith("sqrt") else "world_size",
@@ -67,11 +67,11 @@ OURS_ALONE: dict[str, Callable[[Options], Any]] = {
     "moe_top_k": lambda o: 1 if o["moe_top1_expert"] else 2,
     "no_moe_gating_use_fp32": lambda o: not o["moe_gating_use_fp32"],
     "moe_normalize_gate": lambda o: "before" if o[BEFORE] else "after",
-    # In Meta's branch, the training capacity has a factor of 1 and includes padding.
+    # In Meta's branch, the training capacity has a factor of 1, and counts padding as tokens.
     "moe_capacity_factor": lambda o: 1.0,
     "moe_balance_loss": lambda o: "gshard:1",
 }
-# For options of Meta's branch, the reason why a model with this option cannot be converted.
+# For each refused option of Meta's branch, the reason why a model with it cannot be converted.
 REFUSED = {
     "alternate_ffn_embed_dim": "its alternate layers are dense FFNs with a different width",
     "alternate_decoder_ffn_embed_dim": "its alternate layers are dense FFNs with a different width",
@@ -92,7 +92,7 @@ REFUSED = {
 TAGGED, TAGS = "add_data_source_prefix_tags", ("<MINED_DATA>", "<MMT_BT_DATA>", "<SMT_BT_DATA>")
 # Task options that name dictionaries, and their values for dictionaries next to the checkpoint.
 OWN_DICTIONARIES = {"data": "", "fixed_dictionary": None, "source_dict": None, "target_dict": None}
-# For each option of Meta's branch that does not affect the outputs, what changes without the option.
+# Options of Meta's branch that do not affect the outputs, and the behavior of fairseq_tutel instead.
 LEFT_OUT = {
     "no_emb_dropout": "training in fairseq_tutel applies --dropout to embeddings",
     "dummy_a2a": "fairseq_tutel always exchanges rows",
@@ -126,9 +126,9 @@ def inputs_of(arguments: argparse.Namespace) -> list[Path]:
 
 
 def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
-    """Load the files of a checkpoint from Meta as one checkpoint, and return notes on changes.
+    """Load the files of a checkpoint from Meta as one checkpoint, and return it with notes to print.
 
-    Experts are copied to memory once, when the files are joined. Dense layers stay memory-mapped.
+    Experts are copied to memory. The other weights stay memory-mapped.
 
     Raises:
         ValueError: a file or weight is missing, corrupt or flattened, or the model cannot be converted.
@@ -203,7 +203,7 @@ def _stacked(
 
 
 def dictionaries(saved: SavedModel, given: Path | None = None) -> Vocabulary:
-    """Return new dictionaries to write next to the model, because fairseq cannot extend dictionaries.
+    """Return dictionaries with the symbols `TAGS`, because fairseq, unlike Meta's branch, cannot add them.
 
     With --add-data-source-prefix-tags, Meta adds the symbols `TAGS` to dictionaries, after the symbols of
     languages. Without --add-data-source-prefix-tags, no dictionary is returned. The options of `saved` are
@@ -239,7 +239,7 @@ def dictionaries(saved: SavedModel, given: Path | None = None) -> Vocabulary:
 
 
 def _weights(file: SavedModel) -> Tensors:
-    """Return weights without the name prefixes that fully sharded data parallelism adds."""
+    """Return a file's weights, without the name prefixes that fully sharded data parallelism adds."""
     weights: Tensors = {}
     for key, tensor in file.weights.items():
         name = re.sub(WRAPPERS, "", key.removeprefix("module."))
@@ -264,7 +264,7 @@ def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
     Args:
         options: options of Meta's model.
         experts: the number of experts.
-        hidden_dims: hidden dimensions of the experts of the encoder and of the decoder.
+        hidden_dims: the hidden dimension of the encoder's experts and of the decoder's experts.
 
     Raises:
         ValueError: fairseq_tutel lacks an option, and the outputs would change without the option.

@@ -91,7 +91,7 @@ def sides_of(saved: SavedModel) -> dict[str, list[Layer]]:
         ValueError: the model is not a transformer.
     """
     sides = {side: list(layers) for side, layers in groupby(saved.layers, lambda one: one.side)}
-    if not sides or not sides.keys() <= {*SIDES}:  # A Swin model has stages, not sides.
+    if not sides or not sides.keys() <= {*SIDES}:  # A Swin model has stages instead.
         raise ValueError(
             f"INPUT names {saved.path}, which has no encoder or decoder layers; give a transformer."
         )
@@ -172,8 +172,8 @@ def _renumbered(saved: SavedModel, left: Mapping[str, Sequence[Layer]]) -> Weigh
 def enable_pregating(saved: SavedModel, ahead: int) -> list[str]:
     """Enable pre-gating in a checkpoint: each gate reads the input of an earlier MoE layer.
 
-    Only the value of the option --moe-pregate changes (see inference/pregate.py). The function returns one
-    line per MoE layer, which names the input of the layer's gate.
+    The option --moe-pregate is set, and no weight changes (see inference/pregate.py). The function returns
+    one line per MoE layer, which names the input of the layer's gate.
 
     Raises:
         ValueError: the model is pre-gated already, or has too few MoE layers.
@@ -207,7 +207,7 @@ def _member(saved: SavedModel, number: int) -> SavedModel:
     arch, criterion = made.options["ensemble_arch"], made.name("criterion")
     model_class = ARCH_MODEL_REGISTRY.get(arch)
     if criterion.removeprefix("moe_") == "cmcl":
-        images = "image_classification"  # A dense image classifier has this task name.
+        images = "image_classification"  # A dense image classifier's task and criterion.
         stock = images if made.name("task").removeprefix("moe_") == images else "cross_entropy"
         made.rename("criterion", criterion.replace("cmcl", stock))
     made.rename("model", arch)

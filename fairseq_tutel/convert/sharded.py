@@ -24,7 +24,7 @@ from fairseq_tutel.parallel.groups import Slice
 from fairseq_tutel.parallel.progress import progress
 
 EXPERTS = ".experts"
-# Each entry has a layer, a tensor name, the dictionary with the stacked tensor, and the key in it.
+# Each entry has a layer, a tensor name, the dictionary with the stacked tensor, and the tensor's key.
 Stacks = list[tuple[str, str, dict, Any]]
 
 
@@ -168,7 +168,7 @@ def _write_layer(
     For each expert's tensor, `advance` is called with the number 1.
     """
     made: list[ShardedTensor] = []
-    sources: dict[str, tuple[int, int]] = {}  # Each value is (index of stack, expert ID).
+    sources: dict[str, tuple[int, int]] = {}  # For each piece's key: (index of its stack, expert ID).
     for index, (_, name, holder, key) in enumerate(stacks):
         stack: Tensor | ShardedTensor = holder[key]
         shape, keys = tuple(stack.shape), [f"{expert}.{name}" for expert in range(stack.shape[0])]

@@ -1,11 +1,11 @@
 """Converts the checkpoints of Swin V2 and SwinV2-MoE that microsoft/Swin-Transformer releases.
 
 - The files X.pth.rank0, X.pth.rank1, ... have the experts of each rank.
-- The file X.pth.master has all other weights. Without this file, each rank's file has all other weights.
+- The file X.pth.master has all other weights. Without this file, each rank's file has these weights, too.
 - The file X.pth.global is a complete model.
 
 The converter infers the model's dimensions from the shapes of the tensors. The image size is inferred from
-the windows of the last stage. The biases of fc2 may be absent (MLP_FC2_BIAS: False).
+the windows of the last stage. Absent biases of fc2 (MLP_FC2_BIAS: False) become zeros.
 """
 
 import argparse
@@ -45,7 +45,7 @@ SAVED = {
     "GATE_NOISE": "--moe-gate-noise",
     "MOE_DROP": "--swin-expert-dropout",
 }
-# For each switch of MODEL.SWIN_MOE, a value of the switch, and the equal option and value of fairseq_tutel.
+# For each switch of MODEL.SWIN_MOE: a value, and the option and value of fairseq_tutel with equal effect.
 SWITCHES = {
     "USE_BPR": (False, "--moe-drop-policy", "position"),
     "IS_GSHARD_LOSS": (True, "--moe-balance-loss", "gshard:1"),
@@ -122,7 +122,7 @@ def _open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, An
     """Load the weights of each rank's files, and the saved MoE options, which are {} for a dense model."""
     contents: dict[Path, Any] = {}
     ranks: list[Tensors] = []
-    # yacs's class of the saved configuration is read as a plain dictionary.
+    # The saved configuration has a class of the library yacs, and is read as a plain dictionary.
     with torch.serialization.safe_globals([(OrderedDict, "yacs.config.CfgNode")]):
         for path in dict.fromkeys(path for own in files for path in own):
             contents[path] = read_file(path, "INPUT")
@@ -176,7 +176,7 @@ def _moe_layers(weights: Mapping[str, Tensor]) -> list[Layer]:
 
 
 def _install(made: nn.Module, model: Mapping[str, Tensor]) -> None:
-    """Replace FFNs of a dense Swin model by experts, in place, in the layers with experts in `model`."""
+    """Replace a dense Swin model's FFNs by experts, in place, in each layer that has experts in `model`."""
     for layer in _moe_layers(model):
         block: Any = made.get_submodule(layer.name)
         kind, rows = _gate(model, f"{layer.moe}.", layer.label)
@@ -205,7 +205,7 @@ def _gate(weights: Mapping[str, Tensor], prefix: str, label: str) -> tuple[str, 
 def _command_line(
     model: Mapping[str, Tensor], config: SwinConfig, saved: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the command-line arguments that describe a Swin model's experts, none for a dense model.
+    """Yield the command-line arguments that describe a Swin model's experts, if the model has experts.
 
     Options that are not in `saved` keep the defaults of the architecture.
     """
@@ -213,7 +213,7 @@ def _command_line(
     if not layers:
         return
     gates = [_gate(model, f"{layer.moe}.", layer.label) for layer in layers]
-    kind, first = gates[0]  # Loading fails for gates of several types.
+    kind, first = gates[0]  # A model with gates of several types cannot be loaded.
     counts = counts_text([len(rows) for _, rows in gates])
     yield from ("--moe-expert-count", counts, "--moe-gate-type", kind)
     if kind == "cosine":
@@ -301,7 +301,7 @@ def _renamed(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if match := BLOCK.fullmatch(name):
             name = f"stages.{match[1]}.blocks.{match[2]}.{match[3]}"
         model[re.sub(r"^layers\.", "stages.", name)] = tensor
-    if not any(name.endswith("fc2.bias") for name in model):  # The model was trained without biases.
+    if not any(name.endswith("fc2.bias") for name in model):  # Absent biases equal zeros.
         for name in [name for name in model if name.endswith("fc2.weight")]:
             model[name.replace(".weight", ".bias")] = model[name].new_zeros(len(model[name]))
     return model

@@ -20,7 +20,7 @@ from fairseq_tutel.convert.configs import Tensors, freq_of, print_notes, use_moe
 from fairseq_tutel.convert.tutel_layer import COUNT, our_layer
 
 INPUT = "PREFIX"  # Error messages call the input PREFIX.
-# In Tutel's example, MoE options are fixed or set by environment variables.
+# fairseq_tutel's options for the MoE settings of Tutel's example, which has no flags for them.
 FIXED = {
     "moe_top_k": 2,
     "moe_top1_expert": False,
@@ -122,8 +122,8 @@ def _expert_counts(ranks: list[Tensors]) -> dict[str, int]:
 def _joined(ranks: list[Tensors], counts: dict[str, int], within: str) -> tuple[Tensors, list[str]]:
     """Join the weights of all ranks of a Tutel model, and rename the weights for fairseq_tutel.
 
-    The function also returns a note if weights other than experts differ between ranks. The text `within`
-    is inserted after the prefix of a MoE layer. Weights outside MoE layers are taken from rank 0.
+    The function also returns a note if weights other than experts differ between ranks. Weights outside
+    MoE layers are taken from rank 0. In a MoE layer's weight names, `within` follows the layer's prefix.
     """
     weights: Tensors = {}
     done: set[str] = set()
@@ -158,8 +158,8 @@ def _from_example(
 ) -> list[str]:
     """Convert rank 0's checkpoint of Tutel's fairseq example in place; return notes to print.
 
-    In Tutel's example, decoder layers have a `moe_ffn`: top-2, dropless, with a noisy fp32 gate and one
-    expert per rank. The experts of Tutel's example have no activation.
+    In Tutel's example, decoder layers have a MoE layer named `moe_ffn`. It is top-2 and dropless, with a
+    noisy fp32 gate and one expert per rank. The experts of Tutel's example have no activation.
     """
     for prefix in counts:
         if not re.fullmatch(r"decoder\.layers\.\d+\.moe_ffn\.", prefix):

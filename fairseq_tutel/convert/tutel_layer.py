@@ -1,8 +1,8 @@
 """Converts the weights of Tutel's MoE layer to fairseq_tutel's names and shapes.
 
-Shape suffixes are E (experts), N (ranks), D (model_dim) and H (hidden_dim). If N <= E, each rank holds
-tensors [E / N, …]. If N > E, each expert is split over s = N / E ranks, and a rank holds [1, …] with 1/s of
-dimension 1, and zeros.
+E is the number of experts, and N the number of ranks. If N <= E, each rank holds the tensors [E / N, …] of
+its experts. If N > E, each expert is split along dimension 1 over s = N / E ranks, and each rank holds
+tensors [1, …]. If s does not divide dimension 1, Tutel pads this dimension.
 """
 
 import re
@@ -59,7 +59,7 @@ def our_layer(ranks: Sequence[Tensors], prefix: str, num_experts: int) -> Tensor
 
 
 def our_gates(theirs: Tensors) -> Tensors:
-    """Convert a Tutel layer's gate weights to fairseq_tutel's names; keep weights of custom gates."""
+    """Convert a Tutel layer's gate weights to fairseq_tutel's format; keep weights of custom gates."""
     ours: Tensors = {}
     for name, tensor in theirs.items():
         if found := re.fullmatch(r"gates?\.(?:(\d+)\.)?(.+)", name):
@@ -77,7 +77,7 @@ def _turned(tensor: Tensor, is_turned: bool) -> Tensor:
 def _our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim: int | None) -> Tensors:
     """Join a Tutel layer's expert tensors from all ranks, and convert them to fairseq_tutel's format.
 
-    `model_dim` comes from the gate, because the flat tensors of llama_ffn do not have this dimension.
+    `model_dim` comes from the gate's weights, because the flat tensors of llama_ffn do not show it.
     """
     if "W_fc1" in parts:
         return {ours: _our_llama(parts, name, experts, model_dim) for name, (ours, _) in LLAMA.items()}
@@ -92,7 +92,7 @@ def _our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim:
         raise ValueError(f"has experts.{min(unknown)}, which ffn experts do not have")
     whole = {name: _joined(name, own, experts) for name, own in parts.items()}
     hidden_dim, out_dim = whole["batched_fc1_w"].shape[1], whole["batched_fc2_w"].shape[2]
-    if "batched_fc2_bias" in whole:  # All ranks of an expert hold the complete bias.
+    if "batched_fc2_bias" in whole:  # Tutel may pad this bias.
         whole["batched_fc2_bias"] = whole["batched_fc2_bias"][:, :out_dim].contiguous()
     expected = {
         "batched_fc2_w": (experts, hidden_dim, out_dim),
@@ -108,13 +108,13 @@ def _our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim:
 
 
 def _joined(name: str, parts: Sequence[Tensor], experts: int) -> Tensor:
-    """Concatenate a tensor of all ranks, in rank order, to a tensor [E, …] of all experts."""
+    """Join a tensor's parts from all ranks, in rank order, to a tensor [E, …] of all experts."""
     shapes, share = {tuple(part.shape) for part in parts}, max(1, len(parts) // experts)
     if len(shapes) > 1:
         raise ValueError(f"has experts.{name} of the shapes {sorted(shapes)} on different ranks")
     (shape,) = shapes
     if share > 1 and len(shape) == (2 if name.endswith("_w") else 1):
-        # Tutel's scatter cuts the memory of an expert into equal pieces and changes their shape.
+        # Tutel's scatter cuts an expert's memory into pieces, and divides the last dimension by `share`.
         own = (*shape[:-1], shape[-1] * share)
     elif shape[:1] != (max(1, experts // len(parts)),) or (share > 1 and len(shape) < 2):
         raise ValueError(

@@ -214,7 +214,7 @@ def checkpoint(
 
 
 def full_names(folder: ReleasedFolder, family: Family, known: Collection[str]) -> dict[str, str]:
-    """Return a dict from the tensor names, in the order of the files, to the names with prefix.
+    """Return a dict from the tensor names, in the order of the files, to the names with a prefix.
 
     Tensor names in `known` are kept without a prefix.
     """
@@ -316,7 +316,7 @@ def shape_of(name: str, tensor: Tensor, options: Mapping[str, Any]) -> tuple[int
         return (*tensor.shape[:1], dim) if kind == "weight" else tuple(tensor.shape[:1])
     if part == "embed_positions":
         key = "max_target_positions" if side == "decoder" else "max_source_positions"
-        # The first rows of the position table are for padding.
+        # The position table begins with two additional rows for padding.
         return int(options.get(key) or options["max_positions"]) + 2, dim
     if part.endswith("layer_norm") or part == "layernorm_embedding":
         return (dim,)

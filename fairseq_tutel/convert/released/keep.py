@@ -1,11 +1,11 @@
-"""Reads from a JSON file which experts to keep; experts.json of naver/nllb-pruning is an example.
+"""Reads the IDs of the experts to keep from a JSON file, such as experts.json of naver/nllb-pruning.
 
 A file of experts to keep has one of these forms:
 
 - [0, 5, 130, …]: a list of global expert IDs. With E experts per layer, MoE layer n (encoder first) has the
   global IDs n * E to n * E + E - 1.
 - {"eng_Latn": [0, 5, …], …} or {"eng_Latn-fra_Latn": […], …}: lists of global expert IDs per language or
-  pair. The encoder keeps experts of source languages, and the decoder those of target languages.
+  pair. The encoder keeps the experts of source languages, the decoder those of target languages.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def kept_experts(
         pairs: language pairs such as eng_Latn-fra_Latn, the values of --keep-for.
         layers: names of the MoE layers in model order, such as encoder.layers.3.
         num_experts: the number of experts of each layer.
-        top_k: the number of experts per token, which a layer needs at least.
+        top_k: the number of experts per token; each layer must keep at least this number of experts.
 
     Raises:
         ValueError: the file cannot be read, or does not fit the model or the pairs.

@@ -98,7 +98,7 @@ def _bytes(value: Tensor | ShardedExpert) -> int:
 
 
 def _value(value: Tensor | ShardedExpert) -> Tensor:
-    """Return a weight as a tensor that shares no storage, as safetensors requires."""
+    """Return a weight as a contiguous tensor that shares its storage with no other tensor."""
     if isinstance(value, ShardedExpert):
         return value.whole()
     value = value.detach().contiguous()

@@ -129,7 +129,7 @@ class Option:
             raise ValueError(
                 f"INPUT lacks the option {self.ours.split()[0]}; give a checkpoint of fairseq-train."
             )
-        # Older fairseq checkpoints lack switches and probabilities that have no effect.
+        # If an older fairseq checkpoint lacks a switch or probability, its value is False or 0.
         value = found[keys[0]] if keys else type(self.default)()
         if self.values:
             theirs = [key for key, own in self.values.items() if own == value]
@@ -182,9 +182,9 @@ class Family:
     ignored: str = ""
     # A pattern of transformers tensors without a counterpart, such as computed position tables.
     dropped: str = ""
-    # transformers tensors that must be zero, with shapes of numbers and keys of `vocabulary_sizes`.
+    # transformers tensors that must be zero, and their shapes as numbers or keys of `vocabulary_sizes`.
     zeros: Mapping[str, str] = field(default_factory=dict)
-    # fairseq tensors that transformers lacks, with the shapes of the zeros that from-hf writes.
+    # fairseq tensors that transformers lacks. from-hf writes zeros of the given shape, if it is not empty.
     unused: Mapping[str, str] = field(default_factory=dict)
     # A fairseq tensor, and the transformers tensor whose only row is added to the fairseq tensor.
     summed: Mapping[str, str] = field(default_factory=dict)
@@ -196,7 +196,7 @@ class Family:
     words: tuple[str, ...] = ()
     # The pattern of a language's symbol in fairseq's dictionary, such as __{}__; empty without languages.
     form: str = ""
-    vocabulary: str = ""
+    vocabulary: str = ""  # sentencepiece, gpt2, pair (one dictionary per language), or empty for audio.
     # A function that returns additional task options, such as the languages.
     setup: Callable[[Setup], dict[str, Any]] = lambda setup: {}
     # A function that returns additional fairseq model options from a config.json.
@@ -238,7 +238,7 @@ class Family:
         return {key: len(weights[name]) for key, name in self.vocabulary_sizes.items()}
 
     def differing(self, options: Mapping[str, Any]) -> list[str]:
-        """Return the fairseq options that differ from `fixed`. Options that are None or "" count as off."""
+        """Return the fairseq options that differ from `fixed`. None and "" equal False and 0."""
         pairs = ((key, options.get(key), value) for key, value in self.fixed.items())
         return [key for key, own, value in pairs if (own or value) and own != value]
 
@@ -260,7 +260,7 @@ class Family:
 
 
 def transformer_layer(side: str, theirs: str = "", has_cross_attention: bool | None = None) -> list[Names]:
-    """Return name patterns of layers in which transformers' names after the prefix are fairseq's.
+    """Return name patterns of layers whose tensors have fairseq's names after transformers' prefix.
 
     Args:
         side: encoder or decoder.

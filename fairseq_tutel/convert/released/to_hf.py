@@ -80,7 +80,7 @@ def _family(saved: SavedModel) -> Family:
         except ValueError as error:
             reasons[family.name] = error
     if fitting:
-        # The families RoBERTa and XLM-RoBERTa differ only in the task.
+        # Only the task distinguishes RoBERTa from XLM-RoBERTa.
         return min(fitting, key=lambda family: family.task != saved.name("task"))
 
     def distance(family: Family) -> tuple[int, int]:
@@ -155,7 +155,7 @@ def _dtype(weights: Mapping[str, Any]) -> str:
 def _moe_options(saved: SavedModel) -> dict[str, Any]:
     """Return the model's options under the option names of the family's table.
 
-    Options with older names, or for both encoder and decoder, are replaced by the options that they set.
+    Options with older names, and options for both sides, are replaced by the options that they set.
     """
     configs = configs_of(saved)
     config = next(iter(configs.values()))
@@ -172,7 +172,7 @@ def _moe_options(saved: SavedModel) -> dict[str, Any]:
 def _options_of_side(
     side: str, layers: list[Layer], configs: Mapping[Layer, MoEConfig], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fairseq options for MoE layers and FFN width of the encoder or decoder (`side`).
+    """Return a side's fairseq options for the frequency of MoE layers and for the FFN width.
 
     Raises:
         ValueError: transformers cannot express which layers have experts.

@@ -1,7 +1,7 @@
 """Converts the tokenizer of a Hugging Face folder to fairseq's dictionaries and BPE files.
 
-The symbol of line n in dict.txt has the token ID n + 4, because fairseq's dictionaries begin with four
-special symbols. The token IDs of the Hugging Face model do not change.
+Line n of dict.txt, counted from 0, has the symbol with the token ID n + 4, because fairseq's dictionaries
+begin with four special symbols. The token IDs of the Hugging Face model do not change.
 """
 
 import json
@@ -107,7 +107,7 @@ def _tokenizer(folder: ReleasedFolder, is_fast: bool) -> Any:
             "reading a tokenizer needs transformers, which is not installed; run pip install "
             "'fairseq-tutel[hf]'."
         ) from error
-    # The slow tokenizer class reads the SentencePiece model directly.
+    # Without tokenizer.json, the slow tokenizer class reads the SentencePiece model.
     use_fast = is_fast or folder.has("tokenizer.json")
     try:
         return AutoTokenizer.from_pretrained(
@@ -153,7 +153,7 @@ def _sentencepiece_vocabulary(tokenizer: Any, size: int, form: str) -> Vocabular
 def _gpt2_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     """Return the vocabulary of a model with GPT-2's byte-level BPE.
 
-    fairseq's symbols for GPT-2 are numbers from encoder.json, which is written with token IDs as numbers.
+    In fairseq, the symbols of this BPE are numbers from encoder.json. Here, these numbers are token IDs.
     """
     symbols = _checked(_tokens(tokenizer), size)
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]

@@ -103,7 +103,7 @@ OPT = Family(
         Option("activation_function", "activation_fn", "relu", ACTIVATIONS),
     ),
     fixed={**PLAIN, "decoder_learned_pos": True, "no_scale_embedding": True},
-    # The model OPT-350m is post-norm and projects its embeddings.
+    # OPT-350m cannot be converted, because it is post-norm and projects its embeddings.
     assumed={
         "do_layer_norm_before": True,
         "enable_bias": True,

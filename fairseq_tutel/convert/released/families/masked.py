@@ -48,7 +48,7 @@ ROBERTA = Family(
         Option("max_position_embeddings", "max_positions|tokens_per_sample", 514, offset=2),
         Option("hidden_dropout_prob", "dropout", 0.1),
         Option("attention_probs_dropout_prob", "attention_dropout", 0.1),
-        # The language-model head uses gelu in transformers, but the layers' activation in fairseq.
+        # In fairseq, the language-model head also uses this activation; in transformers, it uses gelu.
         Option("hidden_act", "activation_fn", "gelu", {"gelu": "gelu"}),
     ),
     fixed={

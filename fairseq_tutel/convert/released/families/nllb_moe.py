@@ -1,7 +1,7 @@
-"""Defines NLLB-MoE: Defines NLLB-MoE, which is M2M100 with experts in some layers, two for each token.
+"""Defines NLLB-MoE, which is M2M100 with experts in some layers. Each token uses two experts of a layer.
 
-In evaluation, fairseq_tutel and transformers choose the same experts with the same weights. fairseq_tutel
-and transformers differ in two ways:
+In evaluation, fairseq_tutel and transformers choose the same experts with the same weights, except in two
+cases:
 
 - transformers draws the second expert at random in evaluation too, if second_expert_policy is sampling or
   random; fairseq_tutel uses the second-best expert.
@@ -25,8 +25,8 @@ READ = ("num_experts", "expert_capacity", "moe_eval_capacity_token_fraction", "m
 POLICIES = {name: name for name in ("all", "sampling", "random")}
 # For each router_dtype of transformers, whether the gate has the model's dtype instead of float32.
 ROUTER_DTYPES = {"float32": False, "bfloat16": True, "float16": True}
-MOST_EXPERTS = 10_000  # A maximum per layer, because names of all experts are listed.
-# ONE_SLOT is so small a token fraction that the minimum capacity decides.
+MOST_EXPERTS = 10_000  # A config.json with more experts per layer is refused.
+# A token fraction that is so small that the minimum capacity applies.
 ONE_SLOT = 1e-9
 # fairseq_tutel options that must have these values, because other values change the computation.
 FIXED = {

@@ -11,8 +11,8 @@ LAYERS = "conv_feature_layers"
 CONVOLUTIONS = ("conv_dim", "conv_kernel", "conv_stride")
 DEFAULTS = ([512] * 7, [10, 3, 3, 3, 3, 2, 2], [5, 2, 2, 2, 2, 2, 2])
 MODES = {"group": "default", "layer": "layer_norm"}
-# A list of convolution layers in the text of a fairseq option, and how often the list is repeated. The text
-# of the option is untrusted, so it is parsed instead of evaluated.
+# Matches a list of convolution layers in a fairseq option, such as [(512,3,2)]*4. The option's text is
+# untrusted, so it is parsed instead of evaluated.
 TERM = r"\[\(\d{1,5},\d{1,5},\d{1,5}\)(?:,\(\d{1,5},\d{1,5},\d{1,5}\))*,?\](?:\*\d{1,3})?"
 
 
@@ -20,7 +20,7 @@ def convolutions(text: Any) -> list[tuple[int, int, int]]:
     """Parse the fairseq option --conv-feature-layers, such as [(512, 10, 5)] + [(512, 3, 2)] * 4.
 
     Returns:
-        The function returns the width, kernel size and stride of each convolution layer.
+        The width, kernel size and stride of each convolution layer.
 
     Raises:
         ValueError: the text is not a list of convolution layers in this form.
@@ -97,7 +97,7 @@ def _names(prefix: str) -> tuple[Names, ...]:
             "{layer_norm,post_extract_proj}.{weight,bias}",
         ),
         Names(f"{conv}.bias", "encoder.pos_conv.0.bias"),
-        # The second name of a tensor is that of weight normalization in torch 2.1 and older.
+        # torch 2.1 and older use the names weight_g and weight_v for weight normalization.
         Names(
             f"{conv}.parametrizations.weight.original0 {conv}.weight_g",
             "encoder.pos_conv.0.weight_g",
@@ -211,7 +211,7 @@ HUBERT = Family(
     fixed={**FIXED, "conv_pos_batch_norm": False},
     assumed=ASSUMED,
     ignored=IGNORED,
-    # wav2vec 2.0 and HuBERT have no head in transformers, so the fairseq task needs no dictionaries.
+    # HubertModel has no head, so from-hf writes zeros for fairseq's head, and the task has no dictionaries.
     unused={
         "final_proj.weight": "256 encoder_embed_dim",
         "final_proj.bias": "256",

@@ -1,4 +1,4 @@
-"""Defines the encoder-decoders: M2M100 and NLLB, BART, mBART, and FSMT (WMT19) can be converted."""
+"""Defines the encoder-decoders M2M100 (also for NLLB), BART, mBART, and FSMT (WMT19)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -138,7 +138,7 @@ def _trained_pair(options: Mapping[str, Any]) -> list[str]:
 
 
 def languages_of_pair(config: Mapping[str, Any]) -> list[str]:
-    """Return the source and the target language in the config.json of a FSMT model."""
+    """Return the source and the target language in the config.json of an FSMT model."""
     languages = config.get("langs")
     if not isinstance(languages, list) or len(languages) != 2 or not all(map(_is_code, languages)):
         raise ValueError(
