@@ -49,7 +49,7 @@ class Clock(NamedTuple):
 class Access(NamedTuple):
     """A read or write of chunks by a step of a plan, or by the plan's caller if `number` is None.
 
-    The access has ended when, for any pair (lane, count) in `ends`, the lane has run `count` steps.
+    The access has ended when, for at least one (lane, count) in `ends`, the lane has run `count` steps.
     """
 
     ends: tuple[tuple[int, int], ...]

@@ -124,7 +124,7 @@ class Layout:
         return sizes[rank] if buffer == "in" else [row[rank] for row in sizes]
 
     def runs(self, kinds: Sequence[Kind], *ends: End) -> list[tuple[list[tuple[int, str, int]], int]]:
-        """Join chunks that are adjacent in all buffers into runs, without empty chunks.
+        """Join chunks that are adjacent at all ends into runs, and leave out empty chunks.
 
         Returns:
             For each run, the run's length and a list of (rank, buffer, first element) for each end.

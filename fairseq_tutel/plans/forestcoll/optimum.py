@@ -111,7 +111,7 @@ def reaches_all(graph: Flow, ranks: int, needed: int) -> bool:
     """Return whether a flow of `needed` from the graph's last vertex to each rank is possible."""
     graph, start = graph.copy(), len(graph.out) - 1
     for rank in range(ranks):
-        # The flow to one rank is extended to the next rank, mostly by few and short paths.
+        # The flow to one rank is extended to the next rank, which usually needs few and short paths.
         if graph.push(start, rank, needed)[0] < needed:
             return False
         start = rank
