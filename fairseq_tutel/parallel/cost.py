@@ -102,7 +102,7 @@ def held_bytes(
             gradients += weight_bytes * (own if stage == 2 else numel)
             if half and stage == 0 and not offload:
                 gradients += 4 * numel  # fairseq's optimizer keeps a full fp32 copy of the gradients.
-            # Adam keeps two moments. fp32 weights need a master copy only in host memory.
+            # Adam keeps two moments. fp32 weights need a separate master copy only with `offload`.
             state += 4 * own * (2 + (half or offload))
     on_device, on_host = (0, state) if offload else (state, 0)
     return Held(weights, gradients, on_device, on_host)
@@ -209,7 +209,7 @@ def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, 
         HOST: bytes_held.host,
         "activations": work.layers * saved * size,
         "row buffers": buffers * layer.copies * rows * dim * size,
-        # All layers keep gathered weights for backward; only one layer has gradients of them at a time.
+        # Gathered weights of all layers are kept for backward. Their gradients exist for a layer at a time.
         "gathered weights": (work.layers + 1) * (layer.computed - layer.stored) * size,
     }
 
@@ -264,7 +264,7 @@ def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate
 def _experts_seconds(work: Work, machine: Machine, layer: _Layer, chunks: int) -> float:
     """Return the predicted seconds that the experts of a rank need for one row chunk.
 
-    The result is the time for arithmetic or the time to read and write weights and rows, if longer.
+    Arithmetic overlaps with reads and writes of weights and rows, so the longer of the two times counts.
     """
     rows = work.rows / chunks
     flops = 2 * rows * work.expert_parameters

@@ -6,9 +6,9 @@ do not change the order of a sum. A signal increments a counter. The steps of a 
 size. If a lane would have to wait, the next lane of the rank runs.
 
 Each rank has a memory region to which other ranks write. A slot of a region holds a slice of one chunk. A
-region has the slots of two buffers, in this order:
+region has the slots of these buffers, in this order:
 
-- `tmp` exists twice, for even and then for odd calls.
+- There are two buffers `tmp`, first the buffer for even calls and then the buffer for odd calls.
 - `staged` replaces `out` if a plan puts into another rank's `out`, and is copied to `out` at the end.
 
 `in` is the caller's tensor, and so is `out` unless `staged` replaces `out`. A put is a copy that finishes

@@ -2,12 +2,12 @@
 
 Let S be a set of vertices that does not have all ranks. The shards of the ranks R(S) in S leave S over
 links with the total bandwidth B+(S). Sending shards of one byte therefore takes at least |R(S)| / B+(S).
-Let 1/x be the largest of these lower bounds. Trees reach the bound 1/x (Edmonds 1973). If a source sends x
-to each rank, x N can flow to each rank. All numbers in this module are integers or fractions.
+Let 1/x be the largest of these lower bounds. Trees reach the bound 1/x (Edmonds 1973). If a source has a
+link of bandwidth x to each of N ranks, a flow of x N is possible from the source to each rank. All numbers
+in this module are integers or fractions.
 
 The bound is from Zhao et al., ForestColl (2024). The paper finds 1/x by bisection. This module uses
-Newton's method (Dinkelbach 1967), in which each cut that is too narrow gives the next, larger 1/x. Newton's
-method needs only few steps.
+Newton's method (Dinkelbach 1967), in which each cut that is too narrow gives the next, larger 1/x.
 """
 
 import math
