@@ -209,7 +209,7 @@ def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, 
         HOST: bytes_held.host,
         "activations": work.layers * saved * size,
         "row buffers": buffers * layer.copies * rows * dim * size,
-        # Gathered weights of all layers are kept for backward. Their gradients exist for a layer at a time.
+        # All gathered weights are kept for backward. Their gradients exist for one layer at a time.
         "gathered weights": (work.layers + 1) * (layer.computed - layer.stored) * size,
     }
 

@@ -98,7 +98,7 @@ class StrategySearch:
             if waiting:
                 self._next[key] = waiting[0]
                 return
-            # Outliers are slow updates, so an even number of costs uses the lower median.
+            # Outliers are slow updates, so the lower median is used for an even number of costs.
             middle = {strategy: median_low(costs[strategy][:n]) for strategy in active}
             limit = LIMITS[min(n, len(LIMITS)) - 1] * min(middle.values())
             active = [strategy for strategy in active if middle[strategy] <= limit]
