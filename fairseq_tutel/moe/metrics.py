@@ -111,7 +111,7 @@ METRICS = (
     ),
     Metric(
         name="overflow_expert{}", of_counts=_overflow,
-        help="percent of dropped assignments of choice J; with --moe-choice experts, "
+        help="percent of choice J's assignments that are dropped; with --moe-choice experts, "
         "overflow_expert1 is the percent of tokens that no expert chose",
     ),
     Metric(
@@ -124,7 +124,7 @@ METRICS = (
         help="number of experts that no token chose",
     ),
     Metric(
-        name="moe_dropped", layers="dropped", help="percent of dropped assignments",
+        name="moe_dropped", layers="dropped", help="percent of assignments that are dropped",
         of_counts=lambda it: _share(it, 100 * (it.load - it.kept_E).sum(dim=1)),
     ),
     Metric(

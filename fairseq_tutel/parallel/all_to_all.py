@@ -37,8 +37,8 @@ class Counts(NamedTuple):
 
     leaving_PE: Tensor  # Rows from this rank to each local expert of each rank.
     arriving_PE: Tensor  # Rows from each rank to each local expert of this rank.
-    # 2DH needs the rows from each rank of this node to the ranks with this local index on all nodes [L, N,
-    # e]. A collective plan needs the rows between all pairs of ranks [P, P, e]. Linear has none.
+    # In 2DH, rows from each rank of this node to the ranks with this local index on all nodes [L, N, e].
+    # With a collective plan, rows between all pairs of ranks [P, P, e]. Otherwise, this tensor is empty.
     transit: Tensor
 
     def chunk(self, index: int, number: int) -> "Counts":
@@ -59,7 +59,7 @@ def exchange_counts(
 ) -> tuple[Counts, Counts]:
     """Send each rank the number of rows for each of its experts, and compare call IDs. Collective.
 
-    The row counts are returned on the device and on the host; the host waits once. With a grid of nodes,
+    The row counts are returned on the device and on the host, which waits once. With a grid of nodes,
     the row counts are sent in two hops. With `every_pair`, which only collective plans need, a rank gets P
     * P * e counts. Without `every_pair`, a rank gets P * e counts per hop.
     """
@@ -106,7 +106,7 @@ class AllToAll:
     timer: ExchangeTimer | None = None
 
     def exchange(self, rows_RD: Tensor, combine: bool) -> Tensor:
-        """Convert rows to the transfer dtype, exchange the rows and convert them back, without autograd."""
+        """Exchange rows in the transfer dtype, and return rows in the input's dtype, without autograd."""
         packed = pack(rows_RD, self.transfer_dtype).contiguous()
         move = self.back if combine else self.forth
         timer = self.timer

@@ -86,7 +86,7 @@ def _leave() -> None:
 atexit.register(_leave)
 
 
-# With the default stream priority, a combine would wait until the next experts' products have started.
+# With the default stream priority, a combine would wait until the experts of the next chunk have started.
 _exchange_stream = functools.cache(lambda device: torch.cuda.Stream(device, priority=-1))
 _waiting_stream = functools.cache(lambda device: torch.cuda.Stream(device))
 

@@ -22,7 +22,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# This object runs some collectives instead of torch, and is the same on all ranks.
+# The `PlanBackend` that runs some collectives instead of torch. All ranks use equal backends.
 _backend: Any = None
 
 
@@ -109,7 +109,7 @@ def start_reduce_scatter(
     """Start a reduce-scatter: sum all ranks' `whole` [G * m] and write part g to `own` [m] on rank g.
 
     The tensors `whole` and `own` are contiguous. With `as_list`, gloo gets a list of G tensors, and sums in
-    another order than with one tensor. NCCL would copy a list of tensors.
+    another order than with one tensor. NCCL never gets a list, because NCCL would copy the tensors.
     """
     own, whole = own.view(-1), whole.view(-1)
     with guarded(operation, group):

@@ -1,8 +1,8 @@
 """The cost model predicts time and memory of a training step on a cluster (an alpha-beta-gamma model).
 
-W ranks are on nodes of L ranks. EP groups have P ranks, and a layer has E experts. s = max(1, P // E) ranks
-share an expert's hidden dimension. The cost model assumes even expert loads and no other traffic on links.
-docs/scaling.md has the formulas and sources.
+W ranks are on nodes of L ranks. EP groups have P ranks, and a layer has E experts. An expert's hidden
+dimension is split over s = max(1, P // E) ranks. The cost model assumes even expert loads and no other
+traffic on links. docs/scaling.md has the formulas and sources.
 """
 
 import math
@@ -102,7 +102,7 @@ def held_bytes(
             gradients += weight_bytes * (own if stage == 2 else numel)
             if half and stage == 0 and not offload:
                 gradients += 4 * numel  # fairseq's optimizer keeps a full fp32 copy of the gradients.
-            # Adam keeps two moments. fp32 weights need a master copy only in host memory.
+            # Adam keeps two moments. fp32 weights need a separate master copy only with `offload`.
             state += 4 * own * (2 + (half or offload))
     on_device, on_host = (0, state) if offload else (state, 0)
     return Held(weights, gradients, on_device, on_host)
@@ -113,7 +113,7 @@ class _Layer:
     """The numbers of row copies, stored weights and gathered weights of one MoE layer on a rank."""
 
     sends_rows: bool  # Whether rows are sent to other ranks.
-    copies: int  # Each row has this many copies, each computed with hidden_dim / copies.
+    copies: int  # Each row has this many copies; each uses hidden_dim / copies hidden units.
     stored: float  # The number of weights that the rank stores.
     computed: float  # The number of weights, own and gathered, that the rank computes with.
     gathering: int  # The number of ranks that gather weights together.
@@ -209,7 +209,7 @@ def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, 
         HOST: bytes_held.host,
         "activations": work.layers * saved * size,
         "row buffers": buffers * layer.copies * rows * dim * size,
-        # Gathered weights of all layers are kept for backward, but gathered gradients of only one layer.
+        # All gathered weights are kept for backward. Their gradients exist for one layer at a time.
         "gathered weights": (work.layers + 1) * (layer.computed - layer.stored) * size,
     }
 
@@ -250,7 +250,7 @@ class Candidate:
 
 
 def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate]:
-    """Return all candidate configurations, with those that fit in memory first, then by speed."""
+    """Return all candidates, fastest first, but candidates that exceed the device memory come last."""
     found = []
     for cluster, strategy in candidates(work, nodes, local):
         parts = step_parts(work, machine, cluster, strategy)
@@ -264,7 +264,7 @@ def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate
 def _experts_seconds(work: Work, machine: Machine, layer: _Layer, chunks: int) -> float:
     """Return the predicted seconds that the experts of a rank need for one row chunk.
 
-    The result is the larger of two times, for arithmetic and for memory traffic of weights and rows.
+    Arithmetic overlaps with reads and writes of weights and rows, so the longer of the two times counts.
     """
     rows = work.rows / chunks
     flops = 2 * rows * work.expert_parameters
@@ -278,7 +278,7 @@ def _local_seconds(work: Work, machine: Machine, layer: _Layer) -> float:
     dispatch = (1 + layer.copies) * work.rows
     regroup = 4 * layer.copies * work.rows if layer.sends_rows else 0
     combine = layer.copies * work.rows + work.tokens
-    # The backward pass has the same memory traffic, and reads the rows twice more for the gate's gradient.
+    # The backward pass has the same memory traffic, plus two reads of all rows for the gate's gradient.
     touched = 2 * (dispatch + regroup + combine) + 2 * work.rows
     return touched * work.model_dim * work.bytes_per_element / machine.memory_bytes_per_s
 

@@ -44,7 +44,7 @@ from fairseq_tutel.parallel.strategy import Strategy
 from fairseq_tutel.parallel.transfer import ExchangeTimer
 
 # A function that runs the local experts on rows sorted by rank, and returns outputs in the order of the
-# rows. The arguments are the rows, the row counts, and an index map to the experts' order with its inverse.
+# rows. The arguments are rows, row counts, an index map that sorts the rows by expert, and the inverse map.
 ExpertFn = Callable[[Tensor, Groups, Tensor, Tensor], Tensor]
 
 
@@ -100,8 +100,8 @@ def exchange_rows(
 ) -> Tensor:
     """Dispatch rows to the ranks of their experts, run `expert_fn` on the rows, and combine. Collective.
 
-    The rows [R, D] are sorted by expert. The rows are either compact or padded to E * C. Unused compact
-    rows at the end are omitted from the result. `counts_E` int64 is the number of kept rows of each expert.
+    The rows [R, D] are sorted by expert, and are either compact or padded to E * C rows. If compact rows
+    end with unused rows, the result omits these. `counts_E` int64 has the number of used rows per expert.
     Without padding, ranks first exchange row counts and compare call IDs.
     """
     capacity = len(rows_RD) // len(counts_E)
@@ -155,7 +155,7 @@ def _counts(
     leaving_PE = _leaving(counts_E, options)
     if not options.padded:
         return exchange_counts(leaving_PE, group, options.operation, call_id, *paths)
-    # All ranks have equal counts, which are cheaper to make on device and host than to copy.
+    # All ranks have equal counts. Creating them on device and host is cheaper than a copy to the host.
     host_PE = _leaving(torch.full(counts_E.shape, capacity), options)
     rank = dist.get_rank(group)
     return even_counts(leaving_PE, rank, *paths), even_counts(host_PE, rank, *paths)

@@ -53,7 +53,7 @@ def keeps_the_store(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def no_store() -> str:
-    """Return a clause for error messages, for a rendezvous store that does not answer."""
+    """Return a clause for error messages that explains why the rendezvous store does not answer."""
     keeper = "the launcher" if keeps_the_store() else "rank 0"
     return f"{keeper}, which runs the rendezvous store, has ended or is stopped; look at its log"
 

@@ -38,7 +38,7 @@ def unmark_expert(parameter: nn.Parameter) -> None:
 def mark_root_scaled(parameter: nn.Parameter) -> None:
     """Mark an expert parameter whose summed gradient is divided by sqrt(world size).
 
-    This divisor is Meta's option sqrt_world_size; the default divisor is the world size.
+    The divisor is that of --moe-normalize-expert-grad sqrt_world_size. The default is the world size.
     """
     parameter.root_scaled = True  # type: ignore[attr-defined]
 
@@ -59,7 +59,7 @@ def rescale_expert_gradients(parameters: Iterable[nn.Parameter], world_size: int
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Return whether `mark_expert` marked a parameter, or the original of an fp32 copy."""
+    """Return whether `mark_expert` marked a parameter; an fp32 copy has the mark of its original."""
     return getattr(parameter, "expert", False)
 
 
@@ -93,7 +93,7 @@ def _sum(parameters: Iterable[nn.Parameter], operation: str, group: Group) -> No
     previous: Started | None = None
     for bucket in _buckets(trained, BUCKET_BYTES if in_buckets else 0):
         started = _start_sum(bucket, operation, group)
-        # Only two buckets are in memory, one that is stacked and one that is reduced.
+        # At most two buckets are in memory: one is being stacked, and one is being reduced.
         if previous is not None:
             previous.wait()
         previous = started
@@ -132,7 +132,7 @@ def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Par
 
 
 def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor:
-    """Return the L2 norm of all gradients, of dense parameters and of the experts of all ranks. Collective.
+    """Return the L2 norm of the gradients of dense parameters and of all ranks' experts. Collective.
 
     Each expert parameter counts once, because the sum over all W ranks is divided by the number of EP
     replicas. Every rank gets bit-identical norms. A NaN or infinity on one rank gives a NaN or infinity on

@@ -1,9 +1,9 @@
 """Process groups for expert parallelism (EP), and the experts that each rank holds.
 
-W is world_size, P is expert_parallel_size, E is the number of experts and e of local experts. Each P
-consecutive ranks form an EP group and exchange tokens. Ranks that are equal modulo P are EP replicas and
-hold the same experts. If P exceeds a layer's E, each of s = P / E consecutive ranks holds one shard (part
-of the hidden dimension) of an expert.
+W is world_size, P is expert_parallel_size, E is the number of experts, and e is the number of local
+experts. Each P consecutive ranks form an EP group and exchange tokens. Ranks that are equal modulo P are EP
+replicas and hold the same experts. If P exceeds a layer's E, each of s = P / E consecutive ranks holds one
+shard (part of the hidden dimension) of an expert.
 """
 
 import math
@@ -70,7 +70,7 @@ class Topology:
         expert_group: the P ranks of the EP group.
         replica_group: the W / P ranks that hold the same experts.
         grid: the nodes of the EP group; None if the group has only one node.
-        share_groups: the groups that gather the shards of an expert, by their numbers of ranks.
+        share_groups: maps each number of ranks to the group of this size that gathers expert shards.
 
     Example:
         >>> ft.Topology().local_experts(8)
@@ -166,7 +166,7 @@ _topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Topology
 def make_topology(expert_counts: Sequence[int], requested: int = 0, ranks_per_node: int = 0) -> Topology:
     """Create or reuse this rank's process groups for layers with the given expert counts. Collective.
 
-    Every rank must give the same arguments, which ranks compare.
+    Every rank must give the same arguments. Ranks compare their arguments.
 
     Args:
         expert_counts: the number of experts of every layer.
@@ -198,7 +198,7 @@ def make_topology(expert_counts: Sequence[int], requested: int = 0, ranks_per_no
 
 
 def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
-    """Create or reuse process groups for expert parallelism inside a group of ranks. Collective over it.
+    """Create or reuse process groups for expert parallelism in a group. Collective over this group.
 
     If `sliced`, all ranks of the group hold shards of experts, because there are fewer experts than ranks.
     Without `sliced`, P is the greatest common divisor of the numbers of ranks and experts.
@@ -226,7 +226,7 @@ def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tupl
         parts = range(0, count, number)
         return _new(group, [range(part + i, part + number, step) for part in parts for i in range(step)])
 
-    # Even if P = W, EP gets its own communicator, so its collectives need no common order with others.
+    # Even if P = W, EP gets a communicator, so EP and other collectives need no common order.
     expert_group = strided(size) if size > 1 else None
     replica_group = strided(count, size) if 1 < size < count else None
     grid = None
@@ -273,7 +273,7 @@ def group_of_threads() -> dist.ProcessGroup:
 
 
 def mark_slice(parameter: nn.Parameter, slicing: Slice) -> None:
-    """Store how a parameter is sharded as an attribute, which fairseq's fp32 copy also gets."""
+    """Store a parameter's sharding in an attribute, which fairseq's fp32 copy also gets."""
     # fairseq copies only the attribute `param_group`. fairseq's composite optimizer also uses this
     # attribute, but experts do not support that optimizer.
     parameter.param_group = slicing  # type: ignore[attr-defined]

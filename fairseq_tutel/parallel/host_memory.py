@@ -9,7 +9,7 @@ def available(root: Path = Path("/")) -> int | None:
     """Return the least of MemAvailable and the available bytes of each cgroup of this process.
 
     A cgroup's available bytes are its limit, minus its usage, plus its inactive page cache. `root` is the
-    folder of /proc and /sys/fs/cgroup. The result is None if the system has no MemAvailable.
+    folder that contains proc and sys/fs/cgroup. The result is None if the system has no MemAvailable.
     """
     of_machine = _value_of(root / "proc/meminfo", "MemAvailable:")
     if of_machine is None:

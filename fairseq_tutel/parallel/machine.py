@@ -58,7 +58,7 @@ class Machine:
 
 # These fractions of datasheet numbers are achieved in practice. docs/scaling.md lists their sources.
 _NVLINK, _INFINIBAND = 370 / 450, 47 / 50
-_EXPERTS = 413 / 989  # The fraction that a Triton MoE layer achieves in bf16 on an H100.
+_EXPERTS = 413 / 989  # The fraction of peak FLOP/s that a Triton MoE layer reaches in bf16 on an H100.
 _LAUNCH_S = 10e-6  # The launch time of a collective.
 _INTRA_ALPHA_S = 0.6e-6  # The latency of an NVLink step (LL protocol) in NCCL's model.
 # With this latency per concurrent message, 2DH is faster than linear from 256 A100s on.
@@ -94,7 +94,7 @@ PRESETS = {
     "mi250": _preset("MI250 (one die)", 15 * 75 / 16, 16, 3276.8 / 2, 362.1 / 2, 45.3 / 2, 64),
 }
 
-# Rough numbers for a rank on a CPU: loopback links, 10 Gb/s Ethernet for four ranks, and one core's FLOP/s.
+# Rough numbers for a rank on one CPU core: loopback links, and 10 Gb/s Ethernet that four ranks share.
 CPU = Machine(
     name="CPU",
     intra=Link(20e-6, 2e9),

@@ -85,8 +85,8 @@ def chunk_of(count: Tensor, index: int, number: int) -> Tensor:
 def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:
     """Return the number of rows to send to each expert of each rank [P, e].
 
-    With s > 1 shards, ranks are in the order of (expert, m, j). An expert's rows are split into s / r
-    parts, and rank (expert, m, j) gets part j. The r ranks that differ only in m get equal rows.
+    With s > 1 shards, ranks are in the order of (expert, copy m, part j). An expert's rows are split into
+    s / r parts, and rank (expert, m, j) gets part j. The r ranks that differ only in m get equal rows.
     """
     if slices == 1:
         return counts_E.unsqueeze(1)
@@ -98,7 +98,8 @@ def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:
 def repeat_blocks(counts_E: Tensor, num_rows: int, degree: int) -> tuple[Tensor, Tensor]:
     """Return index maps that repeat each expert's block of rows r = `degree` times.
 
-    The first map has the row of each copy [r * R]. The second map has the copies of each row [r, R].
+    The first map has the row of each copy [r * R]. The second map has the positions of a row's copies
+    [r, R].
     """
     counts_ER = counts_E.unsqueeze(1).expand(-1, degree)
     shift_ER = _block_starts(counts_ER) - _block_starts(counts_E).unsqueeze(1)

@@ -16,9 +16,9 @@ from statistics import median_low
 from fairseq_tutel.parallel.strategy import Strategy
 
 MOST_CANDIDATES = 12
-MOST_PREDICTED = 3.0  # A candidate's largest predicted time, as a multiple of the best.
+MOST_PREDICTED = 3.0  # A candidate's predicted time is at most this multiple of the shortest.
 ROUNDS = 7
-# After each round, candidates drop out that cost more than this factor times the best candidate. The last
+# After each round, candidates drop out whose cost exceeds this factor times the lowest cost. The last
 # factor of the list applies to all later rounds.
 LIMITS = (math.inf, 1.7, 1.3, 1.1)
 
@@ -98,7 +98,7 @@ class StrategySearch:
             if waiting:
                 self._next[key] = waiting[0]
                 return
-            # Outliers are slow updates, so an even number of costs uses the lower median.
+            # Outliers are slow updates, so the lower median is used for an even number of costs.
             middle = {strategy: median_low(costs[strategy][:n]) for strategy in active}
             limit = LIMITS[min(n, len(LIMITS)) - 1] * min(middle.values())
             active = [strategy for strategy in active if middle[strategy] <= limit]

@@ -3,7 +3,7 @@
 A launcher also sends SIGTERM after one rank has failed. The failure watch then ends this process.
 
 Python calls a signal handler only in the main thread, which may wait in a collective. Therefore a thread
-reads the numbers of received signals from a socket. The thread ends a process that is too slow to end.
+reads the numbers of received signals from a socket. The thread ends the process after a time limit.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # A run that saved its work after a signal exits with EX_TEMPFAIL ("try again later") of sysexits.h.
 EXIT_CODE = 75
-# Signals within this time count as one, because a launcher forwards signals that a process also gets.
+# Signals within this time count as one, because a process may get a signal directly and from a launcher.
 MERGE_SECONDS = 1.0
 # Reading this number from the socket ends the thread. No signal has this number.
 CLOSE = 0
@@ -36,9 +36,9 @@ OF_PYTHON = (signal.SIG_DFL, signal.default_int_handler)
 class SignalWatch:
     """Context manager that records the first signal, and ends a process that does not end in time.
 
-    A second signal, more than MERGE_SECONDS after the first signal, ends the process at once. Child
-    processes, such as those that load data, ignore the signals unless this process sends a signal. If other
-    code has set a handler for a signal, the existing handler is kept.
+    A second signal, more than MERGE_SECONDS after the first signal, ends the process at once. Forked child
+    processes, such as data loaders, ignore the signals, except a SIGTERM from this process. If other code
+    has set a handler for a signal, the existing handler is kept.
 
     Args:
         names: names of signals, such as SIGTERM.
@@ -131,7 +131,7 @@ class SignalWatch:
         )
 
     def _shield_child(self) -> None:
-        """Ignore the signals in a forked child, except a SIGTERM that this process sends.
+        """Ignore the signals in a forked child, except a SIGTERM from its parent.
 
         Schedulers signal all processes, but a rank needs its data loaders to finish its update.
         """

@@ -23,7 +23,7 @@ class Strategy:
 
     Example:
         >>> layer = ft.MoELayer(ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8))
-        >>> layer.follow(ft.Strategy(overlap=2))  # On several ranks, the same on each.
+        >>> layer.follow(ft.Strategy(overlap=2))  # All ranks must follow the same strategy.
     """
 
     adaptive_r: int = 1

@@ -42,7 +42,7 @@ def unpack(sent_RX: Tensor, transfer_dtype: str, dtype: torch.dtype) -> Tensor:
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    # Even for one row, `view` to another dtype can fail with the old strides and offset.
+    # `contiguous` keeps the strides and offset of a single row, with which `view` to a dtype can fail.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -108,7 +108,7 @@ def run_on_rank_zero(action: Callable[[], Any], operation: str) -> Any:
 
 
 class Work:
-    """Runs a function in a thread, so that rank 0 can meanwhile send its status to other ranks."""
+    """Runs a function in a thread; rank 0 can meanwhile send the function's status to other ranks."""
 
     def __init__(self, action: Callable[[], Any]) -> None:
         self.result: Any = None

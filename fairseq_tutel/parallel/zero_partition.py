@@ -34,7 +34,7 @@ class Share:
 
 
 def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
-    """Return the group that shards a parameter's state, which is an expert's EP replicas or all ranks."""
+    """Return the ranks that shard a parameter's state: EP replicas for an expert, otherwise all ranks."""
     world = topology.world_size
     divisor = gradient_divisor(parameter, world)
     if is_expert(parameter):
@@ -61,7 +61,7 @@ class Partition:
         self.length = -(-parameter.numel() // share.size)  # The number of elements per rank, with padding.
         self.num_bytes = parameter.numel() * parameter.element_size()  # The complete parameter's bytes.
         self.start = 0
-        # Views need contiguous memory, and few parameters are not contiguous.
+        # Views need contiguous memory. Only few parameters are not contiguous and must be copied.
         parameter.data = parameter.data.contiguous()
         own = own_elements(parameter.data, share)
         # The optimizer's dtype is fp32, or fp64 for fp64 parameters.
@@ -148,7 +148,7 @@ class Bucket:
         return [None if grad is None else grad.reshape(-1) for grad in grads]
 
     def converted_gradients(self, convert: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
-        """Return this rank's gradients after `convert`, which converts a reduced bucket only once."""
+        """Return this rank's gradients, converted by `convert`; one call converts a reduced bucket."""
         if self.gradient is not None:
             self.gradient = convert(self.gradient)
             return self.gradients()
@@ -209,9 +209,9 @@ def partitions_of(
 ) -> tuple[list[Partition], list[Bucket]]:
     """Return one partition for each parameter, and the communication buckets of these partitions.
 
-    Buckets are ordered as a backward pass is likely to compute their gradients. Without `cut`, no parameter
-    is sharded, as for offload without ZeRO. A bucket has about `bucket_bytes` bytes. A parameter with more
-    bytes gets a separate bucket.
+    The order of buckets is that in which a backward pass probably computes their gradients. Without `cut`,
+    no parameter is sharded, as for offload without ZeRO. A bucket has about `bucket_bytes` bytes. A
+    parameter with more bytes gets a separate bucket.
     """
     partitions = [Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters]
     buckets: list[Bucket] = []

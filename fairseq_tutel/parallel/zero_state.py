@@ -1,4 +1,4 @@
-"""Sharded or offloaded optimizer state, which stands between a model and an ordinary optimizer.
+"""Sharded or offloaded optimizer state of a model, which an ordinary optimizer updates.
 
 The optimizer has only this rank's elements of each parameter, in fp32. An update calls `finish_backward`
 after each backward pass, then `reduce`, `norm` and `multiply` to clip, `step`, and `zero_grad`.
@@ -83,7 +83,7 @@ class GradientReducer:
         elif not self.eager:
             for bucket in self.shared:
                 self.pending.append(bucket.reduce_gradients())
-                # Only two buckets are in memory, one that is stacked and one that is sent.
+                # At most two buckets are in memory: one is being stacked, and one is being sent.
                 self._finish(self.pending[:-1])
             self._finish(self.pending)
         if self.world_size > 1:
@@ -154,7 +154,7 @@ class ZeroState:
         self.factor = 1.0
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Multiply gradients by `factor` when they become fp32, to avoid underflow in half precision."""
+        """Multiply gradients by `factor` after `step` converts them to fp32, so that none underflow."""
         self.factor = self.factor * factor
 
     def norm(self) -> Tensor:
@@ -209,7 +209,7 @@ class ZeroState:
     def whole_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return a parameter's complete optimizer state, with an fp32 master copy if there is one.
 
-        The method is collective over the ranks that own parts of the parameter's state.
+        Collective over the ranks that own parts of the parameter's state.
         """
         partition, whole = self.partitions[index], dict(state)
         if partition.is_master:

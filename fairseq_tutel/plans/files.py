@@ -58,7 +58,7 @@ def write(plan: Plan, path: Path) -> None:
 
 
 class PlacedPlan(NamedTuple):
-    """A training run's plan, which the checker accepted; `name` is the file name without .json."""
+    """A collective plan of a training run, which the checker accepted. `name` is the file's stem."""
 
     name: str
     plan: Plan

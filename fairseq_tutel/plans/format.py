@@ -15,8 +15,8 @@ content of `out`. In an all_reduce, all data of a rank is one shard.
 | all_to_all     | N * C | N * C | out[s, c] of rank r = in[r, c] of rank s            |
 
 The buffer `in` is never written. Between calls, the caller on each rank owns the buffers `in` and `out`.
-The buffer `tmp` has S chunks, and exists twice for alternate calls. A rank that is one call ahead therefore
-does not overwrite data that a slower rank still reads.
+The buffer `tmp` has S chunks. There are two such buffers, which calls use in turn. A rank that is one call
+ahead therefore does not overwrite data that a slower rank still reads.
 
 **Programs.** A rank has one or more lanes, which run concurrently. A lane is an ordered list of steps:
 

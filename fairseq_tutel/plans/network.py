@@ -1,4 +1,4 @@
-"""Networks: A network is GPUs, switches and links, from a file or from a name such as `dgx_a100:2`.
+"""Reads networks of GPUs, switches and links from files, or makes them from names such as `dgx_a100:2`.
 
 The N ranks are vertices 0 to N - 1, in the order of (host, local rank). Switches follow them. A link has
 one direction and an integer bandwidth, in the unit of its network. Each link has a reverse link with the
@@ -270,7 +270,7 @@ NETWORKS: dict[str, tuple[str, Callable[..., Network]]] = {
     "dgx_h100": ("BOXES", lambda number: boxes(number, 8, 450, 50, "GB/s")),
     "mi250": ("BOXES", _mi250),
     "boxes": ("BOXESxGPUS:INSIDE:BETWEEN", boxes),
-    # This kind of network is emulated by benchmarks.cluster.
+    # benchmarks.cluster emulates this kind of network.
     "cluster": ("NODESxRANKS:INSIDE:BETWEEN", partial(boxes, shared=True)),
     "torus": ("ROWSxCOLUMNS", _torus),
 }

@@ -95,7 +95,7 @@ ON_FOUR = {
     [*((2, case) for case in CASES.values()), *((4, case) for case in ON_FOUR.values())],
     ids=[*CASES, *ON_FOUR],
 )
-def test_ranks_that_call_different_layers_get_the_outputs_of_one_rank(ranks, world_size, case):
+def test_ranks_that_call_different_layers_get_the_same_outputs_as_on_one_rank(ranks, world_size, case):
     found = ranks(world_size).run(at_their_own_pace, *case)
     assert all(wanted == own for wanted, own, _ in found)
     _, own, served = found[1]

@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 # The most bytes of shared memory that a program may use, and the instruction for half-precision products.
-# For sm_80, the bytes are the limit of consumer GPUs.
+# For sm_80, the bytes are the limit of consumer GPUs (sm_86, sm_89).
 TARGETS = {
     "sm_80": (99 * 1024, "mma.sync"),
     "sm_90": (227 * 1024, "wgmma"),

@@ -41,7 +41,7 @@ class _Value(NamedTuple):
 
 
 Numbers = dict[tuple[int | str, ...], int]
-# This table has, for each rank and buffer, each chunk's value and its writing step (-1 for `in`).
+# This table has, for each rank and buffer, each chunk's value and the step that wrote it (-1 for `in`).
 Held = dict[tuple[int, str], list[tuple[_Value, int] | None]]
 
 

@@ -1,10 +1,10 @@
 """Finds accesses to a chunk of a collective plan that have no fixed order (races), by vector clocks.
 
 The vector clock of a lane has, for each lane, the number of steps that have certainly ended. A lane's
-vector clock changes only when the lane waits. The clock of a signal is the vector clock of its lane plus
-the step count of this lane. A put may read its source and write its destination at any time after it is
-issued. The write of a put ends with the wait for the next signal. The read of a put ends with this wait, or
-with the next flush. If two steps access a chunk and one writes, their order must be fixed.
+vector clock changes only when the lane waits. The clock of a signal is its lane's vector clock together
+with this lane's current step count. A put may read its source and write its destination at any time after
+it is issued. The write of a put ends with the wait for the next signal. The read of a put ends with this
+wait, or with the next flush. If two steps access a chunk and one writes, their order must be fixed.
 
 Calls of a plan follow each other without a pause, so three calls in a row are checked. The second of the
 three calls uses the other `tmp` buffer. Between calls, the caller may write a rank's `in` and `out`. In the
@@ -49,7 +49,7 @@ class Clock(NamedTuple):
 class Access(NamedTuple):
     """A read or write of chunks by a step of a plan, or by the plan's caller if `number` is None.
 
-    The access has ended when, for any pair (lane, count) in `ends`, the lane has run `count` steps.
+    The access has ended when, for at least one (lane, count) in `ends`, the lane has run `count` steps.
     """
 
     ends: tuple[tuple[int, int], ...]

@@ -15,7 +15,7 @@ from fairseq_tutel.plans.format import BUFFERS, Place, Plan, PlanError, Step
 MOST = 1 << 20
 # This table maps each operation on a channel to the end of the channel whose rank runs the operation.
 ENDS = {"put": "source", "signal": "source", "flush": "source", "wait": "target"}
-# The two operations of each pair share the named field.
+# Both operations of a pair have the field that is the pair's third item.
 PAIRS = (("signal", "wait", "channel"), ("post", "pend", "semaphore"))
 
 

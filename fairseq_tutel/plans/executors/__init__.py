@@ -1,1 +1,1 @@
-"""Executors run collective plans on tensors in shared memory, by messages or, for tests, on one GPU."""
+"""Executors run collective plans on tensors, in shared memory or by messages."""

@@ -31,7 +31,7 @@ SUMMED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 class PlanBackend:
     """Runs each collective with the first collective plan that fits, and logs each choice once.
 
-    `parallel.collectives` uses it. `local` is the number of ranks on a host; 0 means unknown.
+    `parallel.collectives` uses this class. `local` is the number of ranks on a host; 0 means unknown.
     """
 
     def __init__(self, plans: Iterable[PlacedPlan], local: int = 0) -> None:

@@ -3,8 +3,8 @@
 A shard has C chunks and m elements. In an all_to_all, m differs between blocks. Let s = ceil(m / C) be the
 number of elements of a full chunk. Chunk c of a shard has the elements from min(c s, m) to min((c + 1) s,
 m). The buffers `in` and `out` are lists of shards of exactly m elements, one after another. A slot of `tmp`
-is as long as the longest chunk that the slot ever holds. The function `walk` finds the chunks of each slot
-for all sizes at once, so blocks of any size can pass through other ranks.
+is as long as the longest chunk that the slot ever holds, so blocks of any size can pass through other
+ranks. The function `walk` finds the chunks of each slot once for all sizes.
 """
 
 from collections import defaultdict
@@ -124,7 +124,7 @@ class Layout:
         return sizes[rank] if buffer == "in" else [row[rank] for row in sizes]
 
     def runs(self, kinds: Sequence[Kind], *ends: End) -> list[tuple[list[tuple[int, str, int]], int]]:
-        """Join chunks that are adjacent in all buffers into runs, without empty chunks.
+        """Join chunks that are adjacent at all ends into runs, and leave out empty chunks.
 
         Returns:
             For each run, the run's length and a list of (rank, buffer, first element) for each end.

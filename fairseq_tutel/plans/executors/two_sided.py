@@ -28,10 +28,7 @@ Message = tuple[int, list[Run]]  # A message is (other rank, runs of elements).
 
 
 class Round(NamedTuple):
-    """One rank's work in a round of a collective plan, which is to exchange messages and then add chunks.
-
-    A sum is a pair (sources, target).
-    """
+    """One rank's work in a round: it exchanges messages, and then computes sums (sources, target)."""
 
     send: list[Message]
     receive: list[Message]
@@ -48,7 +45,7 @@ class Call:
         self.current = 0  # The index of the round whose messages are being sent.
         self.works: list[dist.Work] = []
         self.outgoing: list[Tensor] = []  # Sent tensors are kept until the sends have ended.
-        self.incoming: list[tuple[Tensor, list[Run]]] = []  # Messages that are copied to several runs.
+        self.incoming: list[tuple[Tensor, list[Run]]] = []  # Messages to copy to several runs.
         self._end_round()  # Round 0 has no messages.
 
     def is_completed(self) -> bool:
@@ -86,7 +83,7 @@ class Call:
             self.works = dist.batch_isend_irecv(operations)
 
     def _target(self, runs: list[Run]) -> Tensor:
-        """Return the tensor for an arriving message; `_end_round` copies a message of several runs."""
+        """Return the tensor for an arriving message. `_end_round` copies a message to several runs."""
         if len(runs) == 1:
             return self._view(runs[0])
         own = self.buffers["in"]

@@ -1,13 +1,14 @@
 """Edge splitting replaces the links of switches by links between ranks, without reducing flows to ranks.
 
-A link from u to switch w and a link from w to t become a link from u to t. A replacement is allowed while k
-N (k trees for each of N ranks) can still flow from the source to each rank. If each switch receives as much
-as it sends, all links of a switch can be replaced in any order (Bang-Jensen, Frank and Jackson, Preserving
-and increasing local edge-connectivity in mixed graphs, 1995).
+A link from u to switch w and a link from w to t become a link from u to t. The source is an extra vertex
+with edges of capacity k (the trees per rank) to all N ranks. A replacement is allowed while a flow of k N
+is possible from the source to each rank. If each switch receives as much as it sends, all links of a switch
+can be replaced in any order (Bang-Jensen, Frank and Jackson, Preserving and increasing local
+edge-connectivity in mixed graphs, 1995).
 
-Consider a set T of vertices that has at least one rank and not the source. The spare capacity (room) of T
-is the capacity of links into T minus k N. Splitting reduces the room of sets that have w but neither u nor
-t, and of sets that have u and t but not w.
+Let T be a set of vertices with at least one rank and without the source. The spare capacity (room) of T is
+the capacity of links into T minus k N. Splitting reduces the room of sets that have w but neither u nor t,
+and of sets that have u and t but not w.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +46,7 @@ class _Splitting:
     def remove(self, switch: int) -> None:
         """Replace all links of a switch by links between the vertices that the switch connects.
 
-        Links are first split evenly, so that trees have less depth. Links from a vertex to itself are last.
+        Links are first split evenly, so that trees have less depth. Links to the same vertex come last.
         """
         self._split_evenly(switch, list(self._even(switch)))
         into, out = self._neighbours(switch)
@@ -60,7 +61,7 @@ class _Splitting:
         return into, list(members(self.graph.out[switch]))
 
     def _even(self, switch: int) -> Iterator[Piece]:
-        """Yield new links. The new capacities are proportional to the replaced links of the switch."""
+        """Yield new links, with capacities in proportion to those of the links that they replace."""
         into, out = self._neighbours(switch)
         left = self.graph.left
         for u in into:
@@ -80,7 +81,7 @@ class _Splitting:
         return [t for t in alike if t != u] or [t for t in out if t != u]
 
     def _split_evenly(self, switch: int, pieces: Sequence[Piece]) -> None:
-        """Replace links of a switch by the new links `pieces`, except links that reduce flows too far."""
+        """Replace links of a switch by the links `pieces`, except those that would reduce flows too far."""
         if not pieces:
             return
         trial = self.graph.copy()

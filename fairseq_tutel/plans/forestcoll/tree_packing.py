@@ -3,9 +3,9 @@
 The algorithm grows one tree after another. Equal trees grow together, as m copies of one tree. A link (x,
 y) limits the number of copies by its remaining capacity. Each set T of ranks that has y but not x also
 limits the number of copies, by the spare capacity of T. The spare capacity of T is the capacity of links
-into T minus the other trees that must still reach T (Edmonds 1973; Berczi and Frank, Packing arborescences,
-2009). Copies of a tree that cannot take a link become a separate tree with the edges so far. At least one
-copy can always take some link. A set without spare capacity never gets spare capacity later.
+into T minus the number of other trees that must still reach T (Edmonds 1973; Berczi and Frank, Packing
+arborescences, 2009). Copies of a tree that cannot take a link become a separate tree with the edges so far.
+At least one copy can always take some link. A set without spare capacity never gets spare capacity later.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """Generators make collective plans from well-known algorithms by name, and from trees (`forest`).
 
-In a generated plan, each rank has one lane. All ranks get the same bits, because one rank makes each sum,
-or all ranks make it in the same order.
+In a generated plan, each rank has one lane. All ranks get the same bits, because each sum is computed by
+one rank, or by all ranks in the same order.
 
 Successive calls of a plan need no extra signals, because `tmp` alternates between two buffers. A rank's
 result needs data of every other rank's `in`. When a rank ends a call, all ranks have therefore begun this
@@ -66,8 +66,8 @@ def usual(collective: str, ranks: int) -> tuple[Plan, ...]:
     """Return the fastest collective plans for the ranks of one host, each with its range of bytes.
 
     In these plans, each rank puts to all other ranks at once. For N > 2 ranks, an all_reduce above 2 MiB /
-    N^2 is faster in two phases, because the data of one phase does not fit a processor's cache. The command
-    `benchmarks.collectives --all-plans` measured these plans with 2, 4 and 8 ranks.
+    N^2 is faster in two phases, because the data of a one-phase plan exceed a processor's cache. The
+    command `benchmarks.collectives --all-plans` measured these plans with 2, 4 and 8 ranks.
     """
     if collective == "all_to_all":
         return (make("linear", collective, ranks),)

@@ -7,7 +7,7 @@ sends in the round that equals its distance from the root. To sum data, a rank s
 equals its distance from the farthest leaf below it. Each slice runs one round after the previous slice. A
 plan therefore has depth + P - 1 rounds, each with 1/P of the bytes, so that links are idle less often.
 
-A rank puts only to ranks that have begun the call, and have therefore sent a signal or data for the sum.
+A rank puts only to ranks that have begun the call. A signal or data for a sum shows that a rank has begun.
 """
 
 from collections import Counter, defaultdict
@@ -112,7 +112,7 @@ def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
         places[branch.chunk, branch.child] = Place("tmp", used[branch.parent])
         used[branch.parent] += branch.n
         children[branch.chunk, branch.parent].append(branch)
-    # This table has the sums by the first round after all terms of a sum have arrived.
+    # This table maps a round to the sums whose last terms arrive in the round before.
     sums: dict[int, list[list[_Branch]]] = defaultdict(list)
     for parts in children.values():
         sums[1 + max(part.height for part in parts)].append(sorted(parts, key=lambda p: p.child))

@@ -1,6 +1,6 @@
 """Generators make collective plans from well-known algorithms.
 
-N ranks are on n nodes of L ranks. A rank is r, a round is t, and M is the bytes of a rank's `in`.
+N ranks are on n nodes of L ranks. r is a rank, t is a round, and M is the number of bytes in a rank's `in`.
 docs/plans.md has a table of messages and rounds.
 """
 
@@ -120,9 +120,9 @@ def hierarchical(collective: str, ranks: int, *, nodes: int) -> Plan:
 def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
     """Return a 2-D hierarchical all_to_all plan (2DH), with a hop within nodes and a hop between nodes.
 
-    The first hop of 2DH sends to the rank with the local index of the destination rank. In a 2DH plan, a
-    rank sends n - 1 messages of L chunks to other nodes, while `linear` sends (n - 1) L messages of one
-    chunk. 2DH is from Tutel (Hwang et al. 2023).
+    The first hop of 2DH sends to the rank of the same node with the local index of the destination rank. In
+    a 2DH plan, a rank sends n - 1 messages of L chunks to other nodes, while `linear` sends (n - 1) L
+    messages of one chunk. 2DH is from Tutel (Hwang et al. 2023).
     """
     w = Writer(ranks)
     local = ranks // nodes

@@ -232,7 +232,7 @@ def _write_rank(
         elsewhere = set[Cell]().union(*stored[:lane], *stored[lane + 1 :])
         arriving = iter(landings.get((block.recv, rank, block.chan), ()))
         leaving = iter(landings.get((rank, block.send, block.chan), ()))
-        unread: set[Cell] = set()  # sources of puts
+        unread: set[Cell] = set()  # The sources of puts since the last flush.
         for at, step in enumerate(block.steps):
             if (lane, at) in pends:
                 pend(lane, pends[lane, at])
