@@ -27,7 +27,7 @@ $(STAMP): setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@date +%s > $(VENV)/setup-started
 	$(PIP) install torch==2.13.0
-	$(PIP) install "setuptools<81" wheel cython ninja "numpy<2"
+	$(PIP) install "setuptools>=77,<81" wheel cython ninja "numpy<2"
 	CFLAGS="-O1 -g0" $(PIP) install --no-build-isolation fairseq-fixed
 	$(PIP) install --no-build-isolation -e ".[fairseq,gpu,test,demo,dev]"
 	@echo $$(($$(date +%s) - $$(cat $(VENV)/setup-started))) > $@
@@ -51,7 +51,7 @@ NEWEST_PIP := $(NEWEST)/bin/python -m pip
 $(NEWEST)/ready: setup.py pyproject.toml
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
 	$(NEWEST_PIP) install torch
-	$(NEWEST_PIP) install "setuptools<81" wheel cython ninja numpy
+	$(NEWEST_PIP) install "setuptools>=77,<81" wheel cython ninja numpy
 	CFLAGS="-O1 -g0" $(NEWEST_PIP) install --no-build-isolation fairseq-fixed
 	$(NEWEST_PIP) install --no-build-isolation -e ".[fairseq,gpu,test,dev]"
 	@touch $@
