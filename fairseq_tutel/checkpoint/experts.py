@@ -263,7 +263,7 @@ def _files_of(
             states_of = {f"{parameter_name}.{key}": value for key, value in states(parameter).items()}
             for name, value in {parameter_name: parameter, **states_of}.items():
                 names.append((layer, name))
-                # A state whose shape differs from its parameter's is not sliced: all shards have equal values.
+                # A state with another shape than the parameter is not sliced: all shards have equal values.
                 slicing = stack.slice_of(parameter_name) if value.shape == parameter.shape else Slice()
                 if slicing.count == 1 and index > 0:  # Only the rank of expert shard 0 writes it.
                     continue

@@ -39,7 +39,7 @@ def moe_output(config, tensors, x):
     return layer.eval()(x)[0]
 
 
-# With these options of the MoE layer or of `convert upcycle`, the upcycled layer equals the dense FFN.
+# With these options of the layer or of `convert upcycle`, the upcycled layer equals the dense FFN.
 EQUAL = {
     "top-2": {},
     "as many as there are": {"top_k": E, "normalize_gate": "none"},
