@@ -86,7 +86,7 @@ FILES = {
         "SAVE": "mt", "OLD": "plain", "LM": "lm", "LM_A.pt": "lm/checkpoint_best.pt",
         "LM_B.pt": "lm/checkpoint_last.pt", "A.pt": "plain/checkpoint_best.pt",
         "B.pt": "plain/checkpoint_last.pt", "SYSTEM.txt": "test.en", "REFERENCE.txt": "test.en",
-        "bpe.model": "bpe.model",
+        "bpe.model": "bpe.model", "lines.de": "test.en", "prompts.txt": "test.en", "lines.txt": "test.en",
     },
     "docs/ensembles.md": {"TEACHER.pt": "teacher/checkpoint_best.pt"},
     "docs/inference.md": {
