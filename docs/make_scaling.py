@@ -180,8 +180,8 @@ def schedule_table(content: dict[str, Any]) -> str:
                 f"{row['few']['over']:.3f}",
             ]
         )
-    header = ["network", "ranks", "1/x = shards / bandwidth", "algbw", "optimal k", "trees", "depth",
-              "CPU, s", "k within 5 %", "trees", "depth", "CPU, s", "T"]  # fmt: skip
+    header = ["network", "ranks", "1/x = ranks in S / bandwidth out of S", "algbw", "optimal k", "trees",
+              "depth", "CPU, s", "k within 5 %", "trees", "depth", "CPU, s", "T"]  # fmt: skip
     return page.table(rows, header)
 
 
