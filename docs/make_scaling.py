@@ -163,8 +163,8 @@ def paper_table() -> str:
 def schedule_table(content: dict[str, Any]) -> str:
     """Return the table of lower bounds for all-gathers on networks, and of the times of their trees."""
 
-    def trees(found: dict[str, Any]) -> str:
-        return f"{found['trees']}; {found['shapes']}, {found['depth']}; {found['seconds']:.3f} s"
+    def trees(found: dict[str, Any]) -> list[Any]:
+        return [found["trees"], found["shapes"], found["depth"], f"{found['seconds']:.3f}"]
 
     rows = []
     for row in content["rows"]:
@@ -175,13 +175,13 @@ def schedule_table(content: dict[str, Any]) -> str:
                 row["ranks"],
                 f"{row['optimum']} = {shards} / {bandwidth}",
                 f"{row['ranks'] / float(Fraction(row['optimum'])):.6g} {row['unit']}",
-                trees(row["optimal"]),
-                trees(row["few"]),
+                *trees(row["optimal"]),
+                *trees(row["few"]),
                 f"{row['few']['over']:.3f}",
             ]
         )
-    header = ["network", "ranks", "1/x = shards / bandwidth", "algbw", "optimal: k; shapes, depth; time",
-              "smallest k within 5 %", "its T"]  # fmt: skip
+    header = ["network", "ranks", "1/x = ranks in S / bandwidth out of S", "algbw", "optimal k", "trees",
+              "depth", "CPU, s", "k within 5 %", "trees", "depth", "CPU, s", "T"]  # fmt: skip
     return page.table(rows, header)
 
 
