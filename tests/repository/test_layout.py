@@ -105,6 +105,10 @@ def test_every_module_can_be_imported_first(monkeypatch):
     importlib.import_module("fairseq.trainer")
     for name in [name for name in sys.modules if name.partition(".")[0] == "fairseq_tutel"]:
         monkeypatch.delitem(sys.modules, name)
+    # An earlier test in this process may have registered the handler of parallel/rendezvous.py.
+    handlers = importlib.import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(handlers, "_rendezvous_handlers", dict(handlers._rendezvous_handlers))
+    handlers._rendezvous_handlers.pop("restarted", None)
     first = multiprocessing.get_context("fork")
     for path in FILES:
         process = first.Process(target=importlib.import_module, args=(module_of(path),))
