@@ -205,10 +205,11 @@ class SavedModel:
 
         A training run from a restarted checkpoint begins as with --finetune-from-model.
         """
-        kept = (self.state.get("extra_state") or {}).get(dictionaries.KEY) or {}
+        before = self.state.get("extra_state") or {}
+        kept = {dictionaries.KEY: before[dictionaries.KEY]} if dictionaries.KEY in before else {}
         self.state.pop("last_optimizer_state", None)
         self.state["optimizer_history"] = self.state.get("optimizer_history") or [NO_HISTORY]
-        self.state["extra_state"] = {"train_iterator": dict(START), dictionaries.KEY: kept}
+        self.state["extra_state"] = {"train_iterator": dict(START), **kept}
         if weights is not None:
             self.state["model"] = dict(weights)
 

@@ -83,7 +83,7 @@ class _FFN(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weights_TK, row_of_TK, source_of_R, a_RH, h_RH, g_RH, *named = ctx.saved_tensors
         call, ops, needs = ctx.call, ctx.call.ops, ctx.needs_input_grad
-        # Backward computes each row's token again, because saving this map would take 8 T K bytes.
+        # The token indices of the rows are computed again, because saving them would take 8 T K bytes.
         index_R = None if row_of_TK is None else token_of(source_of_R, row_of_TK.shape[1])
         of_call = FFNWeights(*named), call.groups, call.activation
         saved = SavedActivations(a_RH, h_RH, g_RH)

@@ -98,7 +98,7 @@ class ExpertStack(nn.Module):
         self._in_state_dict: Mapping[str, Any] | None = None
 
     def compute_with(self, weights: Weights) -> None:
-        """Use these weight tensors in later forward passes; the default `OWN` is the stack's parameters."""
+        """Use `weights` in later forward passes; `OWN`, the initial value, stands for the parameters."""
         self.weights = weights
 
     def offload_to(self, weights: Weights) -> None:

@@ -237,6 +237,6 @@ def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return float(free - torch.cuda.max_memory_allocated(device))
-    # A process keeps memory that it freed, so the memory available now is the free memory at the peak.
+    # A process keeps freed memory. What is available now was therefore also free at the memory peak.
     left = host_memory.available()
     return math.inf if left is None else left / (ranks_per_node() or world.size())

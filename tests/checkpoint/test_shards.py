@@ -227,7 +227,7 @@ def test_no_expert_folder_is_deleted_if_a_checkpoint_cannot_be_read(tmp_path, ca
     assert "kept all folders" in caplog.text
 
 
-def test_files_that_are_not_checkpoints_do_not_keep_an_expert_folder(tmp_path):
+def test_an_expert_folder_that_no_checkpoint_names_is_deleted(tmp_path):
     first = save(tmp_path, "checkpoint1.pt", "one")
     (tmp_path / "checkpoint1.pt").rename(tmp_path / "checkpoint1.pt.tmp")
     (tmp_path / "checkpoint_last.pt.tmp").write_bytes(b"PK\x03\x04 and no more")

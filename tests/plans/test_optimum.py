@@ -86,7 +86,7 @@ def test_a_fixed_number_of_trees_takes_the_shortest_possible_time():
 @pytest.mark.parametrize(
     ("name", "trees", "seconds"),
     [
-        # These bandwidths are 1.1 %, 22 % and 9.6 % below the optimum.
+        # With one tree, the bandwidths (the denominators) are 1.1 %, 22 % and 9.6 % below the optimum.
         ("dgx_a100:2", 1, "16/342.857143"),
         ("mi250:1", 1, "16/266.666667"),
         ("mi250:2", 1, "32/320"),
