@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import sys
 from unittest import mock
 
@@ -14,8 +15,11 @@ def tool(*words):
     """Run a command line of the package, and return the printed output."""
     printed = io.StringIO()
     argv = ["fairseq_tutel", *map(str, words)]
-    with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(printed):
-        main()
+    try:
+        with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(printed):
+            main()
+    finally:
+        logging.getLogger("fairseq").setLevel(logging.NOTSET)  # `translate` changes the level.
     return printed.getvalue()
 
 
