@@ -5,7 +5,7 @@ import copy
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 from torch import Tensor
@@ -152,6 +152,18 @@ def task_of(saved: SavedModel, changed: Mapping[str, Any]) -> Any:
         return setup_task(argparse.Namespace(**options))
     finally:
         logger.setLevel(level)
+
+
+def refuse_other_rows(saved: SavedModel, source: Sized, target: Sized) -> None:
+    """Raise ValueError if an embedding table does not have one row for each symbol of its dictionary."""
+    for side, dictionary in ("encoder", source), ("decoder", target):
+        for name, table in saved.weights.items():
+            is_table = name.startswith(side) and name.endswith("embed_tokens.weight")
+            if is_table and len(table) != len(dictionary):
+                raise ValueError(
+                    f"{saved.flag} has {len(table)} rows in {name}, but the dictionary of the converted "
+                    f"model has {len(dictionary)} symbols; give the dictionary of this model."
+                )
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -19,6 +19,7 @@ from fairseq_tutel.convert.command import NEW_RUN
 from fairseq_tutel.convert.configs import (
     Tensors,
     print_notes,
+    refuse_other_rows,
     task_of,
     use_moe_variants,
 )
@@ -231,6 +232,7 @@ def dictionaries(saved: SavedModel, given: Path | None = None) -> Vocabulary:
     symbols = task.source_dictionary
     for tag in TAGS:
         symbols.add_symbol(tag)
+    refuse_other_rows(saved, symbols, symbols)
     for changed in map(saved.options_of, PARTS):
         changed |= {key: value for key, value in OWN_DICTIONARIES.items() if key in changed}
     options |= {"langs": task.langs, "lang_dict": None}

@@ -35,6 +35,8 @@ Examples = Mapping[str, Sequence[str]]  # For a new symbol, the old symbols whos
 def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
     """Run `convert vocabulary`."""
     data, like, added = arguments.data, arguments.like, arguments.add_languages or []
+    if not (data or arguments.add_words or added):
+        raise ValueError("no new dictionary is given; give --data, --add-words or --add-languages.")
     plugin.register()
     saved = SavedModel.open(inputs[0], keep_shards=True)
     options = saved.options_of("task")

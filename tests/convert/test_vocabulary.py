@@ -168,6 +168,7 @@ def test_the_token_of_a_new_language_follows_the_tokens_of_the_old_languages(sty
 
 
 BAD = {
+    "no new dictionary": (MT, (), "no new dictionary is given"),
     "a language that is known": (SIMPLE, ("--add-languages", "de"), "--add-languages is de, but the task"),
     "a task without languages": (MT, ("--add-languages", "fr"), "has the --langs none"),
     "an example that is unknown": (SIMPLE, ("--add-languages", "fr", "--like", "nl"), "--like is nl"),

@@ -54,9 +54,6 @@ def test_row_chunks_change_only_the_order_of_sums_over_rows(ranks, kept, overlap
 # The first four strategies convert equal rows to the transfer dtype, so the test uses one of the four.
 WAYS = {
     "plain": ({}, Strategy()),
-    "chunks": ({}, Strategy(overlap=2)),
-    "padded": ({"exchange": "padded"}, Strategy()),
-    "two hops": ({}, Strategy(algorithm="2dh")),
     "slices, all of it": (
         {"num_experts": 2, "exchange": "padded"},
         Strategy(adaptive_r=2, overlap=2, algorithm="2dh"),
@@ -71,7 +68,7 @@ def largest(tensor):
 # A transfer dtype has an error of half a unit in the last place of the largest element. Ranks transfer
 # gradients twice as often as outputs.
 @pytest.mark.parametrize("wire, digit", [("bf16", 2**-8), ("fp8", 2**-4)])
-@pytest.mark.parametrize("way", ("plain", "slices, all of it"))
+@pytest.mark.parametrize("way", WAYS)
 def test_the_precision_of_a_transfer_dtype_limits_the_error_of_a_layer(kept, wire, digit, way):
     options, strategy = WAYS[way]
     exact = kept(options, strategy)

@@ -22,6 +22,8 @@ from fairseq_tutel.convert.configs import (
     counts_text,
     new_checkpoint,
     print_notes,
+    refuse_other_rows,
+    task_of,
 )
 from fairseq_tutel.convert.released.families import FAMILIES
 from fairseq_tutel.convert.released.families.nllb_moe import TOP_K
@@ -127,6 +129,9 @@ def convert(
             if folder.has(name):
                 shutil.copyfile(folder.path / name, made / name)
         vocabulary.write(made)
+        if vocabulary.files:
+            task = task_of(saved, {"data": str(made)})
+            refuse_other_rows(saved, task.source_dictionary, task.target_dictionary)
         if stacks:
             dtype = how.expert_dtype if how.expert_dtype != "fp32" else ""
             _, errors = sharded.to_sharded(saved, made / CHECKPOINT, dtype)
