@@ -6,13 +6,13 @@ values: packing of arguments and descriptors, launches and the GPU allocator are
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -92,7 +92,7 @@ def _steps(name: str, device: torch.device, case: Case) -> list[Callable[[bool],
             for parameter in parameters:
                 parameter.grad = None
 
-    return [partial(run, run_layer), partial(run, lambda: [dense(x_TD)])]
+    return [functools.partial(run, run_layer), functools.partial(run, lambda: [dense(x_TD)])]
 
 
 def _ratio(ours: Any, base: Any, with_backward: bool, rounds: int, on_gpu: bool) -> float:
@@ -126,6 +126,11 @@ def _counted(step: Callable[[], None]) -> tuple[int, int]:
     return found["operations"], found["call"]
 
 
+@functools.cache
+def _zeros(shape: torch.Size) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
 def _without_gpu(stack: ExitStack) -> None:
     """Treat CPU tensors as tensors on a Hopper GPU, with launches that do nothing."""
     utils = {
@@ -142,11 +147,11 @@ def _without_gpu(stack: ExitStack) -> None:
     )
     driver.set_active(fake)
     for owner, name, new in (
-        (triton_launch, "hardware_of", lambda _: "sm_90"),
-        (triton_launch, "is_direct", lambda _: True),
+        (triton_launch, "hardware_of", functools.cache(lambda _: "sm_90")),
+        (triton_launch, "is_direct", functools.cache(lambda _: True)),
         (gate_product, "is_supported", lambda *_: True),
-        # On a CPU, torch cannot multiply bf16 into fp32, so this function needs one more operation.
-        (gate_product, "_in_fp32", lambda a, b: torch.mm(a, b).float()),
+        # On a CPU, torch cannot multiply bf16 into fp32. A product of fp32 zeros is also one operation.
+        (gate_product, "_in_fp32", lambda a, b: torch.mm(_zeros(a.shape), _zeros(b.shape))),
         (kernels, "ops", lambda *_: triton_ops.BY_PRODUCTS),
     ):
         stack.enter_context(mock.patch.object(owner, name, new))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.triton_launch import Plan, Product, alike, chosen, launch, operands
+from fairseq_tutel.kernels.triton_launch import Plan, Product, alike, launch, operands
 from fairseq_tutel.kernels.triton_operands import add_product, load_bias, store_tile
 from fairseq_tutel.kernels.triton_tiles import place, read_tile
 
@@ -64,8 +64,7 @@ def triton_linear(
 
     # Only strides distinguish a forward product from a backward product, which reads transposed weights.
     kind = "glu_dx" if more_RI is not None else "linear" if weights[0].stride(2) == 1 else "dx"
-    tile, precision = chosen(kind, rows_RI, num_rows, weight_EOI.shape, tf32x3)
-    rows_from, weights_from, product = operands(tile, precision, num_rows, rows, weights)
+    rows_from, weights_from, product = operands(kind, num_rows, rows, weights, tf32x3)
     launch(
         _plan(product),
         rows_RI.device,

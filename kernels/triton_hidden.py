@@ -18,7 +18,7 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_activations import activate, activate_backward
-from fairseq_tutel.kernels.triton_launch import Plan, Product, chosen, contiguous, launch, operands
+from fairseq_tutel.kernels.triton_launch import Plan, Product, contiguous, launch, operands
 from fairseq_tutel.kernels.triton_operands import (
     add_product,
     load_bias,
@@ -115,9 +115,12 @@ def triton_hidden(
     num_rows = (dy_ND if index_R is None else index_R).shape[0]
     weight_EHD = fc2_weight.mT
     kind = "glu_hidden" if g_RH is not None else "relu_hidden" if activation == "relu" else "hidden"
-    tile, precision = chosen(kind, dy_ND, num_rows, weight_EHD.shape, tf32x3)
+    dy_ND = dy_ND.contiguous()
+    (dy_from,), (weight_from,), product = operands(
+        kind, num_rows, [dy_ND], [weight_EHD], tf32x3, are_gathered=index_R is not None
+    )
     has_dots = gate_N is not None and fc2_bias is not None
-    tiles_n = cdiv(weight_EHD.shape[1], tile.block_n) + has_dots
+    tiles_n = cdiv(weight_EHD.shape[1], product.tile.block_n) + has_dots
     # Each column tile writes one part of the gate's gradient. The parts are added in a fixed order without
     # atomics, so the result is deterministic.
     dh_RH, dg_RH, gated_RH, dgate_PR = _hidden_shapes(
@@ -125,12 +128,8 @@ def triton_hidden(
     )
     if dh_RH.numel() == 0:
         return dh_RH, dg_RH, gated_RH, dgate_PR
-    dy_ND = dy_ND.contiguous()
     index_R, gate_N, source_R, fc2_bias = contiguous(index_R, gate_N, source_R, fc2_bias)
     a_RH, h_RH, g_RH = contiguous(a_RH, h_RH, g_RH)
-    (dy_from,), (weight_from,), product = operands(
-        tile, precision, num_rows, [dy_ND], [weight_EHD], are_gathered=index_R is not None
-    )
     launch(
         _plan(product, has_dots, activation, torch.version.hip is None),
         dy_ND.device,

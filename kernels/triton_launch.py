@@ -3,7 +3,8 @@
 import functools
 import itertools
 import threading
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -145,22 +146,16 @@ def precision_of(dtype: torch.dtype, tf32x3: bool = False) -> str:
 
 
 def chosen(
-    kind: str, rows: Tensor, num_rows: int, shape: tuple[int, ...], tf32x3: bool = False
-) -> tuple[Tile, str]:
-    """Return the tile and the kernel's precision of a product with weights of this shape: E, N, K."""
+    kind: str, rows: Tensor, num_rows: int, shape: tuple[int, ...], tf32x3: bool
+) -> tuple[Tile, str, str]:
+    """Return the tile of a product with weights of this shape (E, N, K), the hardware and the precision."""
     hardware, precision = hardware_of(rows.device), precision_of(rows.dtype, tf32x3)
-    tile = choose(kind, hardware, precision, num_rows, *shape)
-    return tile, input_precision_of(hardware, precision, rows.dtype)
+    return choose(kind, hardware, precision, num_rows, *shape), hardware, precision
 
 
 def accumulator_of(dtype: torch.dtype) -> tl.dtype:
     """Return the dtype in which products are summed: fp64 for fp64, otherwise fp32."""
     return tl.float64 if dtype == torch.float64 else tl.float32
-
-
-def has_descriptors(device: torch.device) -> bool:
-    """Return whether kernels on this device can load tiles with tensor descriptors (TMA)."""
-    return TensorDescriptor is not None and hardware_of(device) in DESCRIPTORS
 
 
 def input_precision_of(hardware: str, precision: str, dtype: torch.dtype) -> str:
@@ -170,50 +165,8 @@ def input_precision_of(hardware: str, precision: str, dtype: torch.dtype) -> str
     return "ieee" if precision == "half" else precision
 
 
-def described(tensors: list[Tensor], block: tuple[int, ...], is_transposed: bool = False) -> Any:
-    """Return TMA descriptors that load tiles of shape `block`; None if a tensor does not support TMA.
-
-    With `is_transposed`, the descriptors exchange the last two dimensions of the tensors.
-    """
-    found = []
-    for tensor in tensors:
-        checked = _descriptor(
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-            block,
-            is_transposed,
-            has_descriptors(tensor.device),
-        )
-        if checked is None or tensor.data_ptr() % ALIGNMENT:
-            return None
-        descriptor = object.__new__(TensorDescriptor)  # skips slow checks
-        descriptor.__dict__.update(checked, base=tensor)
-        found.append(descriptor)
-    return found
-
-
-@functools.lru_cache(maxsize=1024)
-def _descriptor(
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    block: tuple[int, ...],
-    is_transposed: bool,
-    has_tma: bool,
-) -> dict[str, Any] | None:
-    """Return the attributes of a tensor's descriptor; None if the tensor does not support TMA."""
-    if is_transposed:
-        shape, strides = ((*x[:-2], x[-1], x[-2]) for x in (shape, strides))
-    if not has_tma or strides[-1] != 1 or 0 in shape:
-        return None
-    if any(stride * dtype.itemsize % ALIGNMENT for stride in strides[:-1]):
-        return None
-    like = torch.empty(1, dtype=dtype, device="meta")
-    return vars(TensorDescriptor(like, list(shape), list(strides), list(block)))
-
-
-class Product(NamedTuple):
+@dataclass(eq=False)
+class Product:
     """The properties of a grouped matrix product that determine the grid and arguments of its launch."""
 
     tile: Tile
@@ -222,8 +175,8 @@ class Product(NamedTuple):
     shape: torch.Size  # the shape of the weights: E, N, K
     strides: tuple[int, ...]  # the strides of the weights
     dtype: torch.dtype
-    describes_rows: bool  # whether the rows are tensor descriptors
-    describes_weights: bool
+    row_descriptor: dict[str, Any] | None  # see `descriptor`; None: the kernel reads tensors
+    weight_descriptor: dict[str, Any] | None
 
     def plan(
         self, kernel: Any, more_columns: int = 0, numbers: tuple[int, ...] = (), **constants: Any
@@ -236,8 +189,8 @@ class Product(NamedTuple):
         constants |= {
             "PRECISION": self.precision,
             "ACC": accumulator_of(self.dtype),
-            "ROWS_DESCRIPTOR": self.describes_rows,
-            "WEIGHT_DESCRIPTOR": self.describes_weights,
+            "ROWS_DESCRIPTOR": self.row_descriptor is not None,
+            "WEIGHT_DESCRIPTOR": self.weight_descriptor is not None,
             "K_INNER": self.strides[2] == 1,
             **tile.blocks,
             "num_warps": tile.warps,
@@ -248,12 +201,56 @@ class Product(NamedTuple):
         )
 
 
-def operands(
+@functools.lru_cache(maxsize=1024)  # equal products are the same object, so that plans can be cached by it
+def product_of(
     tile: Tile,
+    hardware: str,
     precision: str,
+    num_rows: int,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    rows_shape: tuple[int, ...] | None,
+    are_weights_aligned: bool,
+) -> Product:
+    """Return the properties of a product; see `operands`.
+
+    `rows_shape` is the shape of the rows if their descriptors are allowed, else None.
+    """
+    rows = weights = None
+    if TensorDescriptor is not None and hardware in DESCRIPTORS:
+        if rows_shape is not None:
+            rows = descriptor(dtype, rows_shape, (rows_shape[1], 1), (tile.block_m, tile.block_k))
+        if are_weights_aligned:
+            (e, n, k), (by_e, by_n, by_k), blocks = shape, strides, (tile.block_n, tile.block_k)
+            if by_k != 1:  # transposed weights
+                (n, k), (by_n, by_k), blocks = (k, n), (by_k, by_n), blocks[::-1]
+            weights = descriptor(dtype, (e, n, k), (by_e, by_n, by_k), (1, *blocks))
+    precision = input_precision_of(hardware, precision, dtype)
+    return Product(tile, precision, num_rows, shape, strides, dtype, rows, weights)
+
+
+def descriptor(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
+) -> dict[str, Any] | None:
+    """Return the attributes of the TMA descriptors that load tiles of shape `block` from tensors.
+
+    The result has no tensor. It is None if TMA does not support the tensors' strides.
+    """
+    if strides[-1] != 1 or 0 in shape:
+        return None
+    if any(stride * dtype.itemsize % ALIGNMENT for stride in strides[:-1]):
+        return None
+    like = torch.empty(1, dtype=dtype, device="meta")
+    return vars(TensorDescriptor(like, list(shape), list(strides), list(block)))
+
+
+def operands(
+    kind: str,
     num_rows: int,
     rows: list[Tensor],
     weights_ENK: list[Tensor],
+    tf32x3: bool = False,
     are_gathered: bool = False,
 ) -> tuple[list[Any], list[Any], Product]:
     """Return the rows and the weights in the form that the kernel reads, and the product's properties.
@@ -261,22 +258,36 @@ def operands(
     The rows are TMA descriptors if all of them support TMA, else tensors. The same holds for the weights.
 
     Args:
-        tile: the tile sizes.
-        precision: the precision constant of the kernel.
+        kind: the kind of the product; see KINDS in tiles.
         num_rows: the number of rows of the result.
-        rows: the one or two tensors of rows that the kernel multiplies.
+        rows: the one or two contiguous tensors of rows that the kernel multiplies.
         weights_ENK: the one or two weights of the kernel's products, with equal strides; see `alike`.
+        tf32x3: see `precision_of`.
         are_gathered: whether the kernel reads the rows through an index map.
     """
-    weight, dtype = weights_ENK[0], rows[0].dtype
-    shape, strides = weight.shape, weight.stride()
-    rows_read = None if are_gathered else described(rows, (tile.block_m, tile.block_k))
-    k_inner = strides[2] == 1
-    block = (1, tile.block_n, tile.block_k) if k_inner else (1, tile.block_k, tile.block_n)
-    weights_read = described(weights_ENK, block, is_transposed=not k_inner)
-    are_described = rows_read is not None, weights_read is not None
-    product = Product(tile, precision, num_rows, shape, strides, dtype, *are_described)
-    return rows_read or rows, weights_read or weights_ENK, product
+    weight, first = weights_ENK[0], rows[0]
+    product = product_of(
+        *chosen(kind, first, num_rows, weight.shape, tf32x3), num_rows, weight.shape, weight.stride(),
+        first.dtype, None if are_gathered or _misaligned(rows) else first.shape,
+        not _misaligned(weights_ENK),
+    )  # fmt: skip
+    return _read(rows, product.row_descriptor), _read(weights_ENK, product.weight_descriptor), product
+
+
+def _misaligned(tensors: list[Tensor]) -> bool:
+    return any(tensor.data_ptr() % ALIGNMENT for tensor in tensors)
+
+
+def _read(tensors: list[Tensor], attributes: dict[str, Any] | None) -> list[Any]:
+    """Return tensor descriptors with these attributes; without attributes, return the tensors."""
+    if attributes is None:
+        return tensors
+    found = []
+    for tensor in tensors:
+        made = object.__new__(TensorDescriptor)  # skips slow checks
+        made.__dict__.update(attributes, base=tensor)
+        found.append(made)
+    return found
 
 
 def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:

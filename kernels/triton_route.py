@@ -23,9 +23,9 @@ TILE = 1024
 def _fake_softmax_top_k(
     logits_TE: Tensor, top_k: int, normalize: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (logits_TE.shape[0], top_k)
-    ids_TK = logits_TE.new_empty(shape, dtype=torch.int64)
-    return logits_TE.new_empty(logits_TE.shape), ids_TK, logits_TE.new_empty(shape)
+    num_tokens = logits_TE.shape[0]
+    ids_TK = logits_TE.new_empty(num_tokens, top_k, dtype=torch.int64)
+    return torch.empty_like(logits_TE), ids_TK, logits_TE.new_empty(num_tokens, top_k)
 
 
 @opaque(_fake_softmax_top_k)
@@ -40,7 +40,7 @@ def softmax_top_k(logits_TE: Tensor, top_k: int, normalize: bool = False) -> tup
 
 
 def _fake_softmax_top_k_backward(probs_TE: Tensor, *_: Any) -> Tensor:
-    return probs_TE.new_empty(probs_TE.shape)
+    return torch.empty_like(probs_TE)
 
 
 @opaque(_fake_softmax_top_k_backward)

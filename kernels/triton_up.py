@@ -21,7 +21,6 @@ from fairseq_tutel.kernels.triton_launch import (
     Plan,
     Product,
     alike,
-    chosen,
     contiguous,
     launch,
     operands,
@@ -108,9 +107,8 @@ def triton_up(
     weights = alike([fc1_weight] if fc3_weight is None else [fc1_weight, fc3_weight])
 
     kind = "glu_up" if is_glu else "relu_up" if activation == "relu" else "up"
-    tile, precision = chosen(kind, x_ND, num_rows, fc1_weight.shape, tf32x3)
     (x_from,), weights_from, product = operands(
-        tile, precision, num_rows, [x_ND], weights, are_gathered=index_R is not None
+        kind, num_rows, [x_ND], weights, tf32x3, are_gathered=index_R is not None
     )
     launch(
         _plan(product, activation),

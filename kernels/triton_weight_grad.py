@@ -21,6 +21,7 @@ from fairseq_tutel.kernels.triton_launch import (
     accumulator_of,
     chosen,
     contiguous,
+    input_precision_of,
     launch,
 )
 from fairseq_tutel.kernels.triton_operands import multiply
@@ -88,9 +89,8 @@ def triton_weight_grad(
 
     num_rows = (dout_NO if dout_index_R is None else dout_index_R).shape[0]
     shape = num_experts, rows_NI.shape[1], dout_NO.shape[1]
-    tile, precision = chosen("weight", dout_NO, num_rows, shape, tf32x3)
     launch(
-        _plan(dweight_EOI.shape, bias, tile, precision, dout_NO.dtype),
+        _plan(dweight_EOI.shape, bias, dout_NO.dtype, *chosen("weight", dout_NO, num_rows, shape, tf32x3)),
         dout_NO.device,
         dout_NO,
         dout_index_R,
@@ -106,11 +106,13 @@ def triton_weight_grad(
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(shape: torch.Size, bias: bool, tile: Tile, precision: str, dtype: torch.dtype) -> Plan:
+def _plan(
+    shape: torch.Size, bias: bool, dtype: torch.dtype, tile: Tile, hardware: str, precision: str
+) -> Plan:
     num_experts, out_dim, in_dim = shape
     tiles_i = cdiv(in_dim, tile.block_n) + bias
     constants = {
-        "PRECISION": precision,
+        "PRECISION": input_precision_of(hardware, precision, dtype),
         "ACC": accumulator_of(dtype),
         "BLOCK_O": tile.block_m,
         "BLOCK_I": tile.block_n,

@@ -65,6 +65,7 @@ def compare_tf32x3(case: Case) -> None:
     from fairseq_tutel.kernels import triton_launch
 
     found = []
+    triton_launch.product_of.cache_clear()
     multiply = triton_launch.input_precision_of
     triton_launch.input_precision_of = lambda *given: found.append(multiply(*given)) or found[-1]
     try:
@@ -110,20 +111,20 @@ def compare_described(case: Case) -> None:
     from fairseq_tutel.kernels import triton_launch
 
     used = []
-    plain, described = triton_launch.has_descriptors, triton_launch.described
+    plain, hardware = triton_launch.descriptor, triton_launch.DESCRIPTORS
 
-    def counting(*given, **options):
-        descriptors = described(*given, **options)
-        used.append(descriptors is not None)
-        return descriptors
+    def counting(*given):
+        used.append(plain(*given))
+        return used[-1]
 
-    triton_launch.described = counting
-    triton_launch.has_descriptors = lambda device: True
+    triton_launch.descriptor, triton_launch.DESCRIPTORS = counting, ("interpreted",)
+    triton_launch.product_of.cache_clear()
     try:
         compare_interpreted(case)
     finally:
-        triton_launch.has_descriptors, triton_launch.described = plain, described
-    assert used and all(used)
+        triton_launch.descriptor, triton_launch.DESCRIPTORS = plain, hardware
+        triton_launch.product_of.cache_clear()
+    assert used and None not in used
 
 
 @pytest.mark.parametrize("gathered, strided", [(False, False), (True, True)])

@@ -141,13 +141,17 @@ def test_the_interpreter_needs_no_cuda_context():
 
 def test_a_tensor_descriptor_describes_one_aligned_tensor(monkeypatch):
     descriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor
-    monkeypatch.setattr(triton_launch, "has_descriptors", lambda _: True)
-    for x in torch.zeros(2, 16, 8, 32):
-        (found,) = triton_launch.described([x], (1, 16, 8), is_transposed=True) or (None,)
-        assert found is None  # There is no tensor descriptor, because the last stride is not 1.
-        (found,) = triton_launch.described([x.mT], (1, 16, 8), is_transposed=True)
-        expected = descriptor(x, list(x.shape), list(x.stride()), [1, 16, 8])
-        assert found.base.data_ptr() == x.data_ptr()
-        assert vars(found) | {"base": None} == vars(expected) | {"base": None}
-    shifted = torch.zeros(16 * 32 + 1)[1:].view(16, 32)
-    assert triton_launch.described([shifted], (16, 16)) is None
+    monkeypatch.setattr(triton_launch, "hardware_of", lambda _: "sm_90")
+    rows, weights = torch.zeros(40, 32), torch.zeros(2, 16, 32)
+    for x in (weights, weights.clone()):
+        (rows_read,), (read,), product = triton_launch.operands("linear", 40, [rows], [x])
+        block = [1, product.tile.block_n, product.tile.block_k]
+        expected = descriptor(x, list(x.shape), list(x.stride()), block)
+        assert rows_read.base is rows and read.base is x
+        assert vars(read) | {"base": None} == vars(expected) | {"base": None}
+        _, (read,), _ = triton_launch.operands("dx", 40, [torch.zeros(40, 16)], [x.mT])
+        assert read.base.mT is not None and read.shape == list(x.shape)
+    shifted = torch.zeros(40 * 32 + 1)[1:].view(40, 32)
+    for case in ([shifted], [weights]), ([torch.zeros(40, 30)], [torch.zeros(2, 16, 30)]):
+        *read, _ = triton_launch.operands("linear", 40, *case)
+        assert read[0] is case[0]
