@@ -71,8 +71,8 @@ class _Gate(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx_TD = torch.mm(pair_TF, twice_FD) if dx_TD is None else dx_TD.addmm_(pair_TF, twice_FD)
         if ctx.needs_input_grad[1]:
-            # Autograd converts the gradient to the dtype of the weight.
-            dweight_ED = _in_fp32(pair_TF.t(), x_TD).view(2, *weight_ED.shape).sum(0)
+            both_FD, half = _in_fp32(pair_TF.t(), x_TD), weight_ED.shape[0]
+            dweight_ED = torch.add(both_FD[:half], both_FD[half:], out=torch.empty_like(weight_ED))
         return dx_TD, dweight_ED, None, None, None
 
 

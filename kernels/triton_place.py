@@ -65,8 +65,8 @@ def _fake_place_assignments(
     size = num_tokens * top_k
     tiles = table_start(size, num_experts, 2 * BLOCKS_M[-1])
     return (
-        torch.empty_like(ids_TK),
-        torch.empty_like(ids_TK),
+        ids_TK.new_empty(num_tokens, top_k),
+        ids_TK.new_empty(num_tokens, top_k),
         ids_TK.new_empty(size),
         None if top_k == 1 else ids_TK.new_empty(size),
         ids_TK.new_empty((top_k + 1) * num_experts + top_k + tiles),

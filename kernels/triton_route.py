@@ -23,9 +23,10 @@ TILE = 1024
 def _fake_softmax_top_k(
     logits_TE: Tensor, top_k: int, normalize: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens = logits_TE.shape[0]
+    num_tokens, num_experts = logits_TE.shape
     ids_TK = logits_TE.new_empty(num_tokens, top_k, dtype=torch.int64)
-    return torch.empty_like(logits_TE), ids_TK, logits_TE.new_empty(num_tokens, top_k)
+    probs_TE = logits_TE.new_empty(num_tokens, num_experts)
+    return probs_TE, ids_TK, logits_TE.new_empty(num_tokens, top_k)
 
 
 @opaque(_fake_softmax_top_k)
@@ -40,7 +41,7 @@ def softmax_top_k(logits_TE: Tensor, top_k: int, normalize: bool = False) -> tup
 
 
 def _fake_softmax_top_k_backward(probs_TE: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(probs_TE)
+    return probs_TE.new_empty(probs_TE.shape)
 
 
 @opaque(_fake_softmax_top_k_backward)
