@@ -121,7 +121,7 @@ def without_experts(name: str) -> str:
 def new_checkpoint(
     words: Sequence[str], options: Mapping[str, Any], weights: Weights, task_state: dict[str, Any]
 ) -> SavedModel:
-    """Return a checkpoint with the options of a fairseq-train command line, and with `options`."""
+    """Return a checkpoint with the options of the fairseq-train arguments `words`, and `options`."""
     plugin.register()
     from fairseq import options as fairseq_options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf

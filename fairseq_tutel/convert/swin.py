@@ -45,7 +45,7 @@ SAVED = {
     "GATE_NOISE": "--moe-gate-noise",
     "MOE_DROP": "--swin-expert-dropout",
 }
-# For each switch of MODEL.SWIN_MOE: a value, and the option and value of fairseq_tutel with equal effect.
+# For each switch of MODEL.SWIN_MOE, one value, and fairseq_tutel's option and value with the same effect.
 SWITCHES = {
     "USE_BPR": (False, "--moe-drop-policy", "position"),
     "IS_GSHARD_LOSS": (True, "--moe-balance-loss", "gshard:1"),

@@ -1,7 +1,7 @@
-"""Converts the rank files of a model with Tutel's moe_layer to one file.
+"""Converts a model with Tutel's moe_layer, which each rank saved to a file, to one file.
 
 - A state dict becomes a state dict for the same model with fairseq_tutel.moe_layer.
-- A checkpoint of Tutel's examples/fairseq_moe becomes one of moe_transformer_lm or moe_transformer.
+- A checkpoint of Tutel's fairseq example becomes a checkpoint of moe_transformer_lm or moe_transformer.
 
 The converted weights are bit-identical.
 """

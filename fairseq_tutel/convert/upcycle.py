@@ -2,10 +2,10 @@
 
 The method is that of Komatsuzaki et al. 2022 (Sparse Upcycling). E is the number of experts, D the
 model_dim, and H the hidden dimension of the dense FFN. With G parts per FFN, an expert's hidden dimension
-is h = H / G. If G > 1, each expert is one of G parts of the dense FFN. The G experts g * G to g * G + G - 1
-together are the dense FFN, and their gate rows are equal, so a token chooses all G experts (He et al. 2024,
-virtual groups). The fc2 of these experts is multiplied by G, because each expert gets only 1/G of the
-token's weight.
+is h = H / G. If G > 1, each expert is one of G parts of the dense FFN. For every g, the G experts g * G to
+g * G + G - 1 together are the dense FFN. Their gate rows are equal, so a token chooses all G experts (He et
+al. 2024, virtual groups). The fc2 of these experts is multiplied by G, because each expert gets only 1/G of
+the token's weight.
 """
 
 import argparse
@@ -259,7 +259,7 @@ def differences(config: MoEConfig, how: Variation) -> list[str]:
 
 
 def sums_to_1(config: MoEConfig) -> bool:
-    """Return whether a token's expert weights sum to 1, before --moe-routed-scaling-factor."""
+    """Return whether a token's gate weights sum to 1 before --moe-routed-scaling-factor is applied."""
     if config.top_k > 1 and config.normalize_gate != "none":
         return True
     return config.score_function == "softmax" and config.top_k == config.num_experts

@@ -20,7 +20,7 @@ from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout, buffers
 from fairseq_tutel.inference.fetch_thread import Source
 from fairseq_tutel.moe.expert_stack import ExpertStack
 
-LONGEST_HEADER = 100_000_000  # safetensors has the same limit.
+LONGEST_HEADER = 100_000_000  # In bytes, as in the safetensors library.
 
 
 class ShardFiles:
@@ -85,7 +85,7 @@ class FromFiles:
             self._files.read(tensor.path_of(piece), piece, on_host.bytes[name])
         if on_host is not buffer:
             buffer.memory.copy_(on_host.memory, non_blocking=True)
-            torch.cuda.current_stream(buffer.memory.device).synchronize()  # A read overwrites on_host.
+            torch.cuda.current_stream(buffer.memory.device).synchronize()  # on_host will be reused.
 
 
 class FromHost:

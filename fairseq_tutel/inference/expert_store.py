@@ -58,13 +58,13 @@ class Counters:
 class ExpertStore:
     """Keeps the experts of MoE layers on disk or in host memory, and fetches experts that get rows.
 
-    An expert store is for evaluation only. Outputs are bit-identical to those with experts in memory, with
-    one exception: On a CPU, outputs can differ by rounding if the size of an expert's matrix is not a
-    multiple of 64 bytes.
+    An expert store is for evaluation only. Outputs are bit-identical to those with experts in memory. There
+    are two exceptions on a CPU: products with quantized experts are rounded (see below), and outputs can
+    differ by rounding if the size of an expert's matrix is not a multiple of 64 bytes.
 
-    A single thread reads experts. The thread ends with `close`, with the process, or after an error, which
-    the store's next use raises. A deep copy of a model shares its store. A forked process or a second
-    thread needs a separate store. A model with experts in a store can be neither saved nor loaded.
+    A single thread reads experts. The thread ends at `close`, at the end of the process, or after an error,
+    which the store's next use raises. A deep copy of a model shares the model's store. A forked process or
+    second thread needs a separate store. A model with experts in a store can be neither saved nor loaded.
 
     Policies (docs/inference.md):
 
@@ -167,7 +167,7 @@ class ExpertStore:
             self._prefetch(index, experts)
 
     def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
-        """Fetch experts of a stack, and return their buffers, which are valid until the next call."""
+        """Fetch experts of a stack, and return their buffers, valid until the next `take` or `prefetch`."""
         with self._closed_on_error():
             self._size_cache()
             wanted = {(index, e) for e in experts}
@@ -221,7 +221,7 @@ class ExpertStore:
             self._hold(key, ahead=True)
 
     def _hold(self, key: Key, ahead: bool = False) -> Fetch:
-        """Fetch an expert if necessary, and keep it in memory until it is released; return its fetch."""
+        """Return an expert's fetch, requested if necessary. The expert is kept until `_release`."""
         self._cache.take(key)
         if key not in self._fetches:
             stack, source = self._stacks[key[0]]
@@ -295,7 +295,7 @@ class _StoredWeights(Weights):
     def prefetch(self, stack: ExpertStack, groups: Groups) -> None:
         """With the policy `pregated`, begin to fetch the experts of this rank that have rows."""
         if self._store.policy != "pregated":
-            return  # This saves a host read of row counts.
+            return  # Reading `groups.host` could make the host wait for the GPU.
         counts = groups.host[stack.first : stack.first + stack.num_local]
         self._store.prefetch(self._index, [e for e, count in enumerate(counts) if count])
 

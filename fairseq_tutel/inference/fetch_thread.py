@@ -71,7 +71,7 @@ class Fetcher:
         self._ended = ""
 
     def request(self, fetch: Fetch, ahead: bool = False) -> None:
-        """Queue the fetch of an expert, with `ahead` after the fetches that are needed now."""
+        """Queue the fetch of an expert as the next fetch or, with `ahead`, as the last fetch."""
         with self._changed:
             self.refuse_ended()
             if self._thread is None:

@@ -26,7 +26,7 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
         ahead: N, the number of positions; 0 disables pre-gating.
 
     Raises:
-        ValueError: N is invalid.
+        ValueError: N is not an integer from 0 to len(layers) - 1.
 
     Example:
         >>> config = ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8)
@@ -44,7 +44,7 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
 
 
 def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
-    """Raise ValueError if no stack has more than N = `ahead` MoE layers; `blocks` maps stacks to counts."""
+    """Raise ValueError if no stack has more than `ahead` MoE layers; `blocks` has the numbers per stack."""
     most = max(blocks.values(), default=0) - 1
     if not (is_whole(ahead) and 1 <= ahead <= most):
         has = " and ".join(f"the {name} has {count} MoE layers" for name, count in blocks.items())

@@ -116,7 +116,7 @@ def _opened(kind: str, arguments: argparse.Namespace) -> Any:
 
 
 def _fitted(model: Any, tokens: Any) -> Any:
-    """Shorten a text's tokens to the number that the model accepts, and keep the last token."""
+    """Cut a text's tokens to the length that the model accepts, but keep the last token."""
     limits = model.max_positions if isinstance(model.max_positions, tuple) else (model.max_positions,)
     # Multilingual models and language models add a token.
     limit = int(limits[0]) - (len(limits) == 1 or hasattr(model.task, "langs"))
@@ -124,7 +124,7 @@ def _fitted(model: Any, tokens: Any) -> Any:
 
 
 def _printed(kind: str, model: Any, hypotheses: Sequence[Any], number: int) -> list[str]:
-    """Return the `number` output lines of one text, one for each of its first hypotheses."""
+    """Return `number` output lines for one text: its first hypotheses, and then empty lines."""
     lines = []
     for hypothesis in hypotheses[:number]:
         score = f"{float(hypothesis['score']) / math.log(2):.4f}"

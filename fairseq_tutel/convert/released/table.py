@@ -1,4 +1,4 @@
-"""Defines `Family`, a table of a model's names and options in Hugging Face's format and in fairseq.
+"""Defines `Family`, the tensor names and options of a kind of model in Hugging Face's format and fairseq.
 
 A family is read in both directions: from config.json and Hugging Face's tensors to fairseq's options and
 tensors, and back. In the code, "theirs" means Hugging Face's names, and "ours" means fairseq's.
@@ -161,7 +161,7 @@ class Setup(NamedTuple):
 class Family:
     """The tensor names and options of a kind of model in transformers and in fairseq."""
 
-    # The value of model_type in config.json, and of --family.
+    # The value of model_type in config.json.
     name: str
     # Model classes that config.json may name; to-hf writes the first class.
     architectures: tuple[str, ...]
@@ -174,7 +174,7 @@ class Family:
     options: tuple[Option, ...]
     # Values of fairseq options that are the same in all models of the family.
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    # Keys that config.json must lack, or that must have these values.
+    # Entries of config.json: each key is either missing, or has this value.
     assumed: Mapping[str, Any] = field(default_factory=dict)
     # Additional entries that to-hf writes to config.json.
     written: Mapping[str, Any] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class Family:
     dropped: str = ""
     # transformers tensors that must be zero, and their shapes as numbers or keys of `vocabulary_sizes`.
     zeros: Mapping[str, str] = field(default_factory=dict)
-    # fairseq tensors that transformers lacks. from-hf writes zeros of the given shape, if it is not empty.
+    # fairseq tensors that transformers lacks. from-hf writes zeros of the given shape unless it is empty.
     unused: Mapping[str, str] = field(default_factory=dict)
     # A fairseq tensor, and the transformers tensor whose only row is added to the fairseq tensor.
     summed: Mapping[str, str] = field(default_factory=dict)
@@ -209,7 +209,7 @@ class Family:
         return [row for names in self.names for row in names.rows(options)]
 
     def stacks(self, options: Mapping[str, Any]) -> dict[str, tuple[list[str], tuple[int, ...]]]:
-        """Return transformers' names of the E tensors of each stacked tensor, and one expert's shape."""
+        """For each stacked tensor, return transformers' names of its E tensors, and one tensor's shape."""
         return {}
 
     def notes(self, options: Mapping[str, Any]) -> list[str]:
@@ -260,7 +260,7 @@ class Family:
 
 
 def transformer_layer(side: str, theirs: str = "", has_cross_attention: bool | None = None) -> list[Names]:
-    """Return name patterns of layers whose tensors have fairseq's names after transformers' prefix.
+    """Return name patterns of layers whose tensor names differ only by a prefix in the two systems.
 
     Args:
         side: encoder or decoder.

@@ -90,10 +90,10 @@ def _layer(side: str) -> list[Names]:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEFamily(Family):
-    """A family with experts, in which `rows` excludes the experts' tensors, and `stacks` has them."""
+    """A model family with experts: `stacks` names the experts' tensors, and `rows` all other tensors."""
 
     def stacks(self, options: Mapping[str, Any]) -> dict[str, tuple[list[str], tuple[int, ...]]]:
-        """Return transformers' names of the E tensors of each stacked tensor, and one expert's shape."""
+        """For each stacked tensor, return transformers' names of its E tensors, and one tensor's shape."""
         found = {}
         for side in SIDES:
             model_dim, hidden_dim = options[f"{side}_embed_dim"], options[f"{side}_ffn_embed_dim"]
@@ -191,10 +191,10 @@ class MoEFamily(Family):
 
 
 def _read_capacity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return capacity options of fairseq that give the same capacity as transformers in evaluation.
+    """Return fairseq_tutel's options for the evaluation capacity that a config.json describes.
 
-    In training, fairseq's capacity is twice the mean load, as in Meta's branch. The training capacity of
-    transformers is constant.
+    In training, an expert has 2 * ceil(tokens / experts) slots, as in Meta's branch. In transformers, the
+    number of slots in training is constant.
     """
     fraction, slots = config.get("moe_eval_capacity_token_fraction", 1.0), config.get("expert_capacity", 64)
     training = {"moe_capacity_factor": 1.0}
@@ -216,10 +216,10 @@ def _read_capacity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_capacity(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return capacity options of transformers that give the same capacity as fairseq in evaluation.
+    """Return transformers' options for the evaluation capacity that fairseq_tutel's options describe.
 
     Raises:
-        ValueError: transformers has no equal capacity.
+        ValueError: transformers has no options for an equal capacity.
     """
     fraction, factor = options["moe_eval_capacity_token_fraction"], options["moe_eval_capacity_factor"]
     least = options["moe_min_capacity"]
