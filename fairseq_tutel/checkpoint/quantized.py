@@ -5,7 +5,7 @@ A row is a vector along the last dimension. A tensor [..., W] with R rows is sto
 - In bf16, the values are stored without scales.
 - In int8, R scales in float32 come first, and then R rows of W bytes. A value is scale * byte.
 - In int4, R scales in float32 come first, and then R rows of ceil(W / 2) bytes. A value is scale * (nibble
-  - 8). A row's low nibbles hold its first half, and its high nibbles the second half, padded with 8.
+  - 8). The low nibbles hold the first half of a row, and the high nibbles the second half, padded with 8.
 - In int4 in groups, one bfloat16 scale per group of 64 values of a row comes first, and then the nibbles in
   the order of `packed_int4`. This format is for a matrix [R, W] in which R and W are multiples of 64.
 

@@ -22,7 +22,7 @@ from fairseq_tutel.parallel.progress import progress
 
 logger = logging.getLogger(__name__)
 
-# For each part of a configuration, the key of the part's name in an old, flat configuration.
+# The parts of a configuration, each with the option that names the part in an old, flat configuration.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
 # The FFN tensors of a dense layer, and the tensors that --scale-fc adds.
 DENSE = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
@@ -74,7 +74,7 @@ def layer_label(name: str) -> str:
 def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
     """Return a sorted list of the layers with an FFN or experts, from the names of the weights.
 
-    With `within`, the layers of inner models are returned, too.
+    With `within`, the function also finds the layers of models inside the model.
     """
     found = set()
     for key in weights:
@@ -163,7 +163,7 @@ class SavedModel:
         return found
 
     def options_of(self, part: str) -> dict[str, Any]:
-        """Return the options of the model, task, criterion or optimizer; an older file has one set."""
+        """Return the options of a part, such as the task; in older files, all parts share one dict."""
         args = self.state.get("args")
         return _values(self._cfg.get(part) if args is None else args)
 

@@ -254,7 +254,7 @@ def _refuse_no_dense(config: MoEConfig, layer: Layer, number: int) -> None:
 
 
 def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig) -> bool:
-    """Return whether the gate has no effect in evaluation, since experts are equal and weights sum to 1."""
+    """Return whether the gate has no effect in evaluation, as all experts are equal and weights sum to 1."""
     if not sums_to_1(config) or config.choice == "experts" or config.prescore:
         return False
     return not capacity_of(config, training=False).is_limited and all(

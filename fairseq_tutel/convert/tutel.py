@@ -1,4 +1,4 @@
-"""Converts a model with Tutel's moe_layer, which each rank saved to a file, to one file.
+"""Converts a model with Tutel's moe_layer from one file per rank to a single file.
 
 - A state dict becomes a state dict for the same model with fairseq_tutel.moe_layer.
 - A checkpoint of Tutel's fairseq example becomes a checkpoint of moe_transformer_lm or moe_transformer.

@@ -85,7 +85,7 @@ def upcycle(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> dict
 
 
 def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoEConfig]:
-    """Set names and options of a MoE model in a dense checkpoint, and return the MoE configurations."""
+    """Change a dense checkpoint's names and options to a MoE model's, and return the MoE configurations."""
     from fairseq.models import ARCH_CONFIG_REGISTRY, MODEL_DATACLASS_REGISTRY
 
     from fairseq_tutel.plugin.install import refuse_options
@@ -284,8 +284,8 @@ def _prepare_gates(layer: MoELayer, parts: int, scale: float) -> None:
 def _reinitialize(made: Tensors, name: str, how: Variation) -> None:
     """Reinitialize a fraction of every expert's hidden units, in place.
 
-    New weights and biases are drawn from a normal distribution with the old mean and deviation. The method
-    is in section 3 of Nakamura et al. 2025 (Drop-Upcycling).
+    New weights and biases are drawn from a normal distribution with the old mean and standard deviation.
+    The method is in section 3 of Nakamura et al. 2025 (Drop-Upcycling).
     """
     w1_EHD, b1_EH, w2_EDH = (made[f"experts.{k}"] for k in ("fc1_weight", "fc1_bias", "fc2_weight"))
     E, H, _ = w1_EHD.shape

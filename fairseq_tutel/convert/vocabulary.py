@@ -143,7 +143,7 @@ def _convert(
 
 
 def _dictionary(task: Any, name: str, weights: Collection[str]) -> Any:
-    """Return the dictionary whose symbols are the rows of a table."""
+    """Return the dictionary that has a symbol for each row of the table `name`."""
     encoder = re.compile(r"(^|\.)encoder\.")
     # In a language model, the decoder's embeddings belong to the source dictionary.
     is_source = encoder.search(name) or ("embed_tokens" in name and not any(map(encoder.search, weights)))

@@ -64,7 +64,7 @@ class Buffer:
         return (stored if quantized is None else quantized.dequantize(stored)).to(dtype)
 
     def matrix(self, name: str, dtype: torch.dtype) -> Tensor | QuantizedMatrix:
-        """Return a tensor as a quantized matrix for products in `dtype`, or else as `tensor` does."""
+        """Return a tensor as a quantized matrix for products in `dtype` if possible, else in `dtype`."""
         quantized = self._quantized[name]
         matrix = None if quantized is None else quantized.matrix(self.tensors[name], dtype)
         return self.tensor(name, dtype) if matrix is None else matrix

@@ -44,7 +44,7 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
 
 
 def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
-    """Raise ValueError if no stack has more than `ahead` MoE layers; `blocks` has the numbers per stack."""
+    """Raise ValueError if `ahead` is below 1, or too large for every stack (`blocks` has layer counts)."""
     most = max(blocks.values(), default=0) - 1
     if not (is_whole(ahead) and 1 <= ahead <= most):
         has = " and ".join(f"the {name} has {count} MoE layers" for name, count in blocks.items())
@@ -79,7 +79,7 @@ class Chain:
         index = self.layers.index(layer)
         if index == 0:
             self._pending.clear()
-        # The first N layers fetch their experts before later layers' experts are fetched.
+        # A layer must request its own experts before those of a later layer.
         routing = _prefetched(layer, x_TD, call) if index < self.ahead else self._take(index, call)
         later = index + self.ahead
         if later < len(self.layers):

@@ -146,7 +146,7 @@ def _experts(
 ) -> dict[str, ReleasedStack]:
     """Return stacked tensors of the experts to keep; remove other experts' gate rows from `weights`.
 
-    The function adds the number of experts of each layer to `options`.
+    The function sets `moe_expert_count` in `options` to the number of kept experts of each layer.
     """
     if how.pairs and how.keep is None:
         raise ValueError(

@@ -71,7 +71,7 @@ class Option:
     """An option that both transformers and fairseq have."""
 
     theirs: str
-    # The equivalent fairseq options, separated by spaces. The form a|b means the option a, or else b.
+    # The equivalent fairseq options, separated by spaces. The form a|b means a or, if it is not set, b.
     ours: str
     # The default of transformers, for a config.json without the option's key.
     default: Any
@@ -84,7 +84,7 @@ class Option:
         """Return the fairseq options for a config.json.
 
         Raises:
-            ValueError: transformers' value has no counterpart in fairseq, or is an impossible number.
+            ValueError: transformers' value has no counterpart in fairseq, or is a number out of range.
         """
         value = config.get(self.theirs)
         value = self.default if value is None else value
@@ -129,7 +129,7 @@ class Option:
             raise ValueError(
                 f"INPUT lacks the option {self.ours.split()[0]}; give a checkpoint of fairseq-train."
             )
-        # If an older fairseq checkpoint lacks a switch or probability, its value is False or 0.
+        # If an older fairseq checkpoint lacks a switch or probability, the missing value is False or 0.
         value = found[keys[0]] if keys else type(self.default)()
         if self.values:
             theirs = [key for key, own in self.values.items() if own == value]
@@ -234,7 +234,7 @@ class Family:
         return found | self.read_more(config)
 
     def sizes(self, weights: Mapping[str, Any]) -> dict[str, int]:
-        """Return the vocabulary sizes that config.json must have for fairseq's tensors."""
+        """Return the vocabulary sizes for config.json, which are row counts of fairseq's embedding tables."""
         return {key: len(weights[name]) for key, name in self.vocabulary_sizes.items()}
 
     def differing(self, options: Mapping[str, Any]) -> list[str]:

@@ -48,7 +48,7 @@ FIXED = {
 
 
 def sparse_layers(side: str, sparse: bool = True) -> Callable[[Mapping[str, Any]], list[int]]:
-    """Return a function that maps options to the indices of a side's layers with (or without) experts."""
+    """Return a function from options to the indices of the `side` layers with (or without) experts."""
 
     def of(options: Mapping[str, Any]) -> list[int]:
         indices = range(options[f"{side}_layers"])
@@ -113,7 +113,7 @@ class MoEFamily(Family):
             ValueError: a value in config.json has no counterpart in fairseq.
         """
         found = super().read_options(config)
-        for side in SIDES:  # In transformers, a step below 0 means no experts.
+        for side in SIDES:  # In transformers, a sparse step below 0 means no experts.
             found[f"{side}_moe_freq"] = max(0, found[f"{side}_moe_freq"])
         experts = config.get("num_experts", 128)
         if type(experts) is not int or not TOP_K <= experts <= MOST_EXPERTS:
