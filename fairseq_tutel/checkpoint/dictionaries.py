@@ -28,9 +28,8 @@ def fingerprints_of(model: Any) -> dict[str, str]:
 def refuse_other_dictionaries(found: Mapping[str, str], extra_state: Mapping[str, Any], path: Any) -> None:
     """Raise ValueError if a checkpoint's dictionaries differ from a model's in symbols or their order.
 
-    Dictionaries of different lengths are not compared, because a model that loads such a checkpoint
-    converts or rejects the embeddings. Checkpoints of older versions and of stock fairseq have no
-    fingerprints.
+    Dictionaries of different lengths are not compared: models convert or reject embeddings of another size.
+    Checkpoints of older versions and of stock fairseq have no fingerprints.
     """
     for name, own in found.items():
         other = str(extra_state.get(KEY, {}).get(name, own))

@@ -199,7 +199,7 @@ def begin_folder(save_dir: Path) -> Path:
 
 
 def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str, Any]]:
-    """Give a complete folder of shard files its final name, and return the records. Collective.
+    """Give a complete folder of shard files its final name, and return the tensors' records. Collective.
 
     Raises:
         ValueError: a rank could not write its files; all ranks raise this error.
@@ -214,7 +214,7 @@ def gather_written(own: Written, group: dist.ProcessGroup | None = None) -> list
 
 
 def records_of(everything: list[Written], folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """On rank 0, rename a complete folder of shard files to its final name, and return the records."""
+    """On rank 0, rename a complete folder of shard files, and return the tensors' records."""
     stacks = _joined(everything, folder.parent)
     digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
     sizes = {file: size for written in everything for file, size in written.sizes.items()}

@@ -122,7 +122,7 @@ class SavedModel:
         return layers_of(self.weights)
 
     def stacks(self, layer: Layer) -> Weights:
-        """Return the stacked tensors [E, ...] of a layer's experts, by their names within an expert."""
+        """Return the stacked tensors [E, ...] of a layer's experts by name, such as fc1_weight."""
         prefix = f"{layer.moe}.experts."
         own = {k.removeprefix(prefix): t for k, t in self.weights.items() if k.startswith(prefix)}
         # A tensor name with a dot belongs to a module that all experts share, such as a layer norm.

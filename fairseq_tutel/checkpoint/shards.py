@@ -67,7 +67,7 @@ class ShardedTensor:
     dtype: torch.dtype
     slicing: Slice  # The split of each expert into pieces (dimension and count).
     pieces: tuple[Piece, ...]  # The E * s pieces of the stack, expert by expert.
-    # Open shard files by path, which all tensors of a checkpoint share.
+    # The shard files that are open, by path; all tensors of a checkpoint share this dict.
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
     expert_dtype: str = ""  # One of EXPERT_DTYPES, or "" if not quantized.
     error: tuple[float, float] = (0.0, 0.0)  # Relative errors of all rows and of the worst row.
@@ -161,7 +161,7 @@ class ShardedTensor:
         return stored if out is None else out.copy_(stored)
 
     def _file(self, piece: Piece) -> Any:
-        """Open the shard file that contains a piece; raise ValueError if its tensor has a wrong shape."""
+        """Open the shard file that contains a piece; raise ValueError if the piece has a wrong shape."""
         from safetensors import SafetensorError, safe_open  # safetensors is an optional dependency.
 
         path = self.path_of(piece)

@@ -254,7 +254,7 @@ def _refuse_no_dense(config: MoEConfig, layer: Layer, number: int) -> None:
 
 
 def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig) -> bool:
-    """Return whether the gate has no effect in evaluation, as all experts are equal and weights sum to 1."""
+    """Return whether a layer's experts are equal and any routing in evaluation gives the same output."""
     if not sums_to_1(config) or config.choice == "experts" or config.prescore:
         return False
     return not capacity_of(config, training=False).is_limited and all(
@@ -284,7 +284,7 @@ def kept_by_share(
     if not globally:
         counts = {layer: max(least[layer], _rounded(share * len(ids))) for layer, ids in ranked.items()}
     else:
-        # t is the fraction of the layer's score that an expert and all better experts have together.
+        # t is the fraction of the layer's total score that an expert and all experts before it have.
         order = []
         for layer, ids in ranked.items():
             sums = accumulate(scores[layer][i] / sum(scores[layer]) for i in ids)

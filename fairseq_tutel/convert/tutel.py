@@ -109,7 +109,7 @@ def _weights_in(state: Any, path: Path, namespace: str) -> Tensors:
 
 
 def _expert_counts(ranks: list[Tensors]) -> dict[str, int]:
-    """Return a dictionary from the name prefix of each Tutel layer to its number of experts."""
+    """Return a dictionary from the name prefix of each Tutel layer to the layer's number of experts."""
     names = [name for name in ranks[0] if name.rpartition(".")[2] == COUNT]
     if not names:
         raise ValueError(f"{INPUT} has no Tutel layer (no {COUNT}); give files that Tutel saved.")

@@ -88,7 +88,7 @@ class Chain:
         return routing
 
     def _take(self, index: int, call: Call) -> Routing:
-        """Remove and return a layer's pending routing; raise ValueError if it does not fit the call."""
+        """Remove and return a layer's pending routing; raise ValueError if it is unusable in `call`."""
         found = self._pending.pop(index, None)
         label = self.layers[index].name or f"layer {index}"
         if found is None or (torch.is_grad_enabled() and not found.has_graph):

@@ -70,7 +70,7 @@ def run(kind: str, arguments: argparse.Namespace) -> None:
     lines = data.decode().replace("\r\n", "\n").removesuffix("\n").split("\n") if data else []
     options: dict[str, Any] = {"score_reference": True}
     if kind != "score":
-        # fairseq counts the text that a language model continues as part of the result.
+        # For a language model, fairseq counts the given text as a part of the result.
         longest = {"max_len_a": int(kind == "sample"), "max_len_b": arguments.max_len}
         options = {"beam": arguments.beam, **longest}
     from fairseq_tutel.parallel.progress import progress

@@ -113,7 +113,7 @@ class Option:
         return [keys[0] for keys in own if keys]
 
     def write(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an option's entry of config.json for fairseq options.
+        """Return the option's config.json entry for the given fairseq options.
 
         Raises:
             ValueError: the fairseq options in `ours` differ, or transformers lacks their value.
@@ -174,7 +174,7 @@ class Family:
     options: tuple[Option, ...]
     # Values of fairseq options that are the same in all models of the family.
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    # Entries of config.json: each key is either missing, or has this value.
+    # Entries of config.json; in a config.json, each key is missing or has the given value.
     assumed: Mapping[str, Any] = field(default_factory=dict)
     # Additional entries that to-hf writes to config.json.
     written: Mapping[str, Any] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class Family:
     dropped: str = ""
     # transformers tensors that must be zero, and their shapes as numbers or keys of `vocabulary_sizes`.
     zeros: Mapping[str, str] = field(default_factory=dict)
-    # fairseq tensors that transformers lacks. from-hf writes zeros of the given shape unless it is empty.
+    # fairseq tensors that transformers lacks. from-hf writes zeros of a shape that is not empty.
     unused: Mapping[str, str] = field(default_factory=dict)
     # A fairseq tensor, and the transformers tensor whose only row is added to the fairseq tensor.
     summed: Mapping[str, str] = field(default_factory=dict)
@@ -234,7 +234,7 @@ class Family:
         return found | self.read_more(config)
 
     def sizes(self, weights: Mapping[str, Any]) -> dict[str, int]:
-        """Return the vocabulary sizes for config.json, which are row counts of fairseq's embedding tables."""
+        """Return the vocabulary sizes for config.json: row counts of fairseq's embedding tables."""
         return {key: len(weights[name]) for key, name in self.vocabulary_sizes.items()}
 
     def differing(self, options: Mapping[str, Any]) -> list[str]:

@@ -109,7 +109,7 @@ class Recorder:
         self.weights: np.ndarray | None = None
 
     def routing_of(self, layer: MoELayer, x_TD: Tensor, call: Call) -> Routing:
-        """Route tokens without a change, and store their expert IDs and weights."""
+        """Route tokens as without a recorder, and store their expert IDs and weights."""
         route = layer.route if self.before is None else partial(self.before.routing_of, layer)
         self.routing = routing = route(x_TD, call)
         used = routing.expert_ids_TK.where(routing.row_of_TK >= 0, -1)
