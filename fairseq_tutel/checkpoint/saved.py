@@ -35,7 +35,7 @@ _LAYER = re.compile(
     r"\b(?P<name>(?P<side>encoder|decoder|stages\.\d+)(?P<inner>\.sentence_encoder)?"
     r"\.((transformer_)?layers|blocks)\.(?P<index>\d+))\.fc1\.(?P<what>weight|experts\.)"
 )
-# Tensors by name. A stack of experts may be a `ShardedTensor`, which is indexed like a tensor.
+# Tensors by name. A stacked tensor of experts may be a `ShardedTensor`, which is indexed like a tensor.
 Weights = dict[str, Any]
 
 

@@ -6,13 +6,13 @@ A sharded checkpoint has a record instead of each stacked tensor of experts. A r
      "slices": [s, dim], "pieces": [[file, key, sha256], ...]}
 
 In a record, E is the number of experts, and s the number of shards of each expert. Piece e * s + i is shard
-i of expert e, where the stack is split along dimension `dim`. The shard files have the format safetensors.
-The folder of the shard files is next to the checkpoint.
+i of expert e, where the stacked tensor is split along dimension `dim`. The shard files have the format
+safetensors. The folder of the shard files is next to the checkpoint.
 
 The value of "expert_shards" is the record's version: 1 for a tensor in its original dtype, 3 for int4 in
-groups, and 2 for other quantized tensors. The record of a quantized tensor has two more entries,
-such as `"packing": "int8"` and `"error": [relative error, error of the worst row]`. Quantized experts are
-not split into expert shards.
+groups, and 2 for other quantized tensors. The record of a quantized tensor has two more entries, such as
+`"packing": "int8"` and `"error": [relative error, error of the worst row]`. Quantized experts are not split
+into expert shards.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class ShardedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     slicing: Slice  # The split of each expert into pieces (dimension and count).
-    pieces: tuple[Piece, ...]  # The E * s pieces of the stack, expert by expert.
+    pieces: tuple[Piece, ...]  # The E * s pieces of the stacked tensor, expert by expert.
     # The shard files that are open, by path; all tensors of a checkpoint share this dict.
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
     expert_dtype: str = ""  # One of EXPERT_DTYPES, or "" if not quantized.

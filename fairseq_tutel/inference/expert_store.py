@@ -1,4 +1,4 @@
-"""An expert store keeps experts on disk or in host memory and loads experts when a MoE block needs them."""
+"""An expert store keeps experts on disk or in host memory and loads experts when a MoE layer needs them."""
 
 import contextlib
 import logging
@@ -38,7 +38,7 @@ CLOSED = "the expert store is closed; create another one and open the model agai
 class Counters:
     """Statistics of an expert store: calls, fetches, cache hits, waits and peak memory."""
 
-    calls: int = 0  # Number of calls of MoE blocks.
+    calls: int = 0  # Number of calls of MoE layers.
     asked: int = 0  # Number of experts with rows, summed over calls.
     fetches: int = 0  # Number of experts that were read, including prefetches.
     hits: int = 0  # Number of experts with rows that were in memory from an earlier use.
@@ -70,8 +70,8 @@ class ExpertStore:
 
     - `on-demand`: fetch experts when a call needs them.
     - `pregated`: also fetch the experts that calls of `prefetch` request.
-    - `prefetch-all`: also fetch all experts of the next block. The next block is the block that ran after
-      the current block the last time. Initially, the next block is the block that was added next.
+    - `prefetch-all`: also fetch all experts of the next layer. The next layer is the layer that ran after
+      the current layer the last time or, at first, the layer that was added after the current layer.
 
     Tiers: The tier `disk` reads the shard files of a checkpoint, and `host` keeps experts in memory (pinned
     if there is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes. The cache size
@@ -115,7 +115,7 @@ class ExpertStore:
         self._sizes_cache = cache == AUTO
         self._cache = ExpertCache(eviction, *((0, None) if self._sizes_cache else cache_limits(cache)))
         self._stacks: list[tuple[ExpertStack, Source]] = []
-        self._followers: dict[int, int] = {}  # Maps a block to the block that ran after it the last time.
+        self._followers: dict[int, int] = {}  # Maps a layer to the layer that ran after it the last time.
         self._last = -1
         self._fetches: dict[Key, Fetch] = {}  # The fetch of each expert that has a buffer.
         self._used: set[Key] = set()  # Experts that the current call uses.
@@ -129,10 +129,10 @@ class ExpertStore:
         """Offload the experts of a layer to the store, and free the layer's expert parameters.
 
         `tensors` has the `ShardedTensor`s of a checkpoint by name or, for tier `host`, ordinary tensors
-        (default: those of the stack). The tensors contain all experts, or those of this rank.
+        (default: those of `stack`). The tensors contain all experts, or those of this rank.
 
         Raises:
-            ValueError: the tensors do not fit the expert stack or the tier.
+            ValueError: the tensors do not fit the layer or the tier.
         """
         self._fetcher.refuse_ended()
         own = {name: getattr(stack, name) for name in stack.names}
@@ -159,7 +159,7 @@ class ExpertStore:
         self.close()
 
     def prefetch(self, index: int, experts: Iterable[int]) -> None:
-        """Begin to fetch experts of the stack `index` before a block needs them."""
+        """Begin to fetch experts of the layer `index` before the layer needs them."""
         with self._closed_on_error():
             self._size_cache()
             self._release(self._used)
@@ -167,7 +167,7 @@ class ExpertStore:
             self._prefetch(index, experts)
 
     def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
-        """Fetch experts of a stack, and return their buffers, valid until the next `take` or `prefetch`."""
+        """Fetch experts of a layer, and return their buffers, valid until the next `take` or `prefetch`."""
         with self._closed_on_error():
             self._size_cache()
             wanted = {(index, e) for e in experts}
@@ -203,7 +203,7 @@ class ExpertStore:
                 logger.info("--moe-expert-cache auto is %.1f MiB, half of the free memory", size / 2**20)
 
     def _prefetch_next(self, index: int) -> None:
-        """Begin to fetch all experts of the block that followed block `index` the last time."""
+        """Begin to fetch all experts of the layer that ran after the layer `index` the last time."""
         if self._last >= 0:
             self._followers[self._last] = index
         self._last = index
@@ -271,7 +271,7 @@ class ExpertStore:
 
 
 class _StoredWeights(Weights):
-    """The weights of an expert stack whose experts are in an expert store."""
+    """The weights of a MoE layer whose experts are in an expert store."""
 
     are_own = False
 

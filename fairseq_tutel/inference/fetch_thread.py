@@ -17,12 +17,12 @@ JOIN_SECONDS = 5.0  # `close` waits this long for a read that hangs.
 
 
 class Source(Protocol):
-    """A protocol for sources of the experts of a stack, such as files or host memory."""
+    """A protocol for sources of a layer's experts, such as files or host memory."""
 
     layout: BufferLayout
 
     def read(self, expert: int, buffer: Buffer) -> None:
-        """Read one expert of the stack into a buffer."""
+        """Read one expert of the layer into a buffer."""
 
 
 class Fetch:
@@ -31,7 +31,7 @@ class Fetch:
     def __init__(self, source: Source, expert: int, buffer: Buffer) -> None:
         self.buffer = buffer
         self.is_here = False  # True if the buffer contains the expert.
-        self.is_new = True  # True if no block has used the expert yet.
+        self.is_new = True  # True if no layer call has used the expert yet.
         self._source, self._expert = source, expert
         self._copied: torch.cuda.Event | None = None
 

@@ -1,7 +1,7 @@
-"""Pre-gating: the gate of a MoE block gets the input of the MoE block N positions earlier.
+"""Pre-gating: the gate of a MoE layer gets the input of the MoE layer N positions earlier.
 
-Experts of a block are thus chosen early, and offloaded experts can be fetched while the blocks in between
-compute. The gates of the first N blocks of a stack use the input of their own block. Shape suffixes are T
+Experts of a layer are thus chosen early, and offloaded experts can be fetched while the layers in between
+compute. The gates of the first N layers of a stack get the input of their own layer. Shape suffixes are T
 (tokens) and D (model_dim). The method is from Hwang et al. 2024, Pre-gated MoE.
 """
 

@@ -31,8 +31,8 @@ class Row(NamedTuple):
 class Names:
     """A pattern of tensor names in transformers and in fairseq, which `rows` expands.
 
-    - {a,b} stands for a or b, as in a shell. A pattern for transformers and its pattern for fairseq must
-      have equal numbers of expansions.
+    - {a,b} stands for a or b, as in a shell. The patterns for transformers and for fairseq must
+      expand to equally many names.
     - In a name, * stands for the index of a layer. The option or function `layers` gives the number of
       layers.
     - Spaces separate the names of a tied tensor. The first name of a tied tensor is preferred.
@@ -174,7 +174,7 @@ class Family:
     options: tuple[Option, ...]
     # Values of fairseq options that are the same in all models of the family.
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    # Entries of config.json; in a config.json, each key is missing or has the given value.
+    # Required values of entries in config.json; a missing entry is accepted, too.
     assumed: Mapping[str, Any] = field(default_factory=dict)
     # Additional entries that to-hf writes to config.json.
     written: Mapping[str, Any] = field(default_factory=dict)
