@@ -186,7 +186,7 @@ class ExpertStore:
 
     @contextlib.contextmanager
     def _closed_on_error(self) -> Iterator[None]:
-        """After any error, including Ctrl-C, close the store, because pending fetches are abandoned."""
+        """After any error, including Ctrl-C, close the store, because fetches may still be pending."""
         self._fetcher.refuse_ended()
         try:
             yield
