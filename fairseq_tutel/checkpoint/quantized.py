@@ -6,8 +6,8 @@ A row is a vector along the last dimension. A tensor [..., W] with R rows is sto
 - In int8, R scales in float32 come first, and then R rows of W bytes. A value is scale * byte.
 - In int4, R scales in float32 come first, and then R rows of ceil(W / 2) bytes. A value is scale * (nibble
   - 8). The low nibbles hold the first half of a row, and the high nibbles the second half, padded with 8.
-- In int4 in groups, one bfloat16 scale per group of 64 values of a row comes first, and then the nibbles in
-  the order of `packed_int4`. This format is for a matrix [R, W] in which R and W are multiples of 64.
+- In int4 with groups, one bfloat16 scale per group of 64 values of a row comes first, and then the nibbles
+  in the order of `packed_int4`. This format is for a matrix [R, W] in which R and W are multiples of 64.
 
 The scale of a row is the row's largest magnitude, divided by 127 (int8) or 7 (int4). The scale of a group
 is its value of largest magnitude, divided by -8 or -9, whichever gives the smaller squared error. In all

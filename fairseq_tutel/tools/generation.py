@@ -24,7 +24,7 @@ TEXTS = {
     "score": "Print, for each line, a language model's mean log2-probability of a token, and the number of "
     "tokens, separated by a tab.",
 }
-# Number of batches whose lines are sorted by length together.
+# The lines of this number of batches are sorted by length together.
 BATCHES = 32
 
 

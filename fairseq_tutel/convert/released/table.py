@@ -196,7 +196,7 @@ class Family:
     words: tuple[str, ...] = ()
     # The pattern of a language's symbol in fairseq's dictionary, such as __{}__; empty without languages.
     form: str = ""
-    vocabulary: str = ""  # sentencepiece, gpt2, pair (one dictionary per language), or empty for audio.
+    vocabulary: str = ""  # Tokenizer: sentencepiece, gpt2, pair (a dictionary per language), or empty.
     # A function that returns additional task options, such as the languages.
     setup: Callable[[Setup], dict[str, Any]] = lambda setup: {}
     # A function that returns additional fairseq model options from a config.json.

@@ -100,7 +100,7 @@ def _statistics(sums_3E: torch.Tensor) -> LayerStatistics:
 
 
 class Recorder:
-    """Routes like a MoE layer's router, and stores the last routing, also as arrays [batch, T, K]."""
+    """A router that stores a layer's last routing, with expert IDs and weights as arrays [batch, T, K]."""
 
     def __init__(self, layer: MoEFeedForward) -> None:
         self.layer, self.before = layer, layer.router

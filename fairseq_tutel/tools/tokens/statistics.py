@@ -23,7 +23,7 @@ class LayerStatistics:
         load_E: each expert's fraction of all assignments.
         typical: for each expert, pairs (token, fraction of the token's assignments), most typical first.
         languages: the languages of the samples, or [] if there is only one.
-        parts_LE: each expert's fraction of the assignments of a language.
+        parts_LE: for each language, each expert's fraction of the language's assignments.
     """
 
     load_E: np.ndarray
