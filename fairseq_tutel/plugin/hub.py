@@ -28,9 +28,9 @@ def from_checkpoint(
     """Open a full, sharded or dense checkpoint for inference.
 
     Args:
-        path: a checkpoint file; or several files joined by colons (A.pt:B.pt), which form an ensemble; or a
-            --save-dir, whose best checkpoint is opened, or else the last one; or the folder of `convert
-            from-hf`.
+        path: a checkpoint file; several files joined by colons (A.pt:B.pt), which form an ensemble; a
+            folder that `convert from-hf` wrote; or a --save-dir, whose best checkpoint is opened, or the
+            last one if there is no best checkpoint.
         data: the folder with the dictionaries; by default the data folder of the training run, or else the
             folder of the checkpoint.
         device: the device of the model; by default a GPU if there is one.
@@ -98,7 +98,7 @@ def data_folder(given: str | Path | None, trained: str, beside: Path) -> Path:
         if not Path(given).is_dir():
             raise ValueError(f"data is {given}, which is not a folder; give the dictionaries' folder.")
         return Path(given).absolute()
-    folder = Path(trained.split(":")[0]).absolute()  # The first of several folders has dictionaries.
+    folder = Path(trained.split(":")[0]).absolute()  # The first of several folders has the dictionaries.
     # Tasks that classify texts have their dictionaries in the folders input0 and label.
     found = trained and any([*folder.glob("dict*.txt"), *folder.glob("*/dict.txt")])
     return folder if found else beside

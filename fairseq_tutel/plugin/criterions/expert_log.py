@@ -1,8 +1,8 @@
 """Logs metrics of the experts: averages over layers and, if enabled, values of each layer and expert.
 
-For each log key, fairseq sums the values of all micro-batches and ranks. A class method gets the sums, but
-has no access to the model. One log entry therefore holds all expert metrics as a
-vector, and the entry's key is the vector's `Layout` as JSON.
+For each log key, fairseq sums the values of all micro-batches and ranks. The criterion's class method
+`reduce_metrics` gets the sums, but has no access to the model. One log entry therefore holds all expert
+metrics as a vector, and the entry's key is the vector's `Layout` as JSON.
 
 Shape suffixes are L (MoE layers), E (experts) and N (metrics of a layer).
 """
@@ -34,10 +34,10 @@ View = Callable[[Tensor], list[float | None]]
 class Layout(NamedTuple):
     """Describes the order of the numbers in the vector that holds a micro-batch's expert metrics.
 
-    The vector has these entries in this order: number of real tokens; averages over layers (losses, then N
-    metrics); N metrics and the number of real tokens of each logged layer; assignments of each expert in
-    the logged layers; dropped assignments of each of these experts. All averages and metrics are multiplied
-    by the number of real tokens.
+    The vector has these entries in this order: number of real (non-padding) tokens; averages over layers
+    (losses, then N metrics); N metrics and the number of real tokens of each logged layer; assignments of
+    each expert in the logged layers; dropped assignments of each of these experts. All averages and metrics
+    are multiplied by the number of real tokens.
     """
 
     losses: Sequence[str]

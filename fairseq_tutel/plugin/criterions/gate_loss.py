@@ -70,7 +70,7 @@ class GateLossMixin:
         return loss, sample_size, log
 
     def _terms(self, layers: list[MoEFeedForward], has_cmr: bool, nothing: Tensor) -> list["_Term"]:
-        """Return the balance loss and, with `has_cmr`, the budget loss, or `nothing` if no layer ran."""
+        """Return the balance loss and, with `has_cmr`, the budget loss; both are 0 if no layer ran."""
         options, empty = self.gate_loss, (nothing, list[Tensor]())
         balance = self._combine(layers) if layers else empty
         terms = [_Term("moe_gate_loss", BALANCE, options.moe_gate_loss_wt, *balance)]
@@ -82,7 +82,7 @@ class GateLossMixin:
     def _budget(self, layers: list[MoEFeedForward]) -> tuple[Tensor, list[Tensor]]:
         """Return the budget loss |mean CMR gate of all tokens and layers - p|, and its detached inputs.
 
-        Source: Meta's nllb branch.
+        The budget loss and p (--cmr-gate-loss-p) are those of fairseq's branch nllb.
         """
         with torch.enable_grad():
             leaves = [layer.record.cmr_sum.requires_grad_() for layer in layers]  # type: ignore[union-attr]
@@ -134,7 +134,7 @@ class _AddGateLoss(torch.autograd.Function):
     """Autograd function that adds a loss of the MoE layers; backward sets the coefficient of each layer.
 
     In a backward pass, the node of _AddGateLoss runs before the nodes of the MoE layers. The coefficients
-    are removed after the backward pass, so a later backward pass without such a node adds no such loss.
+    are removed after the backward pass, so they cannot change a later backward pass without this node.
     """
 
     @staticmethod

@@ -74,7 +74,7 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
 def is_literal(text: str) -> bool:
     """Return whether eval(text) runs no code: the text consists of numbers, strings and containers."""
     if not text.strip():
-        return True  # eval() fails for this text, too.
+        return True  # eval() of an empty text only raises an error.
     try:
         parsed = ast.parse(text.lstrip(" \t"), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""Runs commands that use a model on several ranks, such as fairseq-generate.
+"""Runs commands such as fairseq-generate, which use a model for inference, on several ranks.
 
 With --moe-expert-parallel-size P > 1 on the command line, P ranks share each model's experts, and run in
 lockstep.

@@ -78,7 +78,7 @@ class MoETrainer(Trainer):
             super()._build_ema()
 
     def _build_optimizer(self) -> None:
-        """Build the optimizer; MoE optimizers of half-precision parameters may shard their state."""
+        """Build the optimizer; a MoE optimizer of half-precision parameters needs `half_optimizer`."""
         common, name = self.cfg.common, self.cfg.optimizer._name
         other = common.memory_efficient_fp16 or common.memory_efficient_bf16
         is_half = (common.fp16 or common.bf16) and not other

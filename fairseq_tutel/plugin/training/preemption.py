@@ -159,7 +159,7 @@ def _what_was_saved(cfg: Any, updates: int) -> str:
 
 
 def end_process(result: str) -> NoReturn:
-    """End this process with EXIT_CODE."""
+    """Log that a signal ended the run, and end this process with EXIT_CODE."""
     line = f"a rank received a signal; {result}"
     logger.info("%s", line)
     write_for_torchrun(line)

@@ -1,6 +1,6 @@
 """Starts a run: reads the ranks from torchrun's environment, checks options, and sets time-outs.
 
-While fairseq builds the model, `root_of(task)` is the FairseqConfig that the Trainer will use.
+`complete` changes the FairseqConfig while fairseq builds the model; the Trainer later reads this object.
 """
 
 import argparse
@@ -68,8 +68,7 @@ def join_torchrun(cfg: Any) -> None:
         distributed.distributed_num_procs = 1
         if on_cpu:
             distributed.distributed_backend = "gloo"
-            # "pytorch_ddp" and "c10d" are names of the default backend of fairseq, which needs a GPU.
-            # Backends other than the default are kept or refused.
+            # "pytorch_ddp" and "c10d" are names of fairseq's default backend, which needs a GPU.
             if distributed.ddp_backend in ("pytorch_ddp", "c10d"):
                 _set_everywhere(cfg, "ddp_backend", "legacy_ddp")
     if not on_cpu:
@@ -97,7 +96,7 @@ def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     return rendezvous.meeting(distributed.distributed_rank, distributed.distributed_world_size, seconds)
 
 
-# Options that describe one rank may differ between ranks, and so may options with a path.
+# These options describe one rank, so ranks may have different values. So may options with a path.
 OF_ONE_RANK = {
     *("distributed_rank", "device_id", "shard_id", "distributed_init_method", "distributed_port"),
     *("distributed_no_spawn", "distributed_num_procs", "nprocs_per_node"),
@@ -287,8 +286,8 @@ def complete(root: Any) -> None:
     zero = zero_options(root)
     only = read(TaskConfig, root.task).moe_train_only
     if only or (zero is not None and zero.stage):
-        # torch's DistributedDataParallel would all-reduce complete gradients during the backward pass, and
-        # refuses a model whose dense parameters are all frozen.
+        # torch's DistributedDataParallel all-reduces complete gradients, which ZeRO must avoid. It also
+        # refuses a model whose dense parameters are all frozen, as --moe-train-only may freeze them.
         _set(root.distributed_training, "ddp_backend", "legacy_ddp", "frozen parts" if only else "shards")
         _set_everywhere(root, "ddp_backend", "legacy_ddp")
     name, variant = root.optimizer._name, variant_name(root.optimizer._name)
