@@ -71,7 +71,7 @@ def windows_of(height: int, width: int, window: int, is_shifted: bool, device: t
     rows, columns = -(-height // h), -(-width // w)
     shift = h // 2 if is_shifted and rows > 1 else 0, w // 2 if is_shifted and columns > 1 else 0
     windows = Windows((height, width), (h, w), (rows, columns), shift)
-    # Tensors that were created in inference mode cannot be used in training.
+    # Cached tensors that were created in inference mode could not be used in training.
     with torch.inference_mode(False), torch.no_grad():
         padded = replace(windows, size=(rows * h, columns * w))
         at_L2 = torch.cartesian_prod(*map(torch.arange, padded.size))
@@ -108,8 +108,8 @@ class PositionBias(nn.Sequential):
 
 @lru_cache(maxsize=128)
 def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a window's log-scaled offsets [(2h-1)(2w-1), 2], and the row of each query and key [N, N]."""
-    # Tensors that were created in inference mode cannot be used in training.
+    """Return a window's log-scaled offsets [(2h-1)(2w-1), 2], and each query-key pair's index [N, N]."""
+    # Cached tensors that were created in inference mode could not be used in training.
     with torch.inference_mode(False), torch.no_grad():
         lines = [torch.arange(1 - side, side) * (SPAN / max((trained or side) - 1, 1)) for side in (h, w)]
         table = torch.cartesian_prod(*lines)

@@ -27,7 +27,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImageFolder:
-    """A data set of image files (.png, .jpg, .jpeg) with one subfolder per class, both sorted by name."""
+    """A data set of image files (.png, .jpg, .jpeg), sorted by name, in one subfolder per class."""
 
     def __init__(self, folder: Path) -> None:
         self.origin = folder
