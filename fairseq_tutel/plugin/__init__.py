@@ -59,11 +59,11 @@ def _check_fairseq() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Configure glibc to keep freed host memory in the process; return whether it worked.
+    """Configure glibc to keep freed host memory in the process; return whether glibc accepted this.
 
     On a machine with a GPU, the function changes nothing. By default glibc returns the memory of a large
-    tensor to the system when the tensor is freed. Each training step would then map the memory of the next
-    large tensor again, and fill it with zeros. The stacked gradients of experts are large.
+    tensor, such as a gradient of stacked experts, to the system when the tensor is freed. Each training
+    step would then map the memory of the next large tensor again, and fill this memory with zeros.
 
     Example:
         >>> kept = ft.keep_freed_memory()  # once, at the start of a program

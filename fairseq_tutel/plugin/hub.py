@@ -77,7 +77,7 @@ def from_checkpoint(
 def files_of(path: str | Path, name: str = "path") -> list[Path]:
     """Return the absolute paths of the checkpoint files that a user's `path` names.
 
-    For a folder, `checkpoint_in` chooses a checkpoint of the folder. Error messages begin with `name`.
+    `checkpoint_in` chooses one of the checkpoints in a folder. Error messages begin with `name`.
 
     Raises:
         ValueError: a file does not exist, or a folder has no checkpoint.
@@ -90,9 +90,10 @@ def files_of(path: str | Path, name: str = "path") -> list[Path]:
 
 
 def data_folder(given: str | Path | None, trained: str, beside: Path) -> Path:
-    """Return the folder with the dictionaries: `given`, else the training run's `trained`, else `beside`.
+    """Return the folder with the dictionaries: the user's `given`, else `trained`, else `beside`.
 
-    `trained` is used only if it has dictionaries. `beside` is the folder of the checkpoint.
+    `trained` (the training run's data folder) is used only if it has dictionaries. `beside` is the folder
+    of the checkpoint.
     """
     if given is not None:
         if not Path(given).is_dir():

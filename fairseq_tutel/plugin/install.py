@@ -66,7 +66,7 @@ class MoEModelMixin:
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the flags of the MoE model, and the system options of tasks that were registered late."""
+        """Add the flags of the MoE model, and add `SystemOptions` to tasks that were registered late."""
         give_system_options()
         super().add_args(parser)  # type: ignore[misc]
 
@@ -231,7 +231,7 @@ class _Installation:
 
 
 def _sentence_length(cfg: Any, side: str) -> int:
-    """Return the sentence length from which capacities in evaluation are computed, or 0 for none."""
+    """Return the sentence length that --moe-eval-capacity-max-seqlen uses, or 0 without this option."""
     fraction = option(cfg, "moe_eval_capacity_token_fraction") or 0
     if fraction <= 0 or not option(cfg, "moe_eval_capacity_max_seqlen"):
         return 0

@@ -19,7 +19,7 @@ class Run:
     """State of the command that is running."""
 
     cfg: Any = None  # The configuration is a FairseqConfig.
-    # The topology of the model that was built last; teachers are excluded.
+    # The process groups of the model that was built last; building a teacher does not change them.
     topology: Topology = field(default_factory=Topology)
     loads_optimizer: bool = False  # Whether the checkpoint's optimizer state is also loaded.
 

@@ -1,6 +1,6 @@
-"""Registers a moe_ variant of every fairseq task, and adds the system options to all tasks.
+"""Registers a moe_ variant of every fairseq task, and adds `SystemOptions` to all tasks.
 
-A user's task that is registered later has no variant. It gets the mixin when its model is built.
+A user's task that is registered later has no variant. It gets MoETaskMixin when its model is built.
 """
 
 import inspect

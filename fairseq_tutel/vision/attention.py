@@ -80,7 +80,7 @@ def windows_of(height: int, width: int, window: int, is_shifted: bool, device: t
         # At these positions, the last windows have tokens from the opposite edge of the image.
         is_wrapped_GN2 = at_GN2 < at_GN2[:, :1]
         attends_GNN = (is_wrapped_GN2.unsqueeze(2) == is_wrapped_GN2.unsqueeze(1)).all(dim=3)
-        # Queries at empty positions attend to all real tokens, because a softmax of only -inf is NaN.
+        # Queries at empty positions attend to all tokens, because a softmax of only -inf is NaN.
         attends_GNN = (attends_GNN | is_empty_GN.unsqueeze(2)) & ~is_empty_GN.unsqueeze(1)
         if attends_GNN.all():
             return windows

@@ -1,8 +1,8 @@
 """The criterion moe_distillation, which adds a distillation loss to another criterion's loss.
 
 --distill-criterion names the criterion to extend, whose class is combined with `DistillationMixin`. The
-distillation loss is T² KL(teacher || student) with the temperature T. After the update --distill-until, it
-is no longer added. Shape suffixes are N (tokens of a micro-batch, padding included) and V (words).
+distillation loss is T² KL(teacher || student) with the temperature T. After the update --distill-until,
+this loss is no longer added. Shape suffixes are N (tokens, padding included) and V (words).
 """
 
 import dataclasses

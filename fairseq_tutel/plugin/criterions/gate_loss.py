@@ -59,7 +59,7 @@ class GateLossMixin:
         combined = {term.name: term.value.detach() for term in terms}
         log |= expert_log(all_layers, combined, self.logs_lists)
         log = {key: _logged(value) for key, value in log.items()}
-        if not layers or loss.numel() > 1:  # The loss of adaptive_loss has shape [1].
+        if not layers or loss.numel() > 1:  # The criterion adaptive_loss returns its sum in shape [1].
             return loss, sample_size, log
         for term in terms:
             scale = sample_size * term.weight

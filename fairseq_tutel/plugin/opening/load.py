@@ -167,7 +167,7 @@ def _is_imported(name: str) -> bool:
 def _update_task(state: Any, overrides: Mapping[str, Any]) -> None:
     """Update the task options of a checkpoint in place.
 
-    The removed value grouped_mm of --moe-backend becomes auto. Overrides of system options are added,
+    The removed value grouped_mm of --moe-backend becomes auto. Overrides of `SystemOptions` are added,
     because fairseq overrides only options that the file already has.
     """
     task: Any = (state.get("cfg") or {}).get("task")

@@ -83,7 +83,7 @@ class MoEOptimizerMixin:
         self.finish_backward()
 
     def finish_backward(self) -> None:
-        """Reduce the remaining gradients after an fp16 wrapper has run the backward pass."""
+        """With ZeRO, reduce the gradients that were not yet reduced; fp16 wrappers need this method."""
         if self.zero is not None:
             self.zero.reducer.finish_backward()
 
@@ -108,7 +108,7 @@ class MoEOptimizerMixin:
             gradients.rescale_expert_gradients(module.parameters(), topology.world_size)
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Multiply the gradients by c; under ZeRO, `step` multiplies when it converts gradients to fp32."""
+        """Multiply the gradients by c; under ZeRO, `step` does this when it converts gradients to fp32."""
         if self.zero is None:
             super().multiply_grads(c)  # type: ignore[misc]
         else:

@@ -12,7 +12,7 @@
   during such a copy, the checkpoint is truncated. The wrapper's copy shares disk blocks where possible.
 - `distributed.utils.call_main`: Every fairseq command begins with a call of call_main.
   - Under torchrun on CPU, fairseq divides by zero GPUs, or each rank trains a model of its own.
-  - A rank of fairseq uses GPU RANK % count, which is wrong if nodes have different numbers of ranks.
+  - A rank of fairseq uses GPU RANK % num_gpus, which is wrong if nodes have different numbers of ranks.
   - fairseq-train treats --bf16 as a request for a TPU.
   - With the wrapper, errors of the rendezvous and of fairseq's collectives name the missing ranks.
   - If a rank fails, the wrapper ends all other ranks.
@@ -21,7 +21,7 @@
   - With the wrapper, a signal makes training save a checkpoint before the run ends.
   - With the wrapper, tasks without a dataclass can read the run's configuration.
 
-`CHANGED` lists attributes of fairseq and torch that this package sets. It also changes a process so:
+`CHANGED` lists attributes of fairseq and torch that the package sets. The package makes other changes:
 
 - At import, `install` defines names that newer numpy lacks (`NUMPY_NAMES`) and sets sys.excepthook.
 - At import, `plugin.register` sets malloc's thresholds and the classes that torch.load accepts.
@@ -108,7 +108,7 @@ def call_main(original: Any) -> Any:
 def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
     """Run the main function of a command, with its FairseqConfig in `RUN.cfg`."""
     startup.note_spawned_ranks(cfg)
-    import_user_module(cfg.common)  # A user's module may register tasks, but hydra skips it.
+    import_user_module(cfg.common)  # A user's module may register tasks; fairseq-hydra-train skips it.
     # In a spawned rank, fairseq does not import --user-dir again, so the plugin is registered here.
     plugin.register()
     give_system_options()
@@ -159,7 +159,7 @@ CHANGED = {
     "plugin/training/preemption.py": "valid_step _aggregate_logging_outputs",
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq would allocate the buffers on a GPU.
     "plugin/criterions/teacher.py": "is_of_teacher",  # Marks the copy of the task that builds the teacher.
-    # disable_mem_eff_fp16_loading_hack keeps loaded state. fairseq's Trainer compares class names on a load.
+    # The first makes fairseq keep loaded state. fairseq's Trainer compares the second with checkpoints.
     "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__ holds_masters",
     "parallel/groups.py": "param_group",  # The only attribute that fairseq copies to fp32 masters.
     "parallel/gradients.py": "expert _tutel_expert root_scaled",  # The attributes mark parameters.

@@ -111,7 +111,7 @@ def prepare(root: Any, task: Any, model: Any) -> None:
         start_together(root, model, task)
     topology = _topology_of(layers)
     _prepare_experts(model, layers.values(), topology)
-    if are_placed:  # Installed experts are already prepared.
+    if are_placed:  # `install_experts` has prepared the rest.
         return
     if topology.expert_parallel_size > 1 and getattr(root.task, "eval_bleu", False):
         raise ValueError(

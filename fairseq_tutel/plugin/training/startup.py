@@ -96,7 +96,7 @@ def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     return rendezvous.meeting(distributed.distributed_rank, distributed.distributed_world_size, seconds)
 
 
-# These options describe one rank, so ranks may have different values. So may options with a path.
+# These options describe one rank, so ranks may have different values. Options with a path may differ, too.
 OF_ONE_RANK = {
     *("distributed_rank", "device_id", "shard_id", "distributed_init_method", "distributed_port"),
     *("distributed_no_spawn", "distributed_num_procs", "nprocs_per_node"),
@@ -123,7 +123,7 @@ def set_timeout(task_cfg: Any) -> None:
 
 
 def limit_fairseq_groups() -> None:
-    """Create fairseq's group of all ranks now, with the time-out of this package. Collective."""
+    """Create fairseq's group of all ranks now, with --moe-comm-timeout as its time-out. Collective."""
     guard.limit(None)
     with guard.guarded("the creation of fairseq's group of all ranks"):
         guard.limit(distributed_utils.get_global_group())
@@ -163,7 +163,7 @@ def _facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
 
 
 def _options(section: Any) -> dict[str, Any]:
-    """Return the options of a configuration section that must be equal on all ranks, by flag."""
+    """Return those options of a configuration section that must be equal on all ranks, by flag."""
     if OmegaConf.is_config(section):
         section = OmegaConf.to_container(section, resolve=True, enum_to_str=True)
     elif isinstance(section, argparse.Namespace):

@@ -147,8 +147,7 @@ class MoETaskMixin(InferenceMixin):
         if self.moe_tuner is not None:
             self.moe_tuner.end()  # The measured time includes backward.
         if ignore_grad:
-            # fairseq's trainer ignores a dummy batch only at the end of an update. At any other place, the
-            # log values must be 0.
+            # fairseq's trainer ignores a dummy batch's log only at the end of an update, so zeros are logged.
             loss, sample_size, log = result
             result = loss, _zero(sample_size), {key: _zero(value) for key, value in log.items()}
         return result
@@ -191,7 +190,7 @@ class MoETaskMixin(InferenceMixin):
                 layer.timer.read_and_reset()
 
     def load_dataset(self, split: str, *args: Any, **kwargs: Any) -> None:
-        """Load a split of the data; a resumed run draws the random numbers that a full run would draw."""
+        """Load a split of the data; a resumed run draws random numbers like an uninterrupted run."""
         epoch = kwargs.get("epoch", 1)
         draws = epoch > 1 and not self.has_sharded_data(split)  # type: ignore[attr-defined]
         if draws:
