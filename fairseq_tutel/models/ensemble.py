@@ -2,7 +2,7 @@
 
 The state dict has the members' weights under `members.0.`, `members.1.`, …. All members draw initial
 weights from one random generator, one after another. The first member therefore has the same initial
-weights as a single model. Members run one after another, as a batched forward is slower (docs/ensembles.md).
+weights as a single model. Members run one after another; a batched forward is slower (docs/ensembles.md).
 
 Shape suffixes are M (members) and C (classes).
 """

@@ -147,7 +147,7 @@ class MoETaskMixin(InferenceMixin):
         if self.moe_tuner is not None:
             self.moe_tuner.end()  # The measured time includes backward.
         if ignore_grad:
-            # fairseq's trainer ignores a dummy batch's log only at the end of an update, so zeros are logged.
+            # fairseq's trainer ignores a dummy batch's log only at the end of an update, so this logs zeros.
             loss, sample_size, log = result
             result = loss, _zero(sample_size), {key: _zero(value) for key, value in log.items()}
         return result
@@ -214,7 +214,7 @@ class MoETaskMixin(InferenceMixin):
             iterator.start_in(epoch)
         micro_batches = 0
         if root is not None and self._micro_batches:
-            train_set = self.datasets.get(root.dataset.train_subset)  # Only training has updates.
+            train_set = self.datasets.get(root.dataset.train_subset)  # Only training batches form updates.
             if train_set is not None and iterator.dataset is train_set:
                 micro_batches = self._micro_batches
         if isinstance(iterator, ElasticEpochBatchIterator):
