@@ -59,7 +59,7 @@ def _check_fairseq() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Configure glibc to keep freed host memory in the process; return whether glibc accepted this.
+    """Configure glibc to keep freed host memory in the process; return whether glibc accepts the settings.
 
     On a machine with a GPU, the function changes nothing. By default glibc returns the memory of a large
     tensor, such as a gradient of stacked experts, to the system when the tensor is freed. Each training

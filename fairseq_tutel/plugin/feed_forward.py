@@ -64,7 +64,7 @@ class Context:
         self.trains, self.gather, self.wait_for_turn = trains, gather, wait_for_turn
         # A dummy batch lets this rank join the collectives; its tokens are neither routed nor counted.
         self.is_dummy = False
-        # The bool padding mask [batch, time] of the last embedded tokens, for layers that receive no mask.
+        # The bool padding mask [batch, time] of the latest batch, for layers that are called without a mask.
         self.padding_mask: Tensor | None = None
         self.local_drop, self.seed, self._update = local_drop, seed, 0
         # Coefficients of the layers' losses in the current backward pass, by layer and name of the loss.

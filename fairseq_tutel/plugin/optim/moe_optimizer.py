@@ -254,7 +254,7 @@ def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> di
     part = topology.part(shape[0])
 
     def own(value: Tensor | ShardedTensor) -> Tensor:
-        # Expert shards hold equal copies of a tensor of another shape, such as a scale.
+        # A tensor whose shape differs from the parameter's, such as a scale, is equal on all expert shards.
         cut_as = slicing if list(value.shape) == shape else Slice()
         index = part.index if cut_as.count > 1 else 0
         if isinstance(value, ShardedTensor):

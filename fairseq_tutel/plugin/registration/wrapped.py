@@ -11,7 +11,7 @@
 - `PathManager.copy`: fairseq overwrites checkpoint_last and checkpoint_best in place. If fairseq is killed
   during such a copy, the checkpoint is truncated. The wrapper's copy shares disk blocks where possible.
 - `distributed.utils.call_main`: Every fairseq command begins with a call of call_main.
-  - Under torchrun on CPU, fairseq divides by zero GPUs, or each rank trains a model of its own.
+  - Under torchrun on CPU, fairseq raises ZeroDivisionError, or each rank trains a separate model.
   - A rank of fairseq uses GPU RANK % num_gpus, which is wrong if nodes have different numbers of ranks.
   - fairseq-train treats --bf16 as a request for a TPU.
   - With the wrapper, errors of the rendezvous and of fairseq's collectives name the missing ranks.

@@ -150,7 +150,7 @@ def save_checkpoint(original: Any) -> Any:
 def _completed(cfg: Any, trainer: Any, states: ExpertStates | None) -> Iterator[None]:
     """Context manager in which fairseq saves all ranks' experts and optimizer state. Collective.
 
-    The context manager gathers experts and optimizer state or, with `states`, writes shard files.
+    The context manager gathers experts and optimizer state or, with `states`, writes them to shard files.
     """
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
     model = trainer.get_model()

@@ -147,7 +147,7 @@ class MoETaskMixin(InferenceMixin):
         if self.moe_tuner is not None:
             self.moe_tuner.end()  # The measured time includes backward.
         if ignore_grad:
-            # fairseq's trainer ignores a dummy batch's log only at the end of an update, so this logs zeros.
+            # fairseq's trainer ignores a dummy batch's log only at the end of an update, so log zeros.
             loss, sample_size, log = result
             result = loss, _zero(sample_size), {key: _zero(value) for key, value in log.items()}
         return result
