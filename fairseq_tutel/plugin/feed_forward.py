@@ -46,7 +46,7 @@ class Context:
     """State that all MoE layers of one model share; the fairseq integration sets it.
 
     Args:
-        trains: whether the model is trained, rather than opened for use.
+        trains: whether the model is trained, rather than opened for inference.
         gather: gathers all experts on this rank, for generation during training with expert parallelism.
         wait_for_turn: blocks until all ranks call the same layer, for ranks that run at different speeds.
         local_drop: probability with which a layer sends no rows in a training update.
@@ -64,7 +64,7 @@ class Context:
         self.trains, self.gather, self.wait_for_turn = trains, gather, wait_for_turn
         # A dummy batch lets this rank join the collectives; its tokens are neither routed nor counted.
         self.is_dummy = False
-        # The bool padding mask [batch, time] of the latest batch, for layers that are called without a mask.
+        # The bool padding mask [batch, time] of the last batch, for layers that are called without a mask.
         self.padding_mask: Tensor | None = None
         self.local_drop, self.seed, self._update = local_drop, seed, 0
         # Coefficients of the layers' losses in the current backward pass, by layer and name of the loss.

@@ -1,4 +1,4 @@
-"""Defines from_checkpoint(), which opens a trained model for use in Python, with fairseq's hub.
+"""Defines from_checkpoint(), which opens a trained model in Python with fairseq's hub.
 
 Calling from_checkpoint() imports fairseq; importing this module imports only torch and numpy.
 """

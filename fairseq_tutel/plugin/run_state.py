@@ -64,7 +64,7 @@ def root_of(task: Any) -> Any:
 
 
 def is_training(task: Any, model_cfg: Any) -> bool:
-    """Return whether the model that is being built will be trained, rather than opened for use."""
+    """Return whether the model that is being built will be trained, rather than used for inference."""
     return not is_opened(model_cfg) and root_of(task) is not None
 
 

@@ -147,7 +147,7 @@ _Options = dataclasses.make_dataclass(
 
 @register_criterion("moe_distillation", dataclass=_Options)
 class MoEDistillationCriterion(FairseqCriterion):
-    """Builds the criterion that --distill-criterion names, and adds the distillation loss to it."""
+    """Builds the criterion that --distill-criterion names, and adds the distillation loss to its loss."""
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:

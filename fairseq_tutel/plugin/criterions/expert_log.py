@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
     - the number of real tokens; averages over layers (losses, then N metrics);
     - for each logged layer: N metrics, and the number of real tokens;
-    - for each expert of the logged layers: assignments; then for each of them: dropped assignments.
+    - the assignments of each expert of the logged layers; then the dropped assignments of each expert.
     """
 
     losses: Sequence[str]

@@ -61,7 +61,7 @@ def run_watched(run: Any, main: Any, cfg: Any, **kwargs: Any) -> Any:
 
 
 class Preemption:
-    """Wraps functions of fairseq's training loop to end it after an update if a rank got a signal.
+    """Wraps functions of fairseq's training loop, to end the loop after an update if a rank got a signal.
 
     `count_saves` returns the number of saves in this run until now.
     """
