@@ -2,8 +2,8 @@
 
 Shape suffixes are B (images), L (tokens of an image, row by row), D (model_dim) and M (heads of dimension
 d). An image has G windows of N positions each, and P = G * N. In a shifted block, windows begin half a
-window later, so the last windows contain tokens of opposite edges of the image, which do not attend to each
-other. If the image size is no multiple of the window size, the last windows have empty positions.
+window later. The last windows then contain tokens of opposite edges of the image, between which there is no
+attention. If the image size is no multiple of the window size, the last windows have empty positions.
 
 The windows are from Liu et al. 2021 (Swin Transformer), section 3.2. The attention is from Liu et al. 2022
 (Swin Transformer V2), sections 3.2 and 3.3, and from the released code.

@@ -1,4 +1,7 @@
-"""Adds the weighted balance loss and the budget loss of all MoE layers to a criterion's loss."""
+"""Adds the weighted balance loss and the budget loss of all MoE layers to a criterion's loss.
+
+The budget loss (of NLLB's CMR layers) trains the mean weight of the routed experts towards a given value.
+"""
 
 from typing import Any, NamedTuple
 
@@ -80,10 +83,7 @@ class GateLossMixin:
         return terms
 
     def _budget(self, layers: list[MoEFeedForward]) -> tuple[Tensor, list[Tensor]]:
-        """Return the budget loss |mean CMR gate of all tokens and layers - p|, and its detached inputs.
-
-        The budget loss and p (--cmr-gate-loss-p) are those of fairseq's branch nllb.
-        """
+        """Return the budget loss |mean CMR gate - p|, and its detached inputs; p is --cmr-gate-loss-p."""
         with torch.enable_grad():
             leaves = [layer.record.cmr_sum.requires_grad_() for layer in layers]  # type: ignore[union-attr]
             tokens = torch.stack([layer.record.tally.num_tokens for layer in layers]).sum()

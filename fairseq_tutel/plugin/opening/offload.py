@@ -43,7 +43,7 @@ STORES: "WeakValueDictionary[StoreConfig, ExpertStore]" = WeakValueDictionary()
 
 
 def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.device) -> StoreConfig:
-    """Return a task's expert store options; auto as --moe-expert-tier is replaced by host or disk."""
+    """Return a task's expert store options, with host or disk in place of --moe-expert-tier auto."""
     options = read(StoreConfig, task_cfg)
     refuse_bad_values(options)
     policy = options.moe_expert_store

@@ -4,7 +4,7 @@
   before rank 0 saves a checkpoint. An override of `Trainer.consolidate_optimizer` would not do: fairseq
   also calls it if nothing is saved, and for crash.pt, when other ranks may have ended.
 - `checkpoint_utils.load_checkpoint_to_cpu`: fairseq loads every checkpoint with this function. The wrapper
-  finds shard files from the checkpoint's path, which the loaded state does not contain. The wrapper also
+  finds shard files by the checkpoint's path. The loaded state does not contain this path. The wrapper also
   refuses damaged and foreign files, and marks models that are opened for inference.
 - `checkpoint_utils.torch_persistent_save`: fairseq retries a failed write by appending to the damaged file.
   Without the wrapper, two jobs would also write to the same temporary file.

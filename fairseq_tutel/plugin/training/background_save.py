@@ -27,7 +27,7 @@ from fairseq_tutel.plugin.training.expert_states import ExpertStates
 
 logger = logging.getLogger(__name__)
 
-PENDING = "pending"  # This key marks a record whose shard files are not yet written.
+PENDING = "pending"  # This key marks a record that stands for a tensor of an unwritten shard file.
 # After an error, `stop` waits at most this many half seconds for the end of the save thread.
 LAST_LOOKS = 20
 

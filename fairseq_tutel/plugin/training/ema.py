@@ -83,7 +83,7 @@ class ExpertEMA(EMA):
 
     @contextlib.contextmanager
     def saved_with(self, records: Mapping[tuple[str, str], Any]) -> Iterator[None]:
-        """Context manager in which a saved checkpoint has shard records instead of averages of experts.
+        """Context manager in which a checkpoint has shard records instead of the averages of experts.
 
         The keys of `records` are (layer, name), where a name is, for example, "fc1_weight.ema".
         """
