@@ -38,7 +38,8 @@ from fairseq_tutel.plugin.training.train_only import refuse_other_parts
 
 # Environment variable that allows damaged files to be opened.
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
-# Errors of fairseq and torch for a file that is not a checkpoint. Out-of-memory errors have such types, too.
+# Errors of fairseq and torch for a file that is not a checkpoint. An out-of-memory error may be of such a
+# type, too.
 FOREIGN_FILE_ERRORS = (
     LookupError, TypeError, AttributeError, RuntimeError, EOFError, pickle.UnpicklingError,
     OmegaConfBaseException,
