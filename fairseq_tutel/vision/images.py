@@ -18,7 +18,7 @@ from torch import Tensor
 from fairseq_tutel.vision.options import ImageConfig
 
 if TYPE_CHECKING:
-    from PIL.Image import Image  # Pillow needs the extra `vision`.
+    from PIL.Image import Image  # The package's extra `vision` installs Pillow.
 
 EXTENSIONS = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}

@@ -38,8 +38,7 @@ from fairseq_tutel.plugin.training.train_only import refuse_other_parts
 
 # Environment variable that allows damaged files to be opened.
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
-# Errors of fairseq and torch for a file that is not a checkpoint. An out-of-memory error may be of such a
-# type, too.
+# Types of errors that fairseq and torch raise for a file that is no checkpoint, or if memory runs out.
 FOREIGN_FILE_ERRORS = (
     LookupError, TypeError, AttributeError, RuntimeError, EOFError, pickle.UnpicklingError,
     OmegaConfBaseException,

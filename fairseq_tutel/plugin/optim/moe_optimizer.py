@@ -83,7 +83,7 @@ class MoEOptimizerMixin:
         self.finish_backward()
 
     def finish_backward(self) -> None:
-        """With ZeRO, reduce the gradients that were not yet reduced; fp16 wrappers need this method."""
+        """With ZeRO, reduce the gradients that are not yet reduced; `ZeroFP16Optimizer` calls this method."""
         if self.zero is not None:
             self.zero.reducer.finish_backward()
 
