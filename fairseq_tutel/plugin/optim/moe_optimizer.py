@@ -83,7 +83,7 @@ class MoEOptimizerMixin:
         self.finish_backward()
 
     def finish_backward(self) -> None:
-        """With ZeRO, reduce the gradients that are not yet reduced; `ZeroFP16Optimizer` calls this method."""
+        """With ZeRO, reduce the gradients that are not yet reduced; ZeroFP16Optimizer calls this method."""
         if self.zero is not None:
             self.zero.reducer.finish_backward()
 
@@ -141,7 +141,7 @@ class MoEOptimizerMixin:
         super().step(*args, **kwargs)  # type: ignore[misc]
 
     def expert_state(self, index: int) -> dict[str, Tensor]:
-        """Return the optimizer state [e, ...] of this rank's experts, with fp32 master weights. Collective.
+        """Return the optimizer state [e, ...] of this rank's e experts, with fp32 masters. Collective.
 
         Offloaded state is in host memory. With fairseq's memory-efficient wrapper, a loaded checkpoint's
         state is in host memory until the first step.

@@ -32,7 +32,7 @@ class _Resumed(NamedTuple):
     epoch: int
     consumed: int  # The number of batches that all ranks consumed before the resume.
     start: int  # The position that fairseq's iterator gets, in rounds of one batch per rank.
-    order_shards: int  # The number of ranks on which fairseq's order of batches equals the saved run's.
+    order_shards: int  # The number of ranks with which fairseq would make the saved run's order of batches.
 
 
 class ElasticEpochBatchIterator(EpochBatchIterator):
@@ -118,7 +118,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
 
     @property
     def _order_shards(self) -> int:
-        """The number of ranks on which fairseq's order of batches equals this iterator's."""
+        """The number of ranks with which fairseq would make this iterator's order of batches."""
         return self._micro_batches or self.num_shards
 
     def _batches_in(self, rounds: int) -> int:

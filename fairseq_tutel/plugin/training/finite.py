@@ -14,8 +14,8 @@ from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.training.resume import flag_and_path
 
-# A measure is NaN or infinite if an element of the tensor is. The 2-norm of weights is also infinite if a
-# weight is larger than about 1e19, so such weights are refused, too.
+# The measure of a tensor is NaN or infinite if an element of the tensor is. The 2-norm of weights is also
+# infinite if a weight is larger than about 1e19, so such weights are refused, too.
 Measure = Callable[..., Tensor]
 OF_WEIGHTS, OF_STATE = torch.linalg.vector_norm, torch.sum
 # Names of state tensors of fairseq's optimizers that have the same shape as their parameter.
