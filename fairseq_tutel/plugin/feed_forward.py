@@ -85,7 +85,7 @@ class Context:
         return bool(torch.rand((), generator=generator) < self.local_drop)
 
     def see_padding(self, embedding: Any, args: tuple) -> None:
-        """Store the padding mask of token ids; this is a forward pre-hook of the embedding."""
+        """Store the padding mask of token ids; this method is a forward pre-hook of the embedding."""
         self.padding_mask = args[0].eq(embedding.padding_idx)
 
     def begin_backward(self, coefficients: Coefficients) -> None:

@@ -32,7 +32,7 @@
 - When a command runs, `training/startup.py` sets the current GPU, and writes ranks into the configuration.
 - When a command runs, `parallel/guard.py` sets torch's time-outs.
 - When a command ends, `parallel/background.py` and `process.py` end threads.
-- When a model with experts is built, `startup.complete` changes the run's configuration and logs this.
+- When a model with experts is built, `startup.complete` changes the configuration, and logs the changes.
 - While a training run lasts, `parallel/signals.py` handles signals.
 """
 

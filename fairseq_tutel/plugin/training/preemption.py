@@ -41,7 +41,8 @@ def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[SignalWatch 
         return
     options = read(PreemptionConfig, cfg.task)
     refuse_bad_values(options)
-    # With model parallelism, fairseq does not sum log values over ranks that share a batch.
+    # With model parallelism, fairseq does not sum log values over ranks that share a batch, so these ranks
+    # would not get the number of signals.
     if not options.names or cfg.common.model_parallel_size > 1 or cfg.common.tpu:
         yield None
         return

@@ -145,7 +145,7 @@ class MoETaskMixin(InferenceMixin):
                 sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
             )
         if self.moe_tuner is not None:
-            self.moe_tuner.end()  # The measured time includes backward.
+            self.moe_tuner.end()  # The tuner's measured time includes the backward pass.
         if ignore_grad:
             # fairseq's trainer ignores a dummy batch's log only at the end of an update, so log zeros.
             loss, sample_size, log = result
