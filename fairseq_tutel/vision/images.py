@@ -1,6 +1,6 @@
 """Image data sets are folders of image files, or arrays. Pillow decodes an image when it is read.
 
-All random numbers depend only on (seed, epoch, image), as in `draws_of`. An image is therefore augmented in
+All random numbers depend only on (seed, epoch, image); see `draws_of`. An image is therefore augmented in
 the same way on every rank, in every worker, and after a resume. Shape suffixes are N (images), C (channels,
 1 or 3), and H and W (pixels of the model's input).
 """

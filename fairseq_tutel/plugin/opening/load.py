@@ -1,4 +1,4 @@
-"""Loads checkpoint files safely: rejects damaged files and other formats, and never runs their code."""
+"""Loads checkpoint files safely: rejects damaged files and other formats, and runs no code in files."""
 
 import argparse
 import functools

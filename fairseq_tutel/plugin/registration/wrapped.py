@@ -9,7 +9,7 @@
 - `checkpoint_utils.torch_persistent_save`: fairseq retries a failed write by appending to the damaged file.
   Without the wrapper, two jobs would also write to the same temporary file.
 - `PathManager.copy`: fairseq overwrites checkpoint_last and checkpoint_best in place. If fairseq is killed
-  during the copy, the checkpoint is truncated. The wrapper's copy shares disk blocks where possible.
+  during the copy, the checkpoint is truncated. The wrapper copies to a temporary file, and renames it.
 - `distributed.utils.call_main`: Every fairseq command begins with a call of call_main.
   - Under torchrun on CPU, fairseq raises ZeroDivisionError, or each rank trains a separate model.
   - A rank of fairseq uses GPU RANK % num_gpus, which is wrong if nodes have different numbers of ranks.

@@ -236,7 +236,7 @@ class MoETaskMixin(InferenceMixin):
     ) -> bool:
         """Return whether fairseq makes batches once for all epochs, and has not made them yet.
 
-        A run that resumes in epoch 3 would make them with random numbers of epoch 3 instead of epoch 1.
+        A run that resumes in epoch 3 would make batches with random numbers of epoch 3, not of epoch 1.
         """
         is_cached = dataset in self.dataset_to_epoch_iter
         never = disable_iterator_cache or update_epoch_batch_itr or is_cached
