@@ -43,8 +43,8 @@ from fairseq_tutel.parallel.regroup import (
 from fairseq_tutel.parallel.strategy import Strategy
 from fairseq_tutel.parallel.transfer import ExchangeTimer
 
-# A function that runs the local experts on rows sorted by rank, and returns outputs in the order of the
-# rows. The arguments are rows, row counts, an index map that sorts the rows by expert, and the inverse map.
+# A function that runs the local experts on rows sorted by source rank, and returns outputs in this order.
+# The arguments are rows, row counts, an index map that sorts the rows by expert, and the inverse map.
 ExpertFn = Callable[[Tensor, Groups, Tensor, Tensor], Tensor]
 
 
@@ -56,7 +56,7 @@ class ExchangeOptions:
     grid: Grid | None = None  # The nodes of the EP group, for the algorithm 2dh.
     strategy: Strategy = field(default_factory=Strategy)  # adaptive_r is at least 1.
     slices: int = 1  # s, the number of ranks that share an expert.
-    padded: bool = False  # Every expert has equally many rows on every rank.
+    padded: bool = False  # Whether every expert has equally many rows on every rank.
     transfer_dtype: str = "same"
     timer: ExchangeTimer | None = None
     name: str = ""  # The layer's name for error messages.
@@ -98,11 +98,11 @@ def exchange_rows(
     expert_fn: ExpertFn,
     call_id: CallId,
 ) -> Tensor:
-    """Dispatch rows to the ranks of their experts, run `expert_fn` on the rows, and combine. Collective.
+    """Dispatch rows to the ranks of their experts, run `expert_fn`, and send the outputs back. Collective.
 
-    The rows [R, D] are sorted by expert, and are either compact or padded to E * C rows. If compact rows
-    end with unused rows, the result omits these. `counts_E` int64 has the number of used rows per expert.
-    Without padding, ranks first exchange row counts and compare call IDs.
+    The rows [R, D] are sorted by expert. With `options.padded`, each expert has C rows. Otherwise, unused
+    rows may follow the last expert's rows, and are missing in the result. `counts_E` int64 has the number
+    of used rows per expert. Without padding, ranks first exchange row counts and compare call IDs.
     """
     capacity = len(rows_RD) // len(counts_E)
     if options.padded:
@@ -150,7 +150,7 @@ def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId)
 def _counts(
     counts_E: Tensor, capacity: int, options: ExchangeOptions, call_id: CallId
 ) -> tuple[Counts, Counts]:
-    """Return an exchange's row counts on device and host, by a collective unless rows are padded."""
+    """Return an exchange's row counts on device and host. Collective, unless rows are padded."""
     group, paths = options.group, (options.hops, bool(options.strategy.plan))
     leaving_PE = _leaving(counts_E, options)
     if not options.padded:

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 
 
 def available(root: Path = Path("/")) -> int | None:
-    """Return the least of MemAvailable and the available bytes of each cgroup of this process.
+    """Return the least of MemAvailable and the available bytes of each cgroup that limits this process.
 
     A cgroup's available bytes are its limit, minus its usage, plus its inactive page cache. `root` is the
     folder that contains proc and sys/fs/cgroup. The result is None if the system has no MemAvailable.

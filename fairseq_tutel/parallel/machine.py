@@ -36,7 +36,7 @@ class Machine:
     def from_json(cls, path: Path) -> "Machine":
         """Read a hardware profile from a JSON file. Raise ValueError if the file has no valid profile.
 
-        The JSON file is a hardware profile, or output of the tool `plan` with the profile under `machine`.
+        The file can also be output of the tool `plan`, which has the profile under the key `machine`.
         """
         try:
             values = json_of(path)

@@ -16,10 +16,10 @@ from statistics import median_low
 from fairseq_tutel.parallel.strategy import Strategy
 
 MOST_CANDIDATES = 12
-MOST_PREDICTED = 3.0  # A candidate's predicted time is at most this multiple of the shortest.
+MOST_PREDICTED = 3.0  # Candidates may take this multiple of the shortest predicted time.
 ROUNDS = 7
-# After each round, candidates drop out whose cost exceeds this factor times the lowest cost. The last
-# factor of the list applies to all later rounds.
+# After round n, candidates drop out if their cost exceeds the n-th factor times the lowest cost. The last
+# factor also applies to all later rounds.
 LIMITS = (math.inf, 1.7, 1.3, 1.1)
 
 Costs = dict[Strategy, list[float]]

@@ -133,7 +133,7 @@ class SignalWatch:
     def _shield_child(self) -> None:
         """Ignore the signals in a forked child, except a SIGTERM from its parent.
 
-        Schedulers signal all processes, but a rank needs its data loaders to finish its update.
+        Schedulers send signals to all processes, but a rank needs its data loaders to finish its update.
         """
         if not self._before:
             return

@@ -8,8 +8,8 @@ size. If a lane would have to wait, the next lane of the rank runs.
 Each rank has a memory region to which other ranks write. A slot of a region holds a slice of one chunk. A
 region has the slots of these buffers, in this order:
 
-- There are two buffers `tmp`, first the buffer for even calls and then the buffer for odd calls.
-- `staged` replaces `out` if a plan puts into another rank's `out`, and is copied to `out` at the end.
+- There are two `tmp` buffers, first the buffer for even calls and then the buffer for odd calls.
+- `staged` replaces `out` if a step puts to another rank's `out`. At the end, a rank copies it to `out`.
 
 `in` is the caller's tensor, and so is `out` unless `staged` replaces `out`. A put is a copy that finishes
 at once, so a flush needs no action.
@@ -52,7 +52,7 @@ Step = tuple[int, Any, Any]
 # The items of a view are the buffer, rank, first element and length. A view is a plain tuple for speed,
 # because rows of varying sizes need new views in every call.
 View = tuple[str, int, int, int]
-# The two lists have the bytes of each view, and the tensor of each view in a sum. View numbers are indices.
+# One list has the bytes of each view, and one has the tensors of views in sums. Indices are view numbers.
 Views = tuple[list[Any], list[Any]]
 
 

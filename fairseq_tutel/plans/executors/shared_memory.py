@@ -3,10 +3,10 @@
 The file has int64 words (counters), and a region of bytes for each rank. Each word has a separate cache
 line, and only one rank writes the word. The other ranks put data into a rank's region. The file has a name
 only until all ranks have opened it, and is empty until then. Killed ranks thus leave at most an empty file.
-Then all bytes are allocated. Otherwise, a later write would end the process if no memory is free.
+Then rank 0 allocates all bytes. Otherwise, a later write would end the process if no memory is free.
 
-Words need no lock, because other processors see the writes of an x86 processor in order. Types of
-processors other than x86 are refused. A rank that waits longer than the time-out of groups raises an error.
+Words need no lock, because other processors see the writes of an x86 processor in order. On other
+processors, ranks cannot share memory. A rank that waits longer than the time-out of groups raises an error.
 """
 
 import mmap

@@ -36,7 +36,7 @@ class Round(NamedTuple):
 
 
 class Call:
-    """A handle to wait for a collective that has started and exchanges messages between ranks."""
+    """A handle to wait for a collective that has started."""
 
     def __init__(
         self, rounds: Sequence[Round], buffers: dict[str, Tensor], group: dist.ProcessGroup | None
@@ -45,7 +45,7 @@ class Call:
         self.current = 0  # The index of the round whose messages are being sent.
         self.works: list[dist.Work] = []
         self.outgoing: list[Tensor] = []  # Sent tensors are kept until the sends have ended.
-        self.incoming: list[tuple[Tensor, list[Run]]] = []  # Messages to copy to several runs.
+        self.incoming: list[tuple[Tensor, list[Run]]] = []  # Received messages that are copied to several runs.
         self._end_round()  # Round 0 has no messages.
 
     def is_completed(self) -> bool:
@@ -83,7 +83,7 @@ class Call:
             self.works = dist.batch_isend_irecv(operations)
 
     def _target(self, runs: list[Run]) -> Tensor:
-        """Return the tensor for an arriving message. `_end_round` copies a message to several runs."""
+        """Return the tensor that receives a message. `_end_round` copies a message for several runs."""
         if len(runs) == 1:
             return self._view(runs[0])
         own = self.buffers["in"]

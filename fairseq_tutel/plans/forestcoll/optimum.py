@@ -2,9 +2,9 @@
 
 Let S be a set of vertices that does not have all ranks. The shards of the ranks R(S) in S leave S over
 links with the total bandwidth B+(S). Sending shards of one byte therefore takes at least |R(S)| / B+(S).
-Let 1/x be the largest of these lower bounds. Trees reach the bound 1/x (Edmonds 1973). If a source has a
-link of bandwidth x to each of N ranks, a flow of x N is possible from the source to each rank. All numbers
-in this module are integers or fractions.
+Let 1/x be the largest of these lower bounds. Some trees reach the bound 1/x (Edmonds 1973). If a source
+has a link of bandwidth x to each of N ranks, a flow of x N is possible from the source to each rank. All
+numbers in this module are integers or fractions.
 
 The bound is from Zhao et al., ForestColl (2024). The paper finds 1/x by bisection. This module uses
 Newton's method (Dinkelbach 1967), in which each cut that is too narrow gives the next, larger 1/x.
@@ -63,7 +63,7 @@ def optimum(network: Network) -> Optimum:
         key=lambda found: found.seconds,
     )
     for rank in range(network.ranks):
-        # A rank without a narrower cut for 1/x has none for a larger 1/x, so each rank is tried once.
+        # If a rank has no cut with a bound above 1/x, it has none above a larger 1/x: one try per rank is enough.
         while cut := _too_narrow(network, rank, best.seconds):
             best = _narrow(network, cut)
     return best
@@ -111,7 +111,7 @@ def reaches_all(graph: Flow, ranks: int, needed: int) -> bool:
     """Return whether a flow of `needed` from the graph's last vertex to each rank is possible."""
     graph, start = graph.copy(), len(graph.out) - 1
     for rank in range(ranks):
-        # The flow to one rank is extended to the next rank, which usually needs few and short paths.
+        # To extend the flow from one rank to the next rank usually needs few and short paths.
         if graph.push(start, rank, needed)[0] < needed:
             return False
         start = rank

@@ -43,9 +43,9 @@ GENERATORS = {
 
 
 def make(name: str, collective: str, ranks: int, *, nodes: int = 1) -> Plan:
-    """Make a collective plan with the generator of the name `name`.
+    """Make a collective plan with the generator `name`.
 
-    Ranks are numbered as node * L + local rank, with L ranks per node. Most generators ignore `nodes`.
+    Ranks are numbered as node * L + local rank, with L ranks per node. Only generators with `has_nodes` use `nodes`.
 
     Raises:
         ValueError: the generator is unknown, or cannot make a plan for these arguments.

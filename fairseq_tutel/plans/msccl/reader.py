@@ -41,7 +41,7 @@ RECEIVING = ("r", "rcs", "rrc", "rrs", "rrcs")
 SENDING = ("s", "rcs", "rrs", "rrcs")
 READING = ("s", "rrc", "rrs", "rrcs", "cpy", "re")  # MSCCL steps of these types read src.
 STORING = ("r", "rcs", "rrc", "rrcs", "cpy", "re")  # MSCCL steps of these types write dst.
-LARGEST = 1 << 16  # The largest number of chunks, ranks or steps.
+LARGEST = 1 << 16  # A file has at most this many chunks, ranks or steps.
 Cell = tuple[str, int]
 Way = tuple[int, int, int]  # A way is (source rank, target rank, channel).
 
@@ -78,7 +78,7 @@ def from_xml(text: str | bytes) -> Plan:
     loop = _number(algorithm, "nchunksperloop", 1)
     parts = 1 if coll == "allreduce" else ranks
     _demand(loop % parts == 0, f"nchunksperloop is {loop}; give a multiple of the {ranks} ranks")
-    scale = ranks if coll == "allgather" else 1  # MSCCL's byte range is for the output.
+    scale = ranks if coll == "allgather" else 1  # MSCCL's byte range is for a rank's output.
     most = _number(algorithm, "maxBytes", 0, "0", most=1 << 62)
     plan = Plan(
         name=algorithm.get("name", ""),
