@@ -3,8 +3,8 @@
 Dispatch sends rows to the ranks of their experts, and combine sends the outputs back. The backward pass of
 dispatch is a combine, and the backward pass of combine is a dispatch.
 
-Shapes use R for rows, D for model_dim and e for the local experts of a rank. A group has P ranks on N nodes
-of L ranks. Rank (n, l), which is rank n * L + l of the group, is the l-th rank of node n.
+Shapes use R for rows, D for model_dim and e for the local experts of a rank. An EP group has P ranks on N
+nodes of L ranks. Rank (n, l), which is rank n * L + l of the group, is the l-th rank of node n.
 
 The hierarchical all-to-all (2DH) first sends rows within each node, so that few messages cross nodes. In
 the first hop, rank (n, l) sends its rows for rank (n', l') to rank (n, l'). In the second hop, rank (n, l')

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fairseq_tutel.parallel.guard import CommunicationError, name_ranks
 
-_LAYER_BIT, _TRAINING_BIT = 40, 39  # The bits below them count the layer's calls.
+_LAYER_BIT, _TRAINING_BIT = 40, 39  # Bits 0 to 38 count the layer's calls.
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

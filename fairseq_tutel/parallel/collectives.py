@@ -1,4 +1,4 @@
-"""Only this module calls the torch.distributed collectives of tensors.
+"""Only this module calls torch.distributed's collectives on tensors.
 
 If a rank fails, the error on other ranks names the failed rank and the collective. The argument `operation`
 completes the sentence "rank 1 could not finish …". The group None has all ranks of the job, or only this
@@ -87,7 +87,7 @@ def all_reduce(tensor: Tensor, operation: str, group: Group = None, op: Any = di
 
 
 def all_gather(own: Tensor, operation: str, group: Group = None) -> Tensor:
-    """Gather one tensor [...] from every rank and return them stacked [G, ...]."""
+    """Gather one tensor [...] from every rank and return the stacked tensors [G, ...]."""
     stacked = own.new_empty(world.size(group), *own.shape)
     with guarded(operation, group):
         _all_gather(stacked.view(-1), own.contiguous().view(-1), group=group)

@@ -1,4 +1,4 @@
-"""The cost model predicts time and memory of a training step on a cluster (an alpha-beta-gamma model).
+"""The cost model predicts a training step's time and memory from the speed of links, memory and arithmetic.
 
 A cluster has W ranks on nodes of L ranks. EP groups have P ranks, and a layer has E experts. An expert's
 hidden dimension is split over s = max(1, P // E) ranks. The cost model assumes even expert loads and no

@@ -54,8 +54,8 @@ class ExchangeOptions:
 
     group: dist.ProcessGroup
     grid: Grid | None = None  # The nodes of the EP group, for the algorithm 2dh.
-    strategy: Strategy = field(default_factory=Strategy)  # adaptive_r is at least 1.
-    slices: int = 1  # s, the number of ranks that share an expert.
+    strategy: Strategy = field(default_factory=Strategy)  # Its adaptive_r is at least 1.
+    slices: int = 1  # s, the number of ranks over which an expert is sharded.
     padded: bool = False  # Whether every expert has equally many rows on every rank.
     transfer_dtype: str = "same"
     timer: ExchangeTimer | None = None
@@ -140,7 +140,7 @@ def exchange_rows(
 def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId) -> int:
     """Return the largest row count of any expert on any rank, but at least 1. Collective.
 
-    The padded forward pass synchronizes with the host only in this function.
+    In a forward pass with padding, only this function synchronizes with the host.
     """
     need_P1 = counts_E.max().clamp_min(1).expand(dist.get_world_size(options.group), 1)
     _, host = exchange_counts(need_P1, options.group, options.operation, call_id, options.hops)

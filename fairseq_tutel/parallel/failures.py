@@ -45,10 +45,7 @@ def published(store: dist.Store) -> str:
 
 
 def keeps_the_store(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher, not rank 0, runs the rendezvous store.
-
-    A launcher may restart ranks with the same store.
-    """
+    """Return whether the launcher, not rank 0, runs the rendezvous store."""
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -90,7 +87,7 @@ class FailureWatch:
     """A thread that ends this process if a rank of the job has failed.
 
     Args:
-        store: the rendezvous store, with the extended API; the thread uses its own connection.
+        store: a rendezvous store with torch's extended API. The thread opens a second connection to it.
         rank: this rank.
     """
 

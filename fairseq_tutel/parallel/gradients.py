@@ -4,9 +4,9 @@ After the backward pass, an expert's gradient is the sum over the tokens of its 
 parameters are averaged over the W ranks. Expert gradients are summed over EP replicas and divided by W, and
 so get the same scale as dense gradients.
 
-gloo reduces one parameter at a time, because the order of gloo's sum depends on an element's position in
-the tensor. NCCL and collective plans reduce buckets of several parameters. No gradient is reduced during
-the backward pass, for two reasons.
+gloo reduces one parameter at a time. Buckets would change results, because the order of gloo's sum depends
+on an element's position in the tensor. NCCL and collective plans reduce buckets of several parameters. No
+gradient is reduced during the backward pass, for two reasons.
 
 - It is not known in advance which backward pass of an update is the last.
 - With NCCL, simultaneous row exchanges would change the order of sums.

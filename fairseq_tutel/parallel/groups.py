@@ -58,7 +58,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The process groups that a rank uses for expert parallelism. A group of one rank is None.
+    """The process groups that a rank uses for expert parallelism. A group with only this rank is None.
 
     `make_topology` creates a topology. `ft.Topology()` is a topology of one rank with all experts.
 
@@ -128,9 +128,9 @@ class Topology:
 
 
 def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requested: int = 0) -> int:
-    """Return P, the number of ranks in an EP group. If `requested` is 0, choose P automatically.
+    """Return P, the number of ranks in an EP group.
 
-    The default P is the greatest common divisor of the numbers of ranks and experts.
+    If `requested` is 0, P is the greatest common divisor of the numbers of ranks and experts.
     """
     if requested == 0:
         return math.gcd(world_size, *expert_counts)
@@ -252,7 +252,7 @@ def _new(callers: dist.ProcessGroup | None, groups: Sequence[range]) -> dist.Pro
     """Create the given groups of ranks, and return this rank's group.
 
     If `callers` is None, all ranks of the job must create all groups. Within a smaller group `callers`,
-    each rank creates only the group to which it belongs, because ranks outside that group do not join.
+    each rank creates only the group to which it belongs, because ranks outside `callers` do not join.
     """
     rank = dist.get_rank(callers)
     own = next(ranks for ranks in groups if rank in ranks)

@@ -20,7 +20,7 @@ from fairseq_tutel.parallel import failures
 # A health check takes at most this number of seconds, or the time-out of collectives if that is shorter.
 LONGEST_CHECK = 3.0
 # A rank waits this many additional seconds for a store that hangs. Rank 0 may run the store, so rank 0
-# exits this number of seconds later.
+# waits this number of seconds before it exits.
 GRACE_SECONDS = 1.0
 WAIT_LONGER = "raise --moe-comm-timeout"
 PRESENT = "fairseq_tutel/health_check"

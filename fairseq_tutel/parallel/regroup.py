@@ -32,7 +32,7 @@ def permute(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
 
 
 def gather(rows_RD: Tensor, index_X: Tensor, copies_MR: Tensor) -> Tensor:
-    """Return rows_RD[index_X] [X, D]. The backward pass sums the gradients of each row's copies.
+    """Return rows_RD[index_X], of shape [X, D]. The backward pass sums the gradients of each row's copies.
 
     The result has the copies of row r at the positions copies_MR[:, r].
     """
@@ -61,7 +61,7 @@ def _spread(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
 
 
 class _Copies(torch.autograd.Function):
-    """Copies rows or, with `sums`, adds the copies of each row. Each is the backward pass of the other."""
+    """Copies rows or, with `sums`, adds each row's copies. One is the backward pass of the other."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index_X: Tensor, copies_MR: Tensor, sums: bool) -> Tensor:

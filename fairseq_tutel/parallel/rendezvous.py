@@ -47,7 +47,7 @@ def set_spawned_ranks(count: int) -> None:
 
 
 def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks per node, as spawned or as set by torchrun, OpenMPI or Slurm.
+    """Return the number of ranks per node, from `set_spawned_ranks`, torchrun, OpenMPI or Slurm.
 
     Slurm's SLURM_NTASKS_PER_NODE may be "8" or "8(x4)". Nodes of different sizes ("8,4") give 0 (unknown).
     """

@@ -34,7 +34,7 @@ OF_PYTHON = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class SignalWatch:
-    """Context manager that records the first signal, and ends a process that does not end in time.
+    """Context manager that records the first signal, and ends the process if it does not end in time.
 
     A second signal, more than MERGE_SECONDS after the first signal, ends the process at once. Forked child
     processes, such as data loaders, ignore the signals, except a SIGTERM from this process. If other code

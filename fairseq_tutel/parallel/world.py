@@ -117,7 +117,7 @@ class Work:
         def run() -> None:
             try:
                 self.result = action()
-            except Exception as error:  # `look` returns the error to the caller.
+            except Exception as error:  # `look` returns the error's message.
                 self.error = error
 
         self._thread = threading.Thread(target=run, daemon=True)

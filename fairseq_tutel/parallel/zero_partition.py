@@ -148,7 +148,7 @@ class Bucket:
         return [None if grad is None else grad.reshape(-1) for grad in grads]
 
     def converted_gradients(self, convert: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
-        """Return this rank's gradients, converted by `convert`. A reduced bucket needs one call."""
+        """Return this rank's gradients after `convert`, which is called once for a reduced bucket."""
         if self.gradient is not None:
             self.gradient = convert(self.gradient)
             return self.gradients()

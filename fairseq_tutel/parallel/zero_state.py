@@ -1,7 +1,7 @@
 """Sharded or offloaded optimizer state of a model, which an ordinary optimizer updates.
 
 The optimizer has only this rank's elements of each parameter, in fp32. An update calls `finish_backward`
-after each backward pass, then `reduce`, `norm` and `multiply` to clip, `step`, and `zero_grad`.
+after each backward pass, and then `reduce`, `clip`, `step` and `zero_grad`.
 """
 
 import weakref
@@ -47,7 +47,7 @@ class GradientReducer:
         self.is_reduced = False
 
     def arrived(self, parameter: nn.Parameter, number: int) -> None:
-        """Record the gradient of a parameter in bucket `number`, and send buckets without missing ones."""
+        """Record a parameter's gradient in bucket `number`, and send buckets whose gradients all exist."""
         if number < self.sent:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} got another gradient after its gradient "
@@ -235,7 +235,7 @@ class ZeroState:
                     "not a crash file."
                 )
             if key == MASTER and not partition.is_master:
-                # After a half-precision run, all ranks continue from the master copy.
+                # An fp32 run continues from the master copy of a half-precision run.
                 partition.parameter.copy_(value)
             own[key] = own_elements(value.contiguous(), partition.share).clone()
         return own

@@ -23,7 +23,7 @@ class Report:
 
     Attributes:
         depth: the largest number of signals on a chain of dependent steps. A signal is a hop between ranks.
-        loads: each round's traffic by (source, target), as a fraction of a rank's input bytes.
+        loads: traffic by (source, target) in each round (see order.py), relative to a rank's input bytes.
     """
 
     steps: int

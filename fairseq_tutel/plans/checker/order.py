@@ -54,8 +54,8 @@ class Order:
     def _match(self) -> None:
         by_kind: dict[tuple[str, int, int | None], list[int]] = defaultdict(list)
         signal_of: dict[int, int] = {}
-        issued: dict[int | None, list[int]] = defaultdict(list)  # Each channel's puts since its last signal.
-        unread: dict[int | None, list[int]] = defaultdict(list)  # Each channel's puts since its last flush.
+        issued: dict[int | None, list[int]] = defaultdict(list)  # Puts since the channel's last signal.
+        unread: dict[int | None, list[int]] = defaultdict(list)  # Puts since the channel's last flush.
         for number, step in enumerate(self.steps):
             if step.op == "put":
                 issued[step.channel].append(number)

@@ -2,8 +2,8 @@
 
 The vector clock of a lane has, for each lane, the number of steps that have certainly ended. A lane's
 vector clock changes only when the lane waits. The clock of a signal is its lane's vector clock together
-with this lane's current step count. A put may read its source and write its destination at any time after
-its lane has run the put. The write of a put ends with the wait for the next signal. The read of a put ends with this
+with this lane's current step count. A put may access its source and destination at any time after its lane
+has run the put. The write of a put ends with the wait for the next signal. The read of a put ends with this
 wait, or with the next flush. If two steps access a chunk and one writes, their order must be fixed.
 
 Calls of a plan follow each other without a pause, so three calls in a row are checked. The second of the

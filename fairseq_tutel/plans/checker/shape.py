@@ -105,7 +105,7 @@ def _check_lanes(plan: Plan) -> None:
 
 
 def _check_pairs(plan: Plan) -> None:
-    """Raise PlanError if a put lacks a later signal, or if signals or posts lack a wait or pend."""
+    """Raise PlanError unless each put has a later signal, each signal a wait, and each post a pend."""
     sites: dict[tuple[str, int, int | None], list[str]] = defaultdict(list)
     open_puts: dict[int | None, str] = {}
     for rank, lane, index, step in plan.steps():

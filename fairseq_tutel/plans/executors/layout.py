@@ -80,8 +80,8 @@ def walk(plan: Plan) -> Walked:
 class Layout:
     """The position and length, in elements, of each chunk in one call of a collective plan.
 
-    `sizes` counts rows of `width` elements. With a window, the layout covers only each chunk's elements in
-    the window, and slots have the window's length. Positions in `in` and `out` ignore the window.
+    `sizes` counts rows of `width` elements. With `window`, the layout covers only this range of elements of
+    each chunk, and a slot is as long as the window. Positions in `in` and `out` ignore the window.
     """
 
     def __init__(self, walked: Walked, sizes: Sizes, width: int = 1, window: range | None = None) -> None:

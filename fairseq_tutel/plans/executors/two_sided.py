@@ -21,7 +21,7 @@ from fairseq_tutel.parallel import world
 from fairseq_tutel.plans.executors.layout import Layout, Move, Sizes, walk
 from fairseq_tutel.plans.format import Plan
 
-MOST_SIZES = 256  # A plan stays compiled for at most this many sizes.
+MOST_SIZES = 256  # A plan's rounds are cached for at most this many sizes.
 HALF = (torch.float16, torch.bfloat16)
 Run = tuple[str, int, int]  # A run is (buffer, first element, length).
 Message = tuple[int, list[Run]]  # A message is (other rank, runs of elements).
@@ -45,7 +45,7 @@ class Call:
         self.current = 0  # The index of the round whose messages are being sent.
         self.works: list[dist.Work] = []
         self.outgoing: list[Tensor] = []  # Sent tensors are kept until the sends have ended.
-        self.incoming: list[tuple[Tensor, list[Run]]] = []  # Received messages that are copied to several runs.
+        self.incoming: list[tuple[Tensor, list[Run]]] = []  # Received messages, and the runs to fill.
         self._end_round()  # Round 0 has no messages.
 
     def is_completed(self) -> bool:

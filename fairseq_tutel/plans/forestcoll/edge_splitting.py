@@ -46,7 +46,7 @@ class _Splitting:
     def remove(self, switch: int) -> None:
         """Replace all links of a switch by links between the vertices that the switch connects.
 
-        Links are first split evenly, so that trees have less depth. Links from and to one vertex come last.
+        Links are first split evenly, so that trees have less depth. Pairs with u = t come last.
         """
         self._split_evenly(switch, list(self._even(switch)))
         into, out = self._neighbours(switch)
@@ -74,7 +74,7 @@ class _Splitting:
     def _partners(self, u: int, out: Sequence[int]) -> list[int]:
         """Return the vertices of `out` to which the links of vertex u should lead.
 
-        These are the ranks with u's local rank on other hosts. If there are none, these are all except u.
+        These are the ranks on other hosts with u's local rank or, if there are none, all except u.
         """
         places = dict(enumerate(self.network.places))
         alike = [t for t in out if u in places and t in places and places[u][1] == places[t][1]]
@@ -103,7 +103,7 @@ class _Splitting:
 
     def _room(self, switch: int, u: int, t: int, most: int) -> int:
         """Return how much capacity of a switch's links from u and to t can be replaced, up to `most`."""
-        # Splitting reduces the room of sets with `switch` but not u and t, or with u and t but not `switch`.
+        # Splitting reduces the room of two kinds of sets (see the top). Each (start, end) is for one kind.
         for start, end in ((u, switch), (switch, t)):
             if most:
                 graph = self.graph.copy()

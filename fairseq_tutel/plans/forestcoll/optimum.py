@@ -63,7 +63,7 @@ def optimum(network: Network) -> Optimum:
         key=lambda found: found.seconds,
     )
     for rank in range(network.ranks):
-        # If a rank has no cut with a bound above 1/x, it has none above a larger 1/x: one try per rank is enough.
+        # A rank without a cut above the bound 1/x needs no second try, because 1/x only grows.
         while cut := _too_narrow(network, rank, best.seconds):
             best = _narrow(network, cut)
     return best
@@ -111,7 +111,7 @@ def reaches_all(graph: Flow, ranks: int, needed: int) -> bool:
     """Return whether a flow of `needed` from the graph's last vertex to each rank is possible."""
     graph, start = graph.copy(), len(graph.out) - 1
     for rank in range(ranks):
-        # To extend the flow from one rank to the next rank usually needs few and short paths.
+        # Extending the flow to the next rank usually needs only a few short paths.
         if graph.push(start, rank, needed)[0] < needed:
             return False
         start = rank
@@ -131,7 +131,7 @@ def fixed_share(network: Network, best: Optimum, trees: int) -> Share:
     least = most = best.seconds * trees
     while not is_enough(network, _share(network, trees, most)):
         most *= 2
-    # At the least U, U b is an integer for the bandwidth b of some link.
+    # At the least U, U b is an integer for the bandwidth b of some link, so only such U are tried.
     too_low = Fraction(0)
     for width in {link.bandwidth for link in network.links}:
         first = max(math.ceil(least * width), math.floor(too_low * width) + 1)

@@ -55,7 +55,7 @@ class _Packing:
     def grow(self, tree: Tree, others: Sequence[Tree]) -> tuple[Tree, list[Tree]]:
         """Grow a tree until it reaches all ranks. Return the tree and the list of other trees.
 
-        Copies of the tree that take other links become separate trees.
+        Copies of the tree that take other links become separate trees in the list.
         """
         others = list(others)
         graph = self._with_demands(others)

@@ -36,7 +36,7 @@ def ring(collective: str, ranks: int) -> Plan:
 
 
 def _sum_along(w: Writer, r: int, result: Chunk) -> None:
-    """Add steps with which rank r sums chunk r of all ranks along the ring and writes it to `result`.
+    """Add steps with which rank r sums chunk r of all ranks along the ring, and writes the sum to `result`.
 
     In round t, the rank receives into tmp[t].
     """
@@ -81,7 +81,7 @@ def all_pairs(collective: str, ranks: int) -> Plan:
 
 
 def two_phase(collective: str, ranks: int) -> Plan:
-    """Return a two-phase all_reduce plan, in which rank r sums chunk r and sends this sum to all.
+    """Return a two-phase all_reduce plan, in which rank r sums chunk r and sends the sum to all ranks.
 
     Each sum adds in the order of ranks. A rank sends 2 (N-1)/N M bytes, the minimum for an all_reduce.
     """
