@@ -51,8 +51,8 @@ class CallId:
     def prepended_to(self, counts_PX: Tensor) -> Tensor:
         """Return row counts with the call ID as a new first column, padded to the widest layer's width.
 
-        A layer calls this method once per call. Without padding, ranks that run different layers would
-        exchange unequal sizes, and raise an unclear error or hang.
+        Each call of this method counts as one call of the layer. Without padding, ranks that run different
+        layers would exchange unequal sizes, and raise an unclear error or hang.
         """
         counter = self.counter
         mode_and_count = self.training << _TRAINING_BIT | counter.count

@@ -55,8 +55,8 @@ def limit(group: dist.ProcessGroup | None) -> None:
 class guarded:  # noqa: N801 - a context manager
     """Context manager that converts a failed collective to a CommunicationError with an explanation.
 
-    Other errors are not changed, nor are errors that an inner guard has explained. `operation`, such as
-    "the exchange of rows", completes the sentence "rank 1 could not finish …".
+    `guarded` does not change other errors, nor errors that an inner `guarded` has explained. `operation`,
+    such as "the exchange of rows", completes the sentence "rank 1 could not finish …".
     """
 
     __slots__ = ("group", "operation")

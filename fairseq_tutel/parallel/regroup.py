@@ -86,7 +86,7 @@ def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:
     """Return the number of rows to send to each expert of each rank [P, e].
 
     With s > 1 shards, ranks are in the order of (expert, copy m, part j). An expert's rows are split into
-    s / r parts, and rank (expert, m, j) gets part j. The r ranks that differ only in m get equal rows.
+    s / r parts, and rank (expert, m, j) gets part j. The r ranks that differ only in m get the same rows.
     """
     if slices == 1:
         return counts_E.unsqueeze(1)

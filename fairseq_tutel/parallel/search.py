@@ -1,6 +1,6 @@
 """Finds the fastest strategy for each bucket (range of expert capacities) by measuring training updates.
 
-All updates in a bucket share one choice of strategy. The cost model proposes the candidate strategies of a
+The choice of a strategy applies to all updates in a bucket. The cost model proposes the candidates of a
 bucket. Candidates are measured in rounds. A round is one update for each candidate. After each round,
 candidates that are too slow drop out. The choice depends only on recorded costs. Ranks with equal costs
 therefore choose the same strategy.

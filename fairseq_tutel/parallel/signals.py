@@ -77,7 +77,7 @@ class SignalWatch:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Restore the handlers. After a signal, further signals are ignored while the process ends."""
+        """Restore the handlers. After a signal, this process ignores further signals while it ends."""
         # If another rank received the signal, this process also exits with EXIT_CODE and ignores signals.
         is_ending = isinstance(error, SystemExit) and error.code == EXIT_CODE
         for number, before in self._before.items():

@@ -2,8 +2,8 @@
 
 A call divides each chunk into slices, and runs the plan once per slice. The memory regions are therefore
 small and stay in the processor's caches. The division into chunks does not depend on the slices, so slices
-do not change the order of a sum. A signal increments a counter. The steps of a slice are built once per size
-of the data and cached. If a lane would have to wait, the next lane of the rank runs.
+do not change the order of a sum. A signal increments a counter. The steps of a slice are built once for
+each data size. If a lane would have to wait, the next lane of the rank runs.
 
 Each rank has a memory region to which other ranks write. A slot of a region holds a slice of one chunk. A
 region has the slots of these buffers, in this order:
@@ -46,7 +46,7 @@ MOST_SIZES = 64  # A plan's steps are cached for at most this many sizes.
 
 COPY, REDUCE, SIGNAL, WAIT, POST, PEND = range(6)
 CODES = {"signal": SIGNAL, "wait": WAIT, "post": POST, "pend": PEND}
-# A step is an operation code, the number of a target view, channel or semaphore, and source view numbers.
+# A step is (operation code, target, sources). Targets are views, channels or semaphores. Sources are views.
 Step = tuple[int, Any, Any]
 # A view is a range of elements in the caller's tensors (`in`, `out`) or in shared memory (`tmp`, `staged`).
 # The items of a view are the buffer, rank, first element and length. A view is a plain tuple for speed,
@@ -61,7 +61,7 @@ class Steps(NamedTuple):
 
     `lanes` has the steps of each lane, and `last` has the steps after all lanes. `callers` and `regions`
     are numbered views of the caller's tensors and of shared memory. `summed` has the numbers of views that
-    sums use. `opened` has the opened views of regions, for even and odd calls.
+    sums use. `opened` has the memory of `regions` for even and for odd calls.
     """
 
     lanes: list[list[Step]]

@@ -119,7 +119,7 @@ class Backoff:
         self._memory, self._start = memory, time.perf_counter()
 
     def pause(self, sources: Iterable[int]) -> None:
-        """Pause between two checks while waiting for the ranks `sources`.
+        """Pause between two checks whether the ranks `sources` have sent signals.
 
         Raises:
             DistBackendError: the time-out of groups has passed.

@@ -28,7 +28,7 @@ Message = tuple[int, list[Run]]  # A message is (other rank, runs of elements).
 
 
 class Round(NamedTuple):
-    """One rank's work in a round: it exchanges messages, and then computes sums (sources, target)."""
+    """One rank's work in a round: it exchanges messages, and then computes sums."""
 
     send: list[Message]
     receive: list[Message]
@@ -83,7 +83,7 @@ class Call:
             self.works = dist.batch_isend_irecv(operations)
 
     def _target(self, runs: list[Run]) -> Tensor:
-        """Return the tensor that receives a message. `_end_round` copies a message for several runs."""
+        """Return the tensor that receives a message. `_end_round` copies it if it has several runs."""
         if len(runs) == 1:
             return self._view(runs[0])
         own = self.buffers["in"]

@@ -103,7 +103,7 @@ class _Splitting:
 
     def _room(self, switch: int, u: int, t: int, most: int) -> int:
         """Return how much capacity of a switch's links from u and to t can be replaced, up to `most`."""
-        # Splitting reduces the room of two kinds of sets (see the top). Each (start, end) is for one kind.
+        # For each of these pairs, splitting reduces the room of sets that have `end` but not `start`.
         for start, end in ((u, switch), (switch, t)):
             if most:
                 graph = self.graph.copy()

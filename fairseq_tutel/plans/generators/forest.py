@@ -7,7 +7,8 @@ sends in the round that equals its distance from the root. To sum data, a rank s
 equals its distance from the farthest leaf below it. Each slice runs one round after the previous slice. A
 plan therefore has depth + P - 1 rounds, each with 1/P of the bytes, so that links are idle less often.
 
-A rank puts only to ranks that have begun the call. A signal or data for a sum shows that a rank has begun.
+A rank puts only to ranks that have begun the call. A signal or a term of a sum shows that its sender has
+begun.
 """
 
 from collections import Counter, defaultdict

@@ -99,7 +99,7 @@ def hierarchical(collective: str, ranks: int, *, nodes: int) -> Plan:
     """Return a hierarchical all_reduce plan, which sums within nodes and then across nodes.
 
     The phases are a reduce_scatter within each node, an exchange of 1/L of the data across nodes, and
-    an all_gather within each node. Each sum adds in the order of ranks, then of nodes.
+    an all_gather within each node. Sums add the ranks of a node in order, then the nodes in order.
     """
     w = Writer(ranks)
     local = ranks // nodes

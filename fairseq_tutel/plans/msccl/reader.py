@@ -13,7 +13,7 @@ waits for the step on which it depends. The buffers i, o and s are the input, ou
 In MSCCL, the receiver chooses the position of a message when it receives the message, and the sender may be
 ahead. A put directly to the position of a message would race with earlier accesses. Each message therefore
 gets separate chunks of `tmp`, which the receiver's step copies or adds. Each thread block becomes a lane,
-and dependencies between blocks become posts and pends. A flush precedes an overwrite of a put's source.
+and dependencies between blocks become posts and pends. A flush precedes each overwrite of a put's source.
 
 If an algorithm runs in place (inplace is 1 and outofplace is not), it uses only `out`, to which `in` is
 copied first. For an in-place reduce_scatter, a part of `tmp` replaces `out`.
@@ -213,7 +213,7 @@ def _write_rank(
     landings: Mapping[Way, list[Place]],
 ) -> None:
     """Add the steps of one rank to the plan, with one lane for each thread block."""
-    semaphores: dict[tuple[int, int], int] = {}  # The semaphores, by (posting lane, pending lane).
+    semaphores: dict[tuple[int, int], int] = {}  # Maps (posting lane, pending lane) to a semaphore.
 
     def post(lane: int, other: int) -> None:
         w.post(rank, semaphores.setdefault((lane, other), len(semaphores)), lane=lane)

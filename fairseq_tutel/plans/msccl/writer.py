@@ -31,7 +31,7 @@ class _Written(NamedTuple):
 def to_xml(plan: Plan) -> str:
     """Return the XML text of an out-of-place MSCCL algorithm for a collective plan.
 
-    A put becomes two MSCCL steps, a send where the put is issued and a receive where its wait is. There is
+    A put becomes two MSCCL steps, a send in its place and a receive in the place of its wait. There is
     a thread block for each end of a channel, and one for copies and sums. Steps of different thread blocks
     that use the same chunks depend on each other. Signals without puts are omitted, because MSCCL's
     receivers choose the position and time of a message. In contrast to this package, MSCCL rounds
