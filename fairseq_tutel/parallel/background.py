@@ -40,7 +40,7 @@ def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
 
 
 class _Worker(threading.Thread):
-    """The communication thread, a daemon, because it may wait forever for a peer that has failed."""
+    """The communication thread. It is a daemon, because it may wait forever for a peer that has failed."""
 
     def __init__(self) -> None:
         super().__init__(name="communication", daemon=True)

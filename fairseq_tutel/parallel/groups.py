@@ -170,7 +170,7 @@ def make_topology(expert_counts: Sequence[int], requested: int = 0, ranks_per_no
 
     Args:
         expert_counts: the number of experts of every layer.
-        requested: the requested P, or 0 for the greatest P that fits.
+        requested: P, or 0 for the greatest common divisor of the numbers of ranks and experts.
         ranks_per_node: the number of ranks per node, or 0 for no grid. A grid needs several nodes.
 
     Raises:

@@ -127,7 +127,7 @@ class Layout:
         """Join chunks that are adjacent at all ends into runs, and leave out empty chunks.
 
         Returns:
-            For each run, the run's length and a list of (rank, buffer, first element) for each end.
+            For each run, a list with the (rank, buffer, first element) of each end, and the run's length.
         """
         starts = [(self.starts(rank, buffer), chunk) for rank, (buffer, chunk) in ends]
         found: list[tuple[list[int], int]] = []

@@ -45,7 +45,7 @@ class Call:
         self.current = 0  # The index of the round whose messages are being sent.
         self.works: list[dist.Work] = []
         self.outgoing: list[Tensor] = []  # Sent tensors are kept until the sends have ended.
-        self.incoming: list[tuple[Tensor, list[Run]]] = []  # Received messages, and the runs to fill.
+        self.incoming: list[tuple[Tensor, list[Run]]] = []  # Messages, and the runs that get them.
         self._end_round()  # Round 0 has no messages.
 
     def is_completed(self) -> bool:

@@ -81,7 +81,7 @@ class _Splitting:
         return [t for t in alike if t != u] or [t for t in out if t != u]
 
     def _split_evenly(self, switch: int, pieces: Sequence[Piece]) -> None:
-        """Replace links of a switch by the links `pieces`, except those that would reduce flows too far."""
+        """Replace links of a switch by the links `pieces`, but skip pieces that reduce flows too far."""
         if not pieces:
             return
         trial = self.graph.copy()

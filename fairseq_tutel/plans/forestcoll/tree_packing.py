@@ -97,9 +97,9 @@ class _Packing:
         return found
 
     def _with_demands(self, others: Sequence[Tree]) -> Flow:
-        """Return the graph of remaining links, with more vertices for the demands of the other trees.
+        """Return the graph of remaining links, plus a source and a vertex for each of the other trees.
 
-        The graph has a source, and one vertex for each other tree, with edges to this tree's vertices.
+        The source has an edge to each of these vertices, which have edges to the ranks of their trees.
         """
         size = len(self.links.out)
         graph = Flow.of(self.links.left, 1 + len(others))

@@ -5,10 +5,10 @@ chunks in each slice. A tree with m copies carries m adjacent chunks of each sli
 rounds. All chunks from one rank to another rank in a round share a signal. To distribute a shard, a rank
 sends in the round that equals its distance from the root. To sum data, a rank sends in the round that
 equals its distance from the farthest leaf below it. Each slice runs one round after the previous slice. A
-plan therefore has depth + P - 1 rounds, each with 1/P of the bytes, so that links are idle less often.
+plan with trees of depth d has d + P - 1 rounds. Each round has 1/P of the bytes, so links are idle less.
 
-A rank puts only to ranks that have begun the call. A signal or a term of a sum shows that its sender has
-begun.
+A rank puts only to ranks that have begun the call. A signal, or a chunk for a sum, shows that its sender
+has begun.
 """
 
 from collections import Counter, defaultdict

@@ -38,7 +38,7 @@ def ring(collective: str, ranks: int) -> Plan:
 def _sum_along(w: Writer, r: int, result: Chunk) -> None:
     """Add steps with which rank r sums chunk r of all ranks along the ring, and writes the sum to `result`.
 
-    In round t, the rank receives into tmp[t].
+    In round t, rank r receives a chunk or partial sum in tmp[t].
     """
     for t in range(w.ranks - 1):
         leaves = ("tmp", t - 1) if t else ("in", (r - 1) % w.ranks)
@@ -130,7 +130,7 @@ def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
         a, i = divmod(r, local)
         peers = [a * local + j for j in _others(i, local)]
         others = [b * local + i for b in _others(a, nodes)]
-        # Chunks from rank (a, j) to rank (b, i) pass through tmp[b, j] of rank (a, i).
+        # Chunks from rank (a, j) to rank (b, i) pass through tmp[b * local + j] of rank (a, i).
         for p in peers:
             for b in range(nodes):
                 w.put(r, p, ("in", b * local + p % local), ("tmp", b * local + i))
@@ -138,7 +138,7 @@ def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
         for b in range(nodes):
             w.copy(r, ("in", b * local + i), ("tmp", b * local + i))
         _wait_for_each(w, r, peers)
-        # Chunks from node a arrive in tmp[ranks + a * local], in the order of source ranks.
+        # Chunks from node a arrive from tmp[ranks + a * local] on, in the order of source ranks.
         for p in others:
             w.send(r, p, ("tmp", p - i), ("tmp", ranks + a * local), local)
         w.copy(r, ("tmp", a * local), ("out", a * local), local)

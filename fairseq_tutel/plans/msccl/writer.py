@@ -16,7 +16,7 @@ NAMES = {ours: theirs for theirs, ours in COLLECTIVES.items()}
 NOP = {
     "type": "nop", "srcbuf": "i", "srcoff": "-1", "dstbuf": "o", "dstoff": "-1", "cnt": "0",
 }  # fmt: skip
-End = tuple[str, int | None]  # An end of a channel is "send" or "recv", and the channel.
+End = tuple[str, int | None]  # An end is the pair ("send" or "recv", channel number), or OWN.
 
 
 class _Written(NamedTuple):
