@@ -74,7 +74,7 @@ class _Splitting:
     def _partners(self, u: int, out: Sequence[int]) -> list[int]:
         """Return the vertices of `out` to which the links of vertex u should lead.
 
-        These are the ranks on other hosts with u's local rank or, if there are none, all except u.
+        These are the ranks on other hosts with u's local rank or, if there are none, all vertices except u.
         """
         places = dict(enumerate(self.network.places))
         alike = [t for t in out if u in places and t in places and places[u][1] == places[t][1]]

@@ -20,7 +20,7 @@ from fairseq_tutel.plans.network import Network
 
 # With the default number of trees, the time is at most this fraction above the optimum.
 TOLERANCE = Fraction(1, 20)
-# At most this many values of k are tried. Then the optimum's k is used.
+# At most this many tree counts k are tried. After that, the optimum's tree count is used.
 TRIED = 200
 
 
