@@ -155,7 +155,7 @@ def _counts(
     leaving_PE = _leaving(counts_E, options)
     if not options.padded:
         return exchange_counts(leaving_PE, group, options.operation, call_id, *paths)
-    # All ranks have equal counts. Creating them on device and host is cheaper than a copy to the host.
+    # With padding, all ranks have equal counts. Creating equal counts is cheaper than a copy to the host.
     host_PE = _leaving(torch.full(counts_E.shape, capacity), options)
     rank = dist.get_rank(group)
     return even_counts(leaving_PE, rank, *paths), even_counts(host_PE, rank, *paths)

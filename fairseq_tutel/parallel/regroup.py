@@ -61,7 +61,7 @@ def _spread(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
 
 
 class _Copies(torch.autograd.Function):
-    """Copies rows or, with `sums`, adds each row's copies. One is the backward pass of the other."""
+    """Copies rows or, with `sums`, adds each row's copies. Each operation is the other's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index_X: Tensor, copies_MR: Tensor, sums: bool) -> Tensor:

@@ -128,7 +128,7 @@ def _add_blocks(gpu: ET.Element, steps: list[_Written], plan: Plan, numbers: lis
             block_id = blocks[steps[other].block].get("id", "")
             if block_id != block.get("id") and seen.get(block_id, -1) < other:
                 needs[block_id] = seen[block_id] = other
-        # A step can depend on only one other step, so nop steps wait for the other dependencies.
+        # An MSCCL step can depend on only one step, so nop steps wait for the other dependencies.
         kinds = [NOP] * (len(needs) - 1) + [step.attributes]
         for attributes, block_id in zip_longest(kinds, needs):
             leaf = _add_step(block, attributes, block_id, leaves[needs[block_id]] if needs else None)
