@@ -24,7 +24,7 @@ PROCESSES = "fairseq_tutel/processes"
 POLL_SECONDS = 1.0
 # After a failure of another rank, the main thread has this time to end its process with an error.
 GRACE_SECONDS = 2.0
-# A check of the store may take this time. Requests to a store whose process is stopped never return.
+# A check of the store may take up to this time. Requests to a store whose process is stopped never return.
 LOOK_SECONDS = 2.0
 # A rank's process ends at most this time after the rank has reported an error.
 END_SECONDS = 10.0

@@ -58,7 +58,7 @@ class StrategySearch:
         return self.best[key] if key in self.best else self._next[key]
 
     def record(self, key: str, strategy: Strategy, cost: float) -> None:
-        """Record the cost of an update with `strategy`. All costs of a bucket `key` have the same unit."""
+        """Record the cost of an update with `strategy`. All costs of a bucket `key` need the same unit."""
         if not math.isfinite(cost):
             return
         if strategy == self._next.get(key):

@@ -63,7 +63,7 @@ def optimum(network: Network) -> Optimum:
         key=lambda found: found.seconds,
     )
     for rank in range(network.ranks):
-        # A rank without a cut above the bound 1/x needs no second try, because 1/x only grows.
+        # 1/x only grows, so a rank for which no cut gives a larger bound needs no second try.
         while cut := _too_narrow(network, rank, best.seconds):
             best = _narrow(network, cut)
     return best
