@@ -1,6 +1,6 @@
 """This package has Mixture-of-Experts layers for torch, and a plugin for fairseq's `--user-dir`.
 
-The layers need only torch and numpy. A first use of a public name imports torch and numpy. To understand a
+The layers need only torch and numpy, which are imported at the first use of a public name. To understand a
 layer, read gates, choice, slots, routing, balance, dispatch, experts and layer in moe/, in this order.
 """
 

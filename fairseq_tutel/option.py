@@ -33,7 +33,7 @@ class Option:
     same_as: tuple[str, Any] | None = (
         None  # for an older flag: the MoEConfig field that it sets, and the value
     )
-    flag: str = ""  # the flag; empty if the key gives the flag
+    flag: str = ""  # the flag; empty if the flag follows from the key
     name: str = ""  # the name of the dataclass field
     key: str = ""  # the option's name in fairseq's configuration
     type: Any = None

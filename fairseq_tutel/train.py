@@ -33,7 +33,7 @@ def run_command(name: str, call: Callable[[Any], object] = methodcaller("cli_mai
 
     from fairseq_tutel.plugin import register
 
-    # Register the plugin now: hydra imports it too late, and fairseq skips an imported --user-dir.
+    # Register the plugin now: hydra imports it too late, and fairseq imports --user-dir only once.
     register()
     call(module)
 

@@ -11,7 +11,7 @@ from fairseq_tutel.files import renamed_when_whole
 
 
 def save(content: Any, path: str) -> None:
-    """Write a local file atomically with torch.save; `replacing` lists the errors that may be raised."""
+    """Write a local file atomically with torch.save; raise OSError if the file cannot be written."""
     with replacing(path) as temporary:
         write(content, temporary)
 
@@ -42,8 +42,7 @@ def synced(path: str | os.PathLike) -> Iterator[IO[bytes]]:
 def write(content: Any, path: str | os.PathLike, advance: Callable[[int], object] | None = None) -> None:
     """Write a file with torch.save, and flush it to disk with fsync.
 
-    The function `advance` is called with the number of bytes of each write. `advance` may raise an error to
-    stop the write.
+    `advance` is called with the number of bytes of each write, and may raise an error to stop the writing.
     """
     with synced(path) as file:
         counted: Any = file if advance is None else _Counted(file, advance)
@@ -81,7 +80,7 @@ def unwritable(folder: str, error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason of the OSError that caused `error`, or else the first line of `error`."""
+    """Return the reason of the OSError that caused `error`, or else the first line of `error`'s message."""
     cause = system_error(error)
     return str(error).partition("\n")[0] if cause is None else str(cause.strerror)
 

@@ -15,9 +15,9 @@ from fairseq_tutel.parallel.zero_state import MASTER
 def average(paths: list[Path], of_ema: bool = False) -> SavedModel:
     """Return a copy of the first checkpoint with the averaged weights of all given checkpoints.
 
-    With `of_ema`, the moving averages of --store-ema are averaged, in fp32 if a file has fp32 averages.
-    Memory holds the averaged weights and, for sharded checkpoints, one tensor of each checkpoint. Tied
-    tensors of the model stay tied. The function raises ValueError if names or shapes of the weights differ.
+    With `of_ema`, the function averages the EMA weights that --store-ema saved, or their fp32 copies if a
+    checkpoint has such copies. Shard files are read one tensor at a time. Tied tensors stay tied. The
+    function raises ValueError if names or shapes of the weights differ.
     """
     opened = [SavedModel.open(path, "INPUTS", keep_shards=True) for path in paths]
     models: list[dict[str, Any]] = [_ema_of(saved) if of_ema else saved.weights for saved in opened]

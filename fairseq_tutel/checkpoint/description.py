@@ -16,14 +16,14 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.option import Option, plain
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
-EXPERTS = re.compile(r"(?:^|\.)experts\.")  # Matches names of experts' tensors in all systems.
+EXPERTS = re.compile(r"(?:^|\.)experts\.")  # Matches the tensor names of experts.
 Facts = dict[str, Any]
 
 
 def describe(state: Any, path: Path, options: Sequence[Option], check: bool = False) -> Facts:
     """Return a description of a checkpoint file's content.
 
-    `options` are all options that a MoE model can have. With `check`, all checksums are compared.
+    `options` are all options that a MoE model can have. With `check`, wrong checksums raise ValueError.
     """
     is_checkpoint = isinstance(state, dict) and isinstance(state.get("model"), dict)
     if is_checkpoint:
@@ -143,7 +143,7 @@ def _quantization(stacks: Mapping[str, Any]) -> Facts:
 
 
 def _grouped(weights: Mapping[str, Any]) -> list[Facts]:
-    """Group tensors by name (ignoring numbers), shape and dtype."""
+    """Count the tensors of each name (ignoring layer numbers), shape and dtype."""
     groups = Counter(
         (re.sub(r"(?<=\.)\d+(?=\.)", "N", key), tuple(tensor.shape), _dtype(tensor))
         for key, tensor in weights.items()

@@ -1,15 +1,15 @@
-"""Fingerprints of the dictionaries that a model was trained with, in the extra state of checkpoints."""
+"""Computes fingerprints of a model's dictionaries for its checkpoints, and rejects other dictionaries."""
 
 import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-# Key in the extra state, with a dict from module names, such as "decoder", to fingerprints.
+# The key in a checkpoint's extra state. The value maps module names, such as "decoder", to fingerprints.
 KEY = "dictionaries"
 
 
 def symbols_of(dictionary: Any) -> list[str]:
-    """Return a fairseq dictionary's symbols; a TruncatedDictionary is shorter than its list `symbols`."""
+    """Return a fairseq dictionary's symbols, without those that a TruncatedDictionary leaves out."""
     return list(dictionary.symbols[: len(dictionary)])
 
 
@@ -28,8 +28,8 @@ def fingerprints_of(model: Any) -> dict[str, str]:
 def refuse_other_dictionaries(found: Mapping[str, str], extra_state: Mapping[str, Any], path: Any) -> None:
     """Raise ValueError if a checkpoint's dictionaries differ from a model's in symbols or their order.
 
-    Dictionaries of different lengths are not compared, because the model converts or rejects their weights
-    when it loads them. Checkpoints of older versions and of stock fairseq have no fingerprints.
+    Dictionaries of different lengths are not compared: models convert or reject embeddings of another size.
+    Checkpoints of older versions and of stock fairseq have no fingerprints.
     """
     for name, own in found.items():
         other = str(extra_state.get(KEY, {}).get(name, own))

@@ -47,8 +47,8 @@ def gather_to_first(tensor: Tensor, topology: Topology, parameter: Tensor | None
     """Gather one parameter of all experts in host memory on rank 0, and return None on other ranks.
 
     Only the EP group of rank 0 communicates, because its ranks hold every expert once. If `tensor` is
-    optimizer state, such as a moment of Adam, `parameter` is the parameter to which the state belongs. A
-    tensor in host memory is copied to the parameter's device in chunks of at most GATHERED_BYTES.
+    optimizer state, such as a moment of Adam, `parameter` is the parameter to which the state belongs. The
+    ranks exchange at most GATHERED_BYTES at a time, on the parameter's device.
     """
     if topology.rank >= topology.expert_parallel_size:
         return None
@@ -70,7 +70,7 @@ def gather_to_first(tensor: Tensor, topology: Topology, parameter: Tensor | None
 
 
 def gather_experts(model: nn.Module, topology: Topology) -> None:
-    """Gather all experts on rank 0 for its next `model.state_dict()`. Collective."""
+    """Gather all experts on rank 0, whose next `model.state_dict()` contains them. Collective."""
     if topology.expert_parallel_size == 1:
         return
     for experts in expert_modules(model):
@@ -124,10 +124,10 @@ def save_in_shards(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Write all experts and their optimizer state to shard files. Collective.
 
-    Each EP replica writes a part of the experts to shard files. The function returns the records of the
-    written tensors, with the keys (qualified name of the stack, tensor name). A tensor of optimizer state
-    has a name of the form PARAMETER.STATE. The next `model.state_dict()` has the records in place of the
-    experts' tensors.
+    Each EP replica writes a part of the experts to shard files. The function returns a dict from
+    (qualified name of the module, tensor name) to the record of the tensor (see shards.py). A tensor of
+    optimizer state has a name of the form PARAMETER.STATE. The next `model.state_dict()` has the records in
+    place of the experts' tensors.
 
     `states` is a function that returns the optimizer's stacked tensors for a parameter. All ranks call the
     function `states` in the same order, because `states` may be a collective.
@@ -156,7 +156,7 @@ class CopiedExperts:
                 self._files.append(file._replace(tensors=copies))
 
     def write(self, folder: Path, check: Callable[[], object]) -> "Written":
-        """Write the copied tensors to shard files and free them; `check` is called before each file."""
+        """Write the copied tensors to shard files and free them; call `check` before each file."""
         written = Written()
         while self._files:
             check()
@@ -166,15 +166,15 @@ class CopiedExperts:
 
 @dataclass
 class Written:
-    """The result of writing experts on one rank: tensors, files, and an error if there was one."""
+    """The tensors and shard files that one rank wrote, and the error message if writing failed."""
 
-    # The pieces of each stack of experts, by (expert ID, index of the expert shard).
+    # For each stacked tensor, its pieces by (expert ID, index of the expert shard).
     pieces: dict[_Stack, dict[tuple[int, int], Piece]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     error: str | None = None
 
     def write(self, file: _ShardFile | None, folder: Path) -> None:
-        """Write the shard file of one layer, unless an earlier file failed."""
+        """Write the shard file of one layer, unless an earlier file could not be written."""
         if file is None or self.error is not None:
             return
         try:
@@ -199,7 +199,7 @@ def begin_folder(save_dir: Path) -> Path:
 
 
 def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str, Any]]:
-    """Give a complete folder of shard files its final name, and return the records. Collective.
+    """Give a complete folder of shard files its final name, and return the tensors' records. Collective.
 
     Raises:
         ValueError: a rank could not write its files; all ranks raise this error.
@@ -209,12 +209,12 @@ def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str,
 
 
 def gather_written(own: Written, group: dist.ProcessGroup | None = None) -> list[Written]:
-    """Return the `Written` of each rank of a group; the group None has all ranks. Collective."""
+    """Return the `Written` of each rank of a group (None: all ranks). Collective."""
     return world.all_gather_object(own, "the agreement on the shards that were written", group)
 
 
 def records_of(everything: list[Written], folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """On rank 0, rename a complete folder of shard files to its final name, and return the records."""
+    """On rank 0, rename a complete folder of shard files, and return the tensors' records."""
     stacks = _joined(everything, folder.parent)
     digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
     sizes = {file: size for written in everything for file, size in written.sizes.items()}
@@ -263,9 +263,9 @@ def _files_of(
             states_of = {f"{parameter_name}.{key}": value for key, value in states(parameter).items()}
             for name, value in {parameter_name: parameter, **states_of}.items():
                 names.append((layer, name))
-                # A state with another shape than the parameter is not sliced: all shards have equal values.
+                # Optimizer state of another shape than the parameter is equal for all shards of an expert.
                 slicing = stack.slice_of(parameter_name) if value.shape == parameter.shape else Slice()
-                if slicing.count == 1 and index > 0:  # Only the rank of expert shard 0 writes it.
+                if slicing.count == 1 and index > 0:  # The rank of shard 0 writes this state.
                     continue
                 shape = list(value.shape)
                 shape[slicing.dim] *= slicing.count

@@ -39,7 +39,7 @@ def checkpoint_in(path: Path, flag: str) -> Path:
     """Return `path` or, if `path` is a folder, the path of the first file of `USUAL` in the folder.
 
     Raises:
-        ValueError: the folder has no checkpoint; the message contains the flag.
+        ValueError: the folder has no checkpoint; the message contains `flag`.
     """
     if not path.is_dir():
         return path
@@ -61,12 +61,12 @@ def is_whole(path: str) -> bool:
 
 
 def has_an_end(path: str) -> bool:
-    """Return whether the zip directory at the end of a file is intact. Only the directory is read."""
+    """Return whether the central directory at the end of a zip file is intact; do not read the rest."""
     return _is_old(path) or _passes(path, lambda archive: True)
 
 
 def identity(path: str) -> str:
-    """Return a hash that identifies a checkpoint file, from names, sizes and checksums of its entries.
+    """Return a hash that identifies a checkpoint file, from names, sizes and checksums of its zip entries.
 
     Copies of a checkpoint file have the same hash. The hash of a file from before torch 1.6 is its size.
     """
@@ -92,12 +92,12 @@ def _passes(path: str, test: Callable[[zipfile.ZipFile], bool]) -> bool:
                 return all(map(_is_plain, archive.infolist())) and test(archive)
         except Exception as error:
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                raise  # An error from corrupt offsets has EINVAL or no errno.
+                raise  # Corrupt offsets give EINVAL or no errno.
             return False
 
 
 def _is_plain(entry: zipfile.ZipInfo) -> bool:
-    # torch writes neither compressed entries nor folders. torch and zipfile must read equal sizes.
+    # torch writes neither compressed entries nor folders.
     return entry.file_size == entry.compress_size and not entry.external_attr & DOS_FOLDER
 
 

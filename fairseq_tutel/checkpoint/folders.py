@@ -32,7 +32,7 @@ _known: set[Path] = set()
 def begin(save_dir: Path, prefix: str = WRITING) -> Path:
     """Create a folder with a random name for shard files that are being written.
 
-    The folder name is never reused, because the cache of a network file system may be outdated.
+    The folder name is never reused, because a network file system may have cached an older folder.
     """
     folder = save_dir / PARENT / f"{prefix}-{secrets.token_hex(4)}"
     folder.mkdir(parents=True)
@@ -40,7 +40,7 @@ def begin(save_dir: Path, prefix: str = WRITING) -> Path:
 
 
 def commit(written: Path, digests: Iterable[str]) -> str:
-    """Rename a complete folder to a hash of `digests`, and return its path relative to the checkpoint."""
+    """Rename a complete folder to a hash of `digests`; return the new path relative to the checkpoint."""
     name = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()[:16]
     folder = written.parent / name
     if folder.exists():  # An earlier save wrote the same folder.
@@ -69,8 +69,8 @@ def collect(save_dir: Path) -> None:
     """Delete expert folders that are old and incomplete, or that no checkpoint in `save_dir` names.
 
     A checkpoint may have any file name, so all files are read. If a checkpoint is unreadable, only
-    incomplete folders are deleted. If `experts` is a symbolic link, nothing is deleted. A complete expert
-    folder that is less than one hour old is deleted only if this process committed or found it.
+    incomplete folders are deleted. If `experts` is a symbolic link, nothing is deleted. A complete
+    folder less than one hour old is deleted only if this process wrote it or saw it in a checkpoint.
     """
     parent = save_dir / PARENT
     if parent.is_symlink() or not parent.is_dir():
@@ -109,7 +109,7 @@ def _age(folder: Path) -> float:
 
 
 def mentions(path: Path) -> set[str]:
-    """Return the expert folders that a checkpoint names, without unpickling; fail for a corrupt file."""
+    """Return the expert folders that a checkpoint names, without unpickling; reject corrupt files."""
     with path.open("rb") as file:
         start = file.read(2)
     if start != b"PK":

@@ -20,7 +20,7 @@ SIGNS = {
 
 
 def kind_of(names: Collection[str]) -> str | None:
-    """Return a description of the system that wrote a checkpoint, from its tensor names, or None."""
+    """Return the system that wrote a checkpoint, found by its tensor names, or None if unknown."""
     return next((kind for kind, sign in SIGNS.items() if any(re.search(sign, n) for n in names)), None)
 
 

@@ -20,7 +20,7 @@ NAME = "writer.lock"
 def locked(folder: str) -> Iterator[bool]:
     """Context manager that locks a folder for writing, and creates the folder if it is missing.
 
-    The lock file is removed at the end. If the file system has no locks, the context manager yields False.
+    The lock file is removed at the end. The yielded value is False if the file system has no locks.
 
     Raises:
         ValueError: another process holds the lock on the folder.
@@ -36,7 +36,7 @@ def locked(folder: str) -> Iterator[bool]:
             with contextlib.suppress(OSError):  # The file of a killed run may have another owner.
                 os.fchmod(file, 0o666)  # All users may lock the folder.
             is_locked = _lock(file, folder)
-            if os.fstat(file).st_nlink:  # An ending run may have removed the file.
+            if os.fstat(file).st_nlink:  # A run that just ended may have removed the file.
                 break
         try:
             yield is_locked

@@ -1,6 +1,6 @@
 """Names in checkpoints: dtypes of stored experts, and keys of removed options."""
 
-# Dtypes to which a sharded checkpoint may convert the experts.
+# Dtypes to which the experts of a sharded checkpoint can be converted.
 EXPERT_DTYPES = ("bf16", "int8", "int4")
 
 # Removed options, which are ignored in checkpoints, with the reason for the removal.

@@ -5,13 +5,13 @@ A row is a vector along the last dimension. A tensor [..., W] with R rows is sto
 - In bf16, the values are stored without scales.
 - In int8, R scales in float32 come first, and then R rows of W bytes. A value is scale * byte.
 - In int4, R scales in float32 come first, and then R rows of ceil(W / 2) bytes. A value is scale * (nibble
-  - 8). A row's low nibbles hold its first half, and its high nibbles the second half, padded with 8.
-- In int4 in groups, a scale in bfloat16 for each 64 values of a row comes first, and then `packed_int4` of
-  the nibbles. This format is for a matrix [R, W] in which R and W are multiples of 64.
+  - 8). The low nibbles hold the first half of a row, and the high nibbles the second half, padded with 8.
+- In int4 with groups, one bfloat16 scale per group of 64 values of a row comes first, and then the nibbles
+  in the order of `packed_int4`. This format is for a matrix [R, W] in which R and W are multiples of 64.
 
 The scale of a row is the row's largest magnitude, divided by 127 (int8) or 7 (int4). The scale of a group
-is its value of largest magnitude, divided by the one of `CANDIDATES` that gives the least squared error. In
-all formats, a value of 0 stays 0.
+is its value of largest magnitude, divided by -8 or -9, whichever gives the smaller squared error. In all
+formats, a value of 0 stays 0.
 """
 
 import math
@@ -26,7 +26,7 @@ from fairseq_tutel.kernels.quantized import BLOCK, GROUP, ZERO, QuantizedMatrix,
 LARGEST = {"int8": 127, "int4": 7}
 # A group's scale is the group's value of largest magnitude, divided by one of these numbers.
 CANDIDATES = (-8.0, -9.0)
-ROW_BLOCK = 2**18  # The number of values in a row block.
+ROW_BLOCK = 2**18  # The approximate number of values in a block of rows.
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Quantized:
         return nibbles_RW[:, :half] | nibbles_RW[:, half:] << 4
 
     def matrix(self, stored: Tensor, dtype: torch.dtype) -> QuantizedMatrix | None:
-        """Return stored int8 or int4 values as a matrix for products in `dtype`, or None if unsupported."""
+        """Return stored int8 or int4 values as a matrix for products in `dtype`; None if unsupported."""
         has_products = self.in_groups or (self.expert_dtype == "int8" and len(self.shape) == 2)
         if not has_products or dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None
@@ -109,7 +109,7 @@ class Quantized:
         return QuantizedMatrix(packed, scales.view(torch.bfloat16).view(-1, num_rows), dtype)
 
     def dequantize(self, stored: Tensor, out: Tensor | None = None) -> Tensor:
-        """Dequantize a stored tensor in float32, and round to its old dtype; write into `out` if given."""
+        """Dequantize a stored tensor, and round it to its original dtype; write into `out` if given."""
         out = stored.new_empty(self.shape, dtype=self.dtype) if out is None else out
         if self.expert_dtype == "bf16":
             return out.copy_(stored)
@@ -184,7 +184,7 @@ def quantized_form(
 class RoundingError:
     """Accumulates the quantization error over several tensors."""
 
-    worst_row: float = 0.0  # The largest relative error |difference| / |row| of a row.
+    worst_row: float = 0.0  # The largest relative error of a row: norm of errors / norm of values.
     differences: float = 0.0  # The sum of squared quantization errors.
     squares: float = 0.0  # The sum of squared values of the tensors.
 
@@ -194,7 +194,7 @@ class RoundingError:
         return math.sqrt(self.differences / self.squares) if self.squares else 0.0
 
     def add(self, values: Tensor, rounded: Tensor) -> None:
-        """Add the quantization error of a tensor [..., W], computed in float64 by blocks of rows."""
+        """Add the quantization errors `rounded` - `values` of a tensor [..., W], in float64."""
         blocks = (_row_blocks(x.detach().flatten(0, -2)) for x in (values, rounded))
         for values_RW, rounded_RW in zip(*blocks, strict=True):
             squares_R = values_RW.double().square_().sum(1)

@@ -22,12 +22,12 @@ from fairseq_tutel.parallel.progress import progress
 
 logger = logging.getLogger(__name__)
 
-# For each part of a configuration, the key of the part's name in an old, flat configuration.
+# The parts of a configuration, each with the option that names the part in an old, flat configuration.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
 # The FFN tensors of a dense layer, and the tensors that --scale-fc adds.
 DENSE = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 LAYER_NORM = ("ffn_layernorm.weight", "ffn_layernorm.bias")
-# A new training run's position in the data, and an entry of its optimizer history.
+# The position of a new training run in its data, and the first entry of the run's optimizer history.
 START = {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
 NO_HISTORY = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
 
@@ -35,7 +35,7 @@ _LAYER = re.compile(
     r"\b(?P<name>(?P<side>encoder|decoder|stages\.\d+)(?P<inner>\.sentence_encoder)?"
     r"\.((transformer_)?layers|blocks)\.(?P<index>\d+))\.fc1\.(?P<what>weight|experts\.)"
 )
-# Tensors by name. A stack of experts may be a `ShardedTensor`, which is indexed like a tensor.
+# Tensors by name. A stacked tensor of experts may be a `ShardedTensor`, which is indexed like a tensor.
 Weights = dict[str, Any]
 
 
@@ -74,7 +74,7 @@ def layer_label(name: str) -> str:
 def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
     """Return a sorted list of the layers with an FFN or experts, from the names of the weights.
 
-    With `within`, the layers of inner models are returned, too.
+    With `within`, the function also finds the layers of models inside the model.
     """
     found = set()
     for key in weights:
@@ -122,7 +122,7 @@ class SavedModel:
         return layers_of(self.weights)
 
     def stacks(self, layer: Layer) -> Weights:
-        """Return the stacked tensors [E, ...] of a layer's experts, by their names within an expert."""
+        """Return the stacked tensors [E, ...] of a layer's experts by name, such as fc1_weight."""
         prefix = f"{layer.moe}.experts."
         own = {k.removeprefix(prefix): t for k, t in self.weights.items() if k.startswith(prefix)}
         # A tensor name with a dot belongs to a module that all experts share, such as a layer norm.
@@ -163,7 +163,7 @@ class SavedModel:
         return found
 
     def options_of(self, part: str) -> dict[str, Any]:
-        """Return the options of the model, task, criterion or optimizer; older files have a single set."""
+        """Return the options of a part, such as the task; in older files, all parts share one dict."""
         args = self.state.get("args")
         return _values(self._cfg.get(part) if args is None else args)
 
@@ -176,7 +176,7 @@ class SavedModel:
     def rename(self, part: str, name: str) -> None:
         """Change the name of the architecture, task, criterion or optimizer in the checkpoint."""
         _values(self._cfg.get(part))["_name"] = name
-        # An encoder-decoder's options are a flat copy of the whole configuration.
+        # The model options of an encoder-decoder are a flat copy of the whole configuration.
         for flat in (self.state.get("args"), *self._cfg.values()):
             if isinstance(flat, argparse.Namespace) and hasattr(flat, PARTS[part]):
                 setattr(flat, PARTS[part], name)
@@ -214,13 +214,13 @@ class SavedModel:
             self.state["model"] = dict(weights)
 
     def write(self, output: Path) -> None:
-        """Write the checkpoint as one file; `write_all` documents possible errors."""
+        """Write the checkpoint as one file; raise ValueError if the file cannot be written."""
         unbind(self.state)
         write_all([(output, self.state)])
 
 
 def drop_retired(state: Mapping[str, Any], path: str | Path) -> None:
-    """Remove retired options from a checkpoint, in place, and log these options in one line."""
+    """Remove the options in `RETIRED` from a checkpoint, in place, and log the removed options."""
     found = set()
     for part in (state.get("args"), *(state.get("cfg") or {}).values()):
         options = vars(part) if isinstance(part, argparse.Namespace) else part

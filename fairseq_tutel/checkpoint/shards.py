@@ -6,12 +6,13 @@ A sharded checkpoint has a record instead of each stacked tensor of experts. A r
      "slices": [s, dim], "pieces": [[file, key, sha256], ...]}
 
 In a record, E is the number of experts, and s the number of shards of each expert. Piece e * s + i is shard
-i of expert e, where the stack is split along dimension `dim`. The shard files have the format safetensors.
-The folder of the shard files is next to the checkpoint.
+i of expert e, where the stacked tensor is split along dimension `dim`. The shard files have the format
+safetensors. The folder of the shard files is next to the checkpoint.
 
-The value of "expert_shards" is the record's version, which is 2 for a quantized tensor, or 3 for int4 in
-groups. The record of a quantized tensor has two more entries, such as `"packing": "int8"` and `"error":
-[relative error, error of the worst row]`. Quantized experts have one piece each.
+The value of "expert_shards" is the record's version: 1 for a tensor in its original dtype, 3 for int4 in
+groups, and 2 for other quantized tensors. The record of a quantized tensor has two more entries, such as
+`"packing": "int8"` and `"error": [relative error, error of the worst row]`. Quantized experts are not split
+into expert shards.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from fairseq_tutel.parallel.groups import Slice
 from fairseq_tutel.parallel.progress import progress
 
 VERSION = 1
-# Versions of quantized tensors' records, which older versions of fairseq_tutel reject.
+# Versions of the records of quantized tensors.
 QUANTIZED_VERSION, GROUPS_VERSION = 2, 3
 MARK = "expert_shards"
 NAME = re.compile(r"experts/[0-9a-f]{16}")
@@ -65,11 +66,11 @@ class ShardedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     slicing: Slice  # The split of each expert into pieces (dimension and count).
-    pieces: tuple[Piece, ...]  # The E * s pieces of the stack, expert by expert.
-    # Open shard files by path, which all tensors of a checkpoint share.
+    pieces: tuple[Piece, ...]  # The E * s pieces of the stacked tensor, expert by expert.
+    # The shard files that are open, by path; all tensors of a checkpoint share this dict.
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
-    expert_dtype: str = ""  # The quantized dtype, one of EXPERT_DTYPES.
-    error: tuple[float, float] = (0.0, 0.0)  # The relative quantization error, and that of the worst row.
+    expert_dtype: str = ""  # One of EXPERT_DTYPES, or "" if not quantized.
+    error: tuple[float, float] = (0.0, 0.0)  # Relative errors of all rows and of the worst row.
     in_rows: bool = False  # True for older int4 files, with a scale per row.
 
     @property
@@ -103,7 +104,7 @@ class ShardedTensor:
         shape = list(self.shape)
         shape[slicing.dim] //= slicing.count
         shape[0] = count
-        if count:  # Shapes are checked before memory is allocated.
+        if count:  # `_file` checks the shape before memory is allocated.
             self._file(self.pieces[first * self.slicing.count])
         out = torch.empty(shape, dtype=self.dtype)
         for i in range(count):
@@ -119,7 +120,7 @@ class ShardedTensor:
         self._read_expert(out, expert, Slice(), 0)
 
     def select(self, experts: Sequence[int]) -> "ShardedTensor":
-        """Return a stacked tensor of fewer experts, which is read from the same shard files."""
+        """Return the stacked tensor of the given experts, which is read from the same shard files."""
         s = self.slicing.count
         pieces = tuple(piece for e in experts for piece in self.pieces[e * s : (e + 1) * s])
         return replace(self, shape=(len(experts), *self.shape[1:]), pieces=pieces)
@@ -129,7 +130,7 @@ class ShardedTensor:
         return self.read(0, self.shape[0])
 
     def check_headers(self) -> None:
-        """Open the shard files; raise ValueError if a tensor's shape in a file is not the record's."""
+        """Open the shard files; raise ValueError if a tensor's shape in a file differs from its record."""
         for piece in self.pieces:
             self._file(piece)
 
@@ -160,7 +161,7 @@ class ShardedTensor:
         return stored if out is None else out.copy_(stored)
 
     def _file(self, piece: Piece) -> Any:
-        """Open the shard file that contains a piece; raise ValueError if its tensor has a wrong shape."""
+        """Open the shard file that contains a piece; raise ValueError if the piece has a wrong shape."""
         from safetensors import SafetensorError, safe_open  # safetensors is an optional dependency.
 
         path = self.path_of(piece)

@@ -62,7 +62,7 @@ class Variation:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A subcommand of the tool `convert`, with its function, help and options; needs no torch."""
+    """A subcommand of the tool `convert`, with its function, help and options."""
 
     name: str
     # A conversion function in the form MODULE:FUNCTION, where MODULE is a module in fairseq_tutel.convert.
@@ -70,14 +70,14 @@ class Conversion:
     # conversion function returns a text to print.
     call: str
     text: str
-    # The words of a correct example after the subcommand's name.
+    # The arguments of an example command, after the subcommand's name.
     example: str
     source: str = "a checkpoint"
-    # "checkpoint" (a file, or a folder such as --save-dir), "folder", or "files" (listed by `inputs_of`).
+    # The input is a "checkpoint" (a file or --save-dir), a "folder", or "files" (listed by `inputs_of`).
     inputs: str = "checkpoint"
     # The name of the parsed input argument; the help shows the name in upper case.
     key: str = "input"
-    # The flag of an older option for the input.
+    # An older flag for the input, which is still accepted.
     former: str = "--input"
     # The help text of --output, which names a folder if `is_folder`.
     output: str = "the checkpoint to write"

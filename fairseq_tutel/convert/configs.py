@@ -88,7 +88,7 @@ def counts_text(counts: Sequence[int]) -> str:
 
 
 def freq_of(places: Sequence[int], count: int, preferred: int = 0) -> int | None:
-    """Return the value of --moe-freq that selects exactly the given layers, or None if no value does."""
+    """Return a --moe-freq that selects exactly the layers `places` of `count` layers, or None."""
     freqs = (preferred, *range(count + 1))
     return next((f for f in freqs if chosen_layers(range(count), f) == list(places)), None)
 
@@ -121,7 +121,7 @@ def without_experts(name: str) -> str:
 def new_checkpoint(
     words: Sequence[str], options: Mapping[str, Any], weights: Weights, task_state: dict[str, Any]
 ) -> SavedModel:
-    """Return a checkpoint with the options of a fairseq-train command line, and with `options`."""
+    """Return a checkpoint with options from fairseq-train arguments (`words`), overridden by `options`."""
     plugin.register()
     from fairseq import options as fairseq_options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -140,7 +140,7 @@ def new_checkpoint(
 
 
 def task_of(saved: SavedModel, changed: Mapping[str, Any]) -> Any:
-    """Return fairseq's task of a checkpoint, with dictionaries; `changed` overrides saved options."""
+    """Return the fairseq task of a checkpoint, with its dictionaries; `changed` overrides saved options."""
     from fairseq.tasks import setup_task
 
     options = {**copy.deepcopy(saved.options_of("task")), **changed}

@@ -142,9 +142,9 @@ def _refuse_uneven_groups(config: MoEConfig, layer: Layer, kept: Sequence[int]) 
 def to_dense(saved: SavedModel, chosen: Mapping[Layer, Sequence[int]]) -> tuple[dict[str, int], list[str]]:
     """Replace the experts of every MoE layer by one dense FFN, in place.
 
-    The new dense FFN concatenates the hidden units of the chosen experts. If the sum of expert weights is
-    the same for every token, the chosen experts' total weight is this sum, else 1. The function returns the
-    widths of padded layers by label, and the labels of layers whose outputs may change.
+    The new dense FFN concatenates the hidden units of the chosen experts. If the gate weights of every
+    token have the same sum, the chosen experts' total weight is this sum, else 1. The function returns the
+    hidden dimensions of padded layers by label, and the labels of layers whose outputs may change.
 
     Raises:
         ValueError: a dense FFN cannot represent the experts.
@@ -167,7 +167,7 @@ def to_dense(saved: SavedModel, chosen: Mapping[Layer, Sequence[int]]) -> tuple[
 def _pad(made: dict[Layer, Tensors]) -> tuple[dict[str, int], dict[str, int]]:
     """Pad FFNs with zeros to one hidden dimension in the encoder, in the decoder or in each Swin stage.
 
-    The function returns the width of the encoder, decoder or each stage, and the widths of padded layers.
+    The function returns the hidden dimension of each encoder, decoder or stage, and of each padded layer.
     """
     widths: dict[str, int] = {}
     for layer, ffn in made.items():
@@ -189,7 +189,7 @@ def _pad(made: dict[Layer, Tensors]) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _use_dense_options(saved: SavedModel, widths: Mapping[str, int]) -> None:
-    """Change the options and names of a checkpoint to those of a dense fairseq model, in place."""
+    """Replace the MoE variants and options of a checkpoint by those of a dense fairseq model, in place."""
     for part in PARTS:
         saved.rename(part, without_experts(saved.name(part)))
     saved.drop([option.key for owner in BY_OWNER for option in options_of(owner)])
@@ -254,7 +254,7 @@ def _refuse_no_dense(config: MoEConfig, layer: Layer, number: int) -> None:
 
 
 def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig) -> bool:
-    """Return whether the gate has no effect in evaluation, since experts are equal and weights sum to 1."""
+    """Return whether a layer's experts are equal and any routing in evaluation gives the same output."""
     if not sums_to_1(config) or config.choice == "experts" or config.prescore:
         return False
     return not capacity_of(config, training=False).is_limited and all(
@@ -265,17 +265,17 @@ def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig) -> bool:
 def kept_by_share(
     scores: Mapping[Layer, Sequence[float]], share: float, least: Mapping[Layer, int], globally: bool
 ) -> dict[Layer, list[int]]:
-    """Return the sorted IDs of the experts to keep in each layer, a fraction of all experts.
+    """Return the sorted IDs of the experts to keep in each layer: the fraction `share` of all experts.
 
     By default, each layer keeps the same fraction of its experts: those with the highest scores. With
-    `globally`, the fraction of experts to keep refers to the whole model. With `globally`, each layer keeps
-    the experts with the highest scores that together have a fraction t of the layer's total score; t is the
-    same in all layers. Of experts with equal scores, those with lower IDs are kept.
+    `globally`, `share` is a fraction of the whole model's experts. Each layer then keeps the experts with
+    the highest scores that together have a fraction t of the layer's total score; t is the same in all
+    layers. Of experts with equal scores, those with lower IDs are kept.
 
     Koishekenov et al. 2023, Memory-efficient NLLB-200, describes global pruning.
 
     Args:
-        scores: scores of at least 0 of the E experts of each layer, not all 0.
+        scores: for each layer, the scores of its E experts, which are at least 0, and not all 0.
         share: the fraction of experts to keep, above 0 and at most 1.
         least: the minimum number of experts to keep in each layer, at most E.
         globally: whether layers may keep different fractions.
@@ -284,7 +284,7 @@ def kept_by_share(
     if not globally:
         counts = {layer: max(least[layer], _rounded(share * len(ids))) for layer, ids in ranked.items()}
     else:
-        # t is the fraction of the layer's score that an expert and all better experts have together.
+        # t is the fraction of the layer's total score that an expert and all experts before it have.
         order = []
         for layer, ids in ranked.items():
             sums = accumulate(scores[layer][i] / sum(scores[layer]) for i in ids)

@@ -27,7 +27,7 @@ from fairseq_tutel.convert.released.vocabulary import Vocabulary, dictionary
 from fairseq_tutel.option import flag_of
 from fairseq_tutel.plugin.options import options_of
 
-# Name prefixes that fully sharded data parallelism adds, and its name for flattened weights.
+# Tensor name prefixes that FSDP adds, and the names of weights that FSDP flattened.
 WRAPPERS, FLAT = r"(_fsdp_wrapped_module|_fpw_module)\.", r"(^|\.)flat_param"
 Options = dict[str, Any]
 # For each task of Meta's branch, the stock fairseq task that trains the same kind of model.
@@ -57,7 +57,7 @@ OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "moe_eval_capacity_token_fraction": (0.25, lambda v: v if v > 0 else -1.0),
     **dict.fromkeys(("moe_eom", "moe_fom", "moe_local_drop", "cmr_gate_drop"), (0.0, float)),
     **dict.fromkeys(("moe_cmr", "moe_eval_capacity_max_seqlen"), (False, bool)),
-    # Meta's world_size and num_experts are the same number: that of the ranks that exchange rows.
+    # Meta's values world_size and num_experts both mean the number of ranks that exchange rows.
     "moe_normalize_expert_grad": (
         "world_size",
         lambda v: "sqrt_world_size" if str(v).startswith("sqrt") else "world_size",
@@ -207,8 +207,8 @@ def dictionaries(saved: SavedModel, given: Path | None = None) -> Vocabulary:
     """Return dictionaries with the symbols `TAGS`, because fairseq, unlike Meta's branch, cannot add them.
 
     With --add-data-source-prefix-tags, Meta adds the symbols `TAGS` to dictionaries, after the symbols of
-    languages. Without --add-data-source-prefix-tags, no dictionary is returned. The options of `saved` are
-    changed in place to name the new dictionaries.
+    languages. Without --add-data-source-prefix-tags, the returned Vocabulary is empty. The options
+    of `saved` are changed in place to name the new dictionaries.
 
     Args:
         saved: the converted checkpoint.

@@ -24,7 +24,7 @@ COPIED = {"softmax", "tokens", "linear", "biased"}
 
 
 def add_experts(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> str:
-    """Multiply the numbers of experts of a MoE checkpoint, in place; return a summary.
+    """Multiply each layer's number of experts in a MoE checkpoint, in place; return a summary.
 
     `given` has options of the experts, by key; only moe_expert_count is accepted. `how` sets the sizes of
     the changes to copies and gates. Raises ValueError for other options, and if gates cannot be copied.

@@ -77,7 +77,7 @@ def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
 def to_sharded(
     saved: SavedModel, target: Path, expert_dtype: str = ""
 ) -> tuple[Path, dict[str, tuple[float, float]]]:
-    """Write a sharded checkpoint, whose experts and their optimizer state are in files of a folder.
+    """Write a sharded checkpoint, with the experts and their optimizer state in shard files.
 
     With an `expert_dtype` from EXPERT_DTYPES, the experts' matrices are quantized. The function returns the
     folder of the experts and, for each quantized weight, the relative error of the weight and of its worst

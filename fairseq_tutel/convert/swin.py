@@ -45,7 +45,7 @@ SAVED = {
     "GATE_NOISE": "--moe-gate-noise",
     "MOE_DROP": "--swin-expert-dropout",
 }
-# For each switch of MODEL.SWIN_MOE: a value, and the option and value of fairseq_tutel with equal effect.
+# If a switch of MODEL.SWIN_MOE has the first value, fairseq_tutel's option gets the last value.
 SWITCHES = {
     "USE_BPR": (False, "--moe-drop-policy", "position"),
     "IS_GSHARD_LOSS": (True, "--moe-balance-loss", "gshard:1"),

@@ -1,7 +1,7 @@
-"""Converts the rank files of a model with Tutel's moe_layer to one file.
+"""Converts a model with Tutel's moe_layer from one file per rank to a single file.
 
 - A state dict becomes a state dict for the same model with fairseq_tutel.moe_layer.
-- A checkpoint of Tutel's examples/fairseq_moe becomes one of moe_transformer_lm or moe_transformer.
+- A checkpoint of Tutel's fairseq example becomes a checkpoint of moe_transformer_lm or moe_transformer.
 
 The converted weights are bit-identical.
 """
@@ -109,7 +109,7 @@ def _weights_in(state: Any, path: Path, namespace: str) -> Tensors:
 
 
 def _expert_counts(ranks: list[Tensors]) -> dict[str, int]:
-    """Return a dictionary from the name prefix of each Tutel layer to its number of experts."""
+    """Return a dictionary from the name prefix of each Tutel layer to the layer's number of experts."""
     names = [name for name in ranks[0] if name.rpartition(".")[2] == COUNT]
     if not names:
         raise ValueError(f"{INPUT} has no Tutel layer (no {COUNT}); give files that Tutel saved.")

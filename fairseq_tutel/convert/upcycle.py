@@ -2,10 +2,10 @@
 
 The method is that of Komatsuzaki et al. 2022 (Sparse Upcycling). E is the number of experts, D the
 model_dim, and H the hidden dimension of the dense FFN. With G parts per FFN, an expert's hidden dimension
-is h = H / G. If G > 1, each expert is one of G parts of the dense FFN. The G experts g * G to g * G + G - 1
-together are the dense FFN, and their gate rows are equal, so a token chooses all G experts (He et al. 2024,
-virtual groups). The fc2 of these experts is multiplied by G, because each expert gets only 1/G of the
-token's weight.
+is h = H / G. If G > 1, each expert is one of G parts of the dense FFN. For every g, the G experts g * G to
+g * G + G - 1 together are the dense FFN. Their gate rows are equal, so a token chooses all G experts (He et
+al. 2024, virtual groups). The fc2 of these experts is multiplied by G, because each expert gets only 1/G of
+the token's weight.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def upcycle(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> dict
 
 
 def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoEConfig]:
-    """Set names and options of a MoE model in a dense checkpoint, and return the MoE configurations."""
+    """Change a dense checkpoint's names and options to a MoE model's, and return the MoE configurations."""
     from fairseq.models import ARCH_CONFIG_REGISTRY, MODEL_DATACLASS_REGISTRY
 
     from fairseq_tutel.plugin.install import refuse_options
@@ -259,7 +259,7 @@ def differences(config: MoEConfig, how: Variation) -> list[str]:
 
 
 def sums_to_1(config: MoEConfig) -> bool:
-    """Return whether a token's expert weights sum to 1, before --moe-routed-scaling-factor."""
+    """Return whether a token's gate weights sum to 1 before --moe-routed-scaling-factor is applied."""
     if config.top_k > 1 and config.normalize_gate != "none":
         return True
     return config.score_function == "softmax" and config.top_k == config.num_experts
@@ -284,8 +284,8 @@ def _prepare_gates(layer: MoELayer, parts: int, scale: float) -> None:
 def _reinitialize(made: Tensors, name: str, how: Variation) -> None:
     """Reinitialize a fraction of every expert's hidden units, in place.
 
-    New weights and biases are drawn from a normal distribution with the old mean and deviation. The method
-    is in section 3 of Nakamura et al. 2025 (Drop-Upcycling).
+    New weights and biases are drawn from a normal distribution with the old mean and standard deviation.
+    The method is in section 3 of Nakamura et al. 2025 (Drop-Upcycling).
     """
     w1_EHD, b1_EH, w2_EDH = (made[f"experts.{k}"] for k in ("fc1_weight", "fc1_bias", "fc2_weight"))
     E, H, _ = w1_EHD.shape

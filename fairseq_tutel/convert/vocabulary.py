@@ -21,13 +21,13 @@ from fairseq_tutel.convert.released.vocabulary import SPECIAL, Vocabulary
 from fairseq_tutel.convert.sharded import to_full
 from fairseq_tutel.plugin.hub import data_folder
 
-# Names of tensors with a row per symbol; adaptive inputs and softmaxes have one per band of symbols.
+# Names of tensors with one row per symbol; an adaptive input or softmax has a tensor per frequency band.
 TABLE = re.compile(
     r"(?P<bands>.*(embed_tokens\.embeddings|adaptive_softmax))"
     r"\.(\d+\.0\.weight|head\.(word_proj\.(1\.)?)?weight|tail\.\d+\.2\.weight)"
     r"|.*\b(embed_tokens\.weight|output_projection\.weight|embed_out|(lm_head|fc_out)\.(weight|bias))"
 )
-# Forms of a language's token in fairseq's tasks; suffixes of its name for denoising and mined data.
+# Forms of a language's token in fairseq's tasks, and suffixes of the language in denoising and mined data.
 FORMS, ENDINGS = ("__{}__", "[{}]", "<{}>"), ("", "_dae", "_mined")
 Examples = Mapping[str, Sequence[str]]  # For a new symbol, the old symbols whose rows are averaged.
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
 def _extended(
     options: Mapping[str, Any], folder: Path, words: Path | None, languages: list[str], added: list[str]
 ) -> Vocabulary:
-    """Return a task's dictionary files, with the words of a file added, and files of new languages."""
+    """Return a task's dictionaries with the words of a file added, and dictionaries of new languages."""
     from fairseq.data import Dictionary
 
     fixed = options.get("fixed_dictionary")
@@ -85,7 +85,7 @@ def _extended(
     lines = words.read_text(encoding="utf-8").split("\n") if words else []
     found = dict.fromkeys(word for line in lines if (word := re.split("[ \t\r]", line)[0]))
     names = [f"dict.{language}.txt" for language in ((*languages, *added) if fixed else added)]
-    first: dict[str, str] = {}  # For each text, its first file; other files with this text are links.
+    first: dict[str, str] = {}  # The first file with each text; later files with this text become links.
     links = {path.name: first.setdefault(path.read_text(encoding="utf-8"), path.name) for path in paths}
     if names and len(first) > 1:
         raise ValueError("INPUT's languages have different dictionaries; give --data with --add-languages.")
@@ -143,7 +143,7 @@ def _convert(
 
 
 def _dictionary(task: Any, name: str, weights: Collection[str]) -> Any:
-    """Return the dictionary whose symbols are the rows of a table."""
+    """Return the dictionary that has a symbol for each row of the table `name`."""
     encoder = re.compile(r"(^|\.)encoder\.")
     # In a language model, the decoder's embeddings belong to the source dictionary.
     is_source = encoder.search(name) or ("embed_tokens" in name and not any(map(encoder.search, weights)))

@@ -52,7 +52,7 @@ class Buffer:
         self.layout, self.memory = layout, memory
         self.tensors = {f.name: memory[f.begin : f.end].view(f.dtype).view(f.shape) for f in layout.fields}
         self._quantized = {f.name: f.quantized for f in layout.fields}
-        # On a GPU, the buffer may be written again after the CUDA event `freed`.
+        # After this CUDA event, no queued kernel reads the buffer, so the buffer may be overwritten.
         self.freed: torch.cuda.Event | None = None
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -64,7 +64,7 @@ class Buffer:
         return (stored if quantized is None else quantized.dequantize(stored)).to(dtype)
 
     def matrix(self, name: str, dtype: torch.dtype) -> Tensor | QuantizedMatrix:
-        """Return an int8 or int4 matrix of the expert as stored, or any other tensor as `tensor` does."""
+        """Return a tensor as a quantized matrix for products in `dtype` if possible, else in `dtype`."""
         quantized = self._quantized[name]
         matrix = None if quantized is None else quantized.matrix(self.tensors[name], dtype)
         return self.tensor(name, dtype) if matrix is None else matrix
@@ -84,8 +84,7 @@ class Buffer:
 def buffers_on_host(layout: BufferLayout, count: int) -> list[Buffer]:
     """Return `count` buffers in host memory, which is pinned if there is a GPU.
 
-    torch allocates pinned memory in powers of two, up to twice the size of a buffer. To waste less memory,
-    several buffers share an allocation.
+    Several buffers share an allocation, because torch rounds pinned allocations up to a power of two.
     """
     buffers: list[Buffer] = []
     with torch.inference_mode(False):

@@ -1,10 +1,10 @@
-"""The cache of offloaded experts that no MoE block currently uses, with its eviction policies."""
+"""The cache of offloaded experts that no MoE layer currently uses, with its eviction policies."""
 
 import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-Key = tuple[int, int]  # A key is (stack index, expert index).
+Key = tuple[int, int]  # A key is (layer index, expert index).
 
 
 class ExpertCache:
@@ -23,7 +23,7 @@ class ExpertCache:
         self._bytes = 0
 
     def note_use(self, key: Key) -> None:
-        """Record that a MoE block uses an expert, which changes the order of eviction."""
+        """Record that a MoE layer uses an expert, which changes the order of eviction."""
         self._uses[key] += 1
         self._ranks[key] = self._uses[key] if self.policy == "lfu" else 0, next(self._time)
 

@@ -20,7 +20,7 @@ from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout, buffers
 from fairseq_tutel.inference.fetch_thread import Source
 from fairseq_tutel.moe.expert_stack import ExpertStack
 
-LONGEST_HEADER = 100_000_000  # safetensors has the same limit.
+LONGEST_HEADER = 100_000_000  # In bytes, as in the safetensors library.
 
 
 class ShardFiles:
@@ -71,7 +71,7 @@ class ShardFiles:
 
 
 class FromFiles:
-    """A source that reads the experts of a stack from the shard files of a checkpoint."""
+    """A source that reads the experts of a layer from the shard files of a checkpoint."""
 
     def __init__(self, files: ShardFiles, tensors: Mapping[str, ShardedTensor], first: int) -> None:
         self._files, self._tensors, self._first = files, tensors, first
@@ -85,11 +85,11 @@ class FromFiles:
             self._files.read(tensor.path_of(piece), piece, on_host.bytes[name])
         if on_host is not buffer:
             buffer.memory.copy_(on_host.memory, non_blocking=True)
-            torch.cuda.current_stream(buffer.memory.device).synchronize()  # A read overwrites on_host.
+            torch.cuda.current_stream(buffer.memory.device).synchronize()  # on_host will be reused.
 
 
 class FromHost:
-    """A source that keeps all experts of a stack in host memory, one buffer per expert."""
+    """A source that keeps all experts of a layer in host memory, one buffer per expert."""
 
     def __init__(self, layout: BufferLayout, count: int) -> None:
         self.layout, self.buffers = layout, buffers_on_host(layout, count)
@@ -100,10 +100,10 @@ class FromHost:
 
 
 def source_of(stack: ExpertStack, tensors: Mapping[str, Any], tier: str, files: ShardFiles) -> Source:
-    """Return a source of a stack's experts, for the tier `disk` or `host`.
+    """Return a source of a layer's experts, for the tier `disk` or `host`.
 
     Raises:
-        ValueError: the tensors do not fit the expert stack or the tier.
+        ValueError: the tensors do not fit the layer or the tier.
     """
     if stack.part.slices > 1:
         raise ValueError(

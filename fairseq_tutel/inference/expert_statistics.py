@@ -1,4 +1,4 @@
-"""Statistics of how a model's gates choose experts, per language pair, and the statistics file.
+"""Statistics of the experts that a model's gates choose, per language pair, and the statistics file.
 
 `fairseq-tutel tokens --output-statistics` writes a statistics file, and `convert prune --statistics` reads
 it. In a statistics file, E is the number of experts of a layer.
@@ -28,8 +28,8 @@ class LayerStatistics:
     Attributes:
         tokens: the number of tokens that the layer routed, without padding.
         activity: for each expert, the fraction of tokens whose first choice is the expert.
-        confidence: for each expert, the mean gate probability over these tokens, or 0 without tokens.
-        load: each expert's assignments of all choices, divided by the mean over the layer's experts.
+        confidence: for each expert, its mean gate probability over these tokens, or 0 if there are none.
+        load: for each expert, its number of assignments, divided by the mean over the layer's experts.
     """
 
     tokens: int
@@ -92,7 +92,7 @@ def _layer(values: Mapping[str, Any]) -> LayerStatistics:
 def pooled(
     statistics: Statistics, pairs: Sequence[str], path: Path, flag: str
 ) -> dict[str, LayerStatistics]:
-    """Return the statistics of each layer over the tokens of some language pairs; () means all pairs.
+    """Return each layer's statistics over the tokens of the given language pairs; () means all pairs.
 
     In error messages, `path` is the statistics file, and `flag` the option that names the language pairs.
 

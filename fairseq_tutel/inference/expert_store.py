@@ -1,4 +1,4 @@
-"""An expert store keeps experts on disk or in host memory and loads experts when a MoE block needs them."""
+"""An expert store keeps experts on disk or in host memory and loads experts when a MoE layer needs them."""
 
 import contextlib
 import logging
@@ -38,7 +38,7 @@ CLOSED = "the expert store is closed; create another one and open the model agai
 class Counters:
     """Statistics of an expert store: calls, fetches, cache hits, waits and peak memory."""
 
-    calls: int = 0  # Number of calls of MoE blocks.
+    calls: int = 0  # Number of calls of MoE layers.
     asked: int = 0  # Number of experts with rows, summed over calls.
     fetches: int = 0  # Number of experts that were read, including prefetches.
     hits: int = 0  # Number of experts with rows that were in memory from an earlier use.
@@ -58,20 +58,20 @@ class Counters:
 class ExpertStore:
     """Keeps the experts of MoE layers on disk or in host memory, and fetches experts that get rows.
 
-    An expert store is for evaluation only. Outputs are bit-identical to those with experts in memory, with
-    one exception: On a CPU, outputs can differ by rounding if the size of an expert's matrix is not a
-    multiple of 64 bytes.
+    An expert store is for evaluation only. Outputs are bit-identical to those with experts in memory. There
+    are two exceptions on a CPU: products with quantized experts are rounded (see below), and outputs can
+    differ by rounding if the size of an expert's matrix is not a multiple of 64 bytes.
 
-    A single thread reads experts. The thread ends with `close`, with the process, or after an error, which
-    the store's next use raises. A deep copy of a model shares its store. A forked process or a second
-    thread needs a separate store. A model with experts in a store can be neither saved nor loaded.
+    A single thread reads experts. The thread ends at `close`, at the end of the process, or after an error,
+    which the store's next use raises. A deep copy of a model shares the model's store. A forked process or
+    second thread needs a separate store. A model with experts in a store can be neither saved nor loaded.
 
     Policies (docs/inference.md):
 
     - `on-demand`: fetch experts when a call needs them.
     - `pregated`: also fetch the experts that calls of `prefetch` request.
-    - `prefetch-all`: also fetch all experts of the next block. The next block is the block that ran after
-      the current block the last time. Initially, the next block is the block that was added next.
+    - `prefetch-all`: also fetch all experts of the next layer. The next layer is the layer that ran after
+      the current layer the last time or, at first, the layer that was added after the current layer.
 
     Tiers: The tier `disk` reads the shard files of a checkpoint, and `host` keeps experts in memory (pinned
     if there is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes. The cache size
@@ -115,7 +115,7 @@ class ExpertStore:
         self._sizes_cache = cache == AUTO
         self._cache = ExpertCache(eviction, *((0, None) if self._sizes_cache else cache_limits(cache)))
         self._stacks: list[tuple[ExpertStack, Source]] = []
-        self._followers: dict[int, int] = {}  # Maps a block to the block that ran after it the last time.
+        self._followers: dict[int, int] = {}  # Maps a layer to the layer that ran after it the last time.
         self._last = -1
         self._fetches: dict[Key, Fetch] = {}  # The fetch of each expert that has a buffer.
         self._used: set[Key] = set()  # Experts that the current call uses.
@@ -129,10 +129,10 @@ class ExpertStore:
         """Offload the experts of a layer to the store, and free the layer's expert parameters.
 
         `tensors` has the `ShardedTensor`s of a checkpoint by name or, for tier `host`, ordinary tensors
-        (default: those of the stack). The tensors contain all experts, or those of this rank.
+        (default: those of `stack`). The tensors contain all experts, or those of this rank.
 
         Raises:
-            ValueError: the tensors do not fit the expert stack or the tier.
+            ValueError: the tensors do not fit the layer or the tier.
         """
         self._fetcher.refuse_ended()
         own = {name: getattr(stack, name) for name in stack.names}
@@ -159,7 +159,7 @@ class ExpertStore:
         self.close()
 
     def prefetch(self, index: int, experts: Iterable[int]) -> None:
-        """Begin to fetch experts of the stack `index` before a block needs them."""
+        """Begin to fetch experts of the layer `index` before the layer needs them."""
         with self._closed_on_error():
             self._size_cache()
             self._release(self._used)
@@ -167,7 +167,7 @@ class ExpertStore:
             self._prefetch(index, experts)
 
     def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
-        """Fetch experts of a stack, and return their buffers, which are valid until the next call."""
+        """Fetch experts of a layer, and return their buffers, valid until the next `take` or `prefetch`."""
         with self._closed_on_error():
             self._size_cache()
             wanted = {(index, e) for e in experts}
@@ -186,7 +186,7 @@ class ExpertStore:
 
     @contextlib.contextmanager
     def _closed_on_error(self) -> Iterator[None]:
-        """After any error, including Ctrl-C, close the store, because pending fetches are abandoned."""
+        """After any error, including Ctrl-C, close the store, because fetches may still be pending."""
         self._fetcher.refuse_ended()
         try:
             yield
@@ -203,7 +203,7 @@ class ExpertStore:
                 logger.info("--moe-expert-cache auto is %.1f MiB, half of the free memory", size / 2**20)
 
     def _prefetch_next(self, index: int) -> None:
-        """Begin to fetch all experts of the block that followed block `index` the last time."""
+        """Begin to fetch all experts of the layer that ran after the layer `index` the last time."""
         if self._last >= 0:
             self._followers[self._last] = index
         self._last = index
@@ -221,7 +221,7 @@ class ExpertStore:
             self._hold(key, ahead=True)
 
     def _hold(self, key: Key, ahead: bool = False) -> Fetch:
-        """Fetch an expert if necessary, and keep it in memory until it is released; return its fetch."""
+        """Return an expert's fetch, requested if necessary. The expert is kept until `_release`."""
         self._cache.take(key)
         if key not in self._fetches:
             stack, source = self._stacks[key[0]]
@@ -271,7 +271,7 @@ class ExpertStore:
 
 
 class _StoredWeights(Weights):
-    """The weights of an expert stack whose experts are in an expert store."""
+    """The weights of a MoE layer whose experts are in an expert store."""
 
     are_own = False
 
@@ -295,7 +295,7 @@ class _StoredWeights(Weights):
     def prefetch(self, stack: ExpertStack, groups: Groups) -> None:
         """With the policy `pregated`, begin to fetch the experts of this rank that have rows."""
         if self._store.policy != "pregated":
-            return  # This saves a host read of row counts.
+            return  # Reading `groups.host` could make the host wait for the GPU.
         counts = groups.host[stack.first : stack.first + stack.num_local]
         self._store.prefetch(self._index, [e for e, count in enumerate(counts) if count])
 

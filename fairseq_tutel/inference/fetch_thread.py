@@ -17,12 +17,12 @@ JOIN_SECONDS = 5.0  # `close` waits this long for a read that hangs.
 
 
 class Source(Protocol):
-    """A protocol for sources of the experts of a stack, such as files or host memory."""
+    """A protocol for sources of a layer's experts, such as files or host memory."""
 
     layout: BufferLayout
 
     def read(self, expert: int, buffer: Buffer) -> None:
-        """Read one expert of the stack into a buffer."""
+        """Read one expert of the layer into a buffer."""
 
 
 class Fetch:
@@ -31,7 +31,7 @@ class Fetch:
     def __init__(self, source: Source, expert: int, buffer: Buffer) -> None:
         self.buffer = buffer
         self.is_here = False  # True if the buffer contains the expert.
-        self.is_new = True  # True if no block has used the expert yet.
+        self.is_new = True  # True if no layer call has used the expert yet.
         self._source, self._expert = source, expert
         self._copied: torch.cuda.Event | None = None
 
@@ -71,7 +71,7 @@ class Fetcher:
         self._ended = ""
 
     def request(self, fetch: Fetch, ahead: bool = False) -> None:
-        """Queue the fetch of an expert, with `ahead` after the fetches that are needed now."""
+        """Queue the fetch of an expert as the next fetch or, with `ahead`, as the last fetch."""
         with self._changed:
             self.refuse_ended()
             if self._thread is None:

@@ -1,7 +1,7 @@
-"""Pre-gating: the gate of a MoE block gets the input of the MoE block N positions earlier.
+"""Pre-gating: the gate of a MoE layer gets the input of the MoE layer N positions earlier.
 
-Experts of a block are thus chosen early, and offloaded experts can be fetched while the blocks in between
-compute. The gates of the first N blocks of a stack use the input of their own block. Shape suffixes are T
+Experts of a layer are thus chosen early, and offloaded experts can be fetched while the layers in between
+compute. The gates of the first N layers of a stack get the input of their own layer. Shape suffixes are T
 (tokens) and D (model_dim). The method is from Hwang et al. 2024, Pre-gated MoE.
 """
 
@@ -26,7 +26,7 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
         ahead: N, the number of positions; 0 disables pre-gating.
 
     Raises:
-        ValueError: N is invalid.
+        ValueError: N is not an integer from 0 to len(layers) - 1.
 
     Example:
         >>> config = ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8)
@@ -44,7 +44,7 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
 
 
 def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
-    """Raise ValueError if no stack has more than N = `ahead` MoE layers; `blocks` maps stacks to counts."""
+    """Raise ValueError if `ahead` is below 1, or too large for every stack (`blocks` has layer counts)."""
     most = max(blocks.values(), default=0) - 1
     if not (is_whole(ahead) and 1 <= ahead <= most):
         has = " and ".join(f"the {name} has {count} MoE layers" for name, count in blocks.items())
@@ -79,7 +79,7 @@ class Chain:
         index = self.layers.index(layer)
         if index == 0:
             self._pending.clear()
-        # The first N layers fetch their experts before later layers' experts are fetched.
+        # A layer must request its own experts before those of a later layer.
         routing = _prefetched(layer, x_TD, call) if index < self.ahead else self._take(index, call)
         later = index + self.ahead
         if later < len(self.layers):
@@ -88,7 +88,7 @@ class Chain:
         return routing
 
     def _take(self, index: int, call: Call) -> Routing:
-        """Remove and return a layer's pending routing; raise ValueError if it does not fit the call."""
+        """Remove and return a layer's pending routing; raise ValueError if it is unusable in `call`."""
         found = self._pending.pop(index, None)
         label = self.layers[index].name or f"layer {index}"
         if found is None or (torch.is_grad_enabled() and not found.has_graph):

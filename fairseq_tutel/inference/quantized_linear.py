@@ -1,4 +1,4 @@
-"""Linear layers in int8 for CPU inference. A decoder reads half as many bytes per token as in bf16."""
+"""Linear layers in int8 for CPU inference. Per token, half as many bytes of weights are read as in bf16."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,13 +44,13 @@ class QuantizedLinear(nn.Module):
         return (matrix.values.float() * matrix.scales.unsqueeze(1)).to(matrix.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias [..., O] for x [..., I], as `QuantizedMatrix.linear` does."""
+        """Return x @ weight.T + bias [..., O] for x [..., I], rounded as in `QuantizedMatrix.linear`."""
         y_nO = self.matrix.linear(x.reshape(-1, self.in_features), self.bias)
         return y_nO.view(*x.shape[:-1], self.out_features)
 
 
 def quantize_linear_layers(module: nn.Module, without: type[nn.Module]) -> int:
-    """Replace the linear layers in a module, in place, except in modules of the type `without`.
+    """Replace the linear layers in a module by `QuantizedLinear`, except in modules of type `without`.
 
     Linear layers with an input dimension that torch's int8 kernel does not support are kept. Returns the
     number of replaced layers.

@@ -1,8 +1,8 @@
 """Defines the model ensemble_of, which averages the probabilities of models of one architecture.
 
-The state dict has the members' weights under `members.0.`, `members.1.`, …. Members are built one after
-another, so each member gets different initial weights. The first member has the same initial weights as a
-single model. Members also run one after another, because a batched forward is slower (docs/ensembles.md).
+The state dict has the members' weights under `members.0.`, `members.1.`, …. All members draw initial
+weights from one random generator, one after another. The first member therefore has the same initial
+weights as a single model. Members run one after another; a batched forward is slower (docs/ensembles.md).
 
 Shape suffixes are M (members) and C (classes).
 """
@@ -116,7 +116,7 @@ class EnsembleModel(BaseFairseqModel):
         modules = dict(member.named_modules())
         member.get_submodule(name)  # This call raises an error for a missing layer.
         above = [modules[path] for path in modules if name.startswith(f"{path}.")]
-        if any(hasattr(module, "precheckpoint_forward") for module in above):  # Layers are recomputed.
+        if any(hasattr(module, "precheckpoint_forward") for module in above):  # These are recomputed.
             raise ValueError(
                 f"--ensemble-share-after is {name}, which activation checkpointing recomputes for each "
                 "member alone; name a complete layer, or turn off activation checkpointing."

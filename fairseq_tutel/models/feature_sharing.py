@@ -1,4 +1,4 @@
-"""Shares features between ensemble members, whose forward passes pause at a layer to mix its outputs.
+"""Shares features between ensemble members: each forward pass pauses after a layer, to mix its outputs.
 
 The suffix M marks a list with one entry per member.
 """

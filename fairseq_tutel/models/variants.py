@@ -1,6 +1,6 @@
 """Registers a moe_ variant of every fairseq model with transformer layers; docs/models.md lists them.
 
-Most variants have no dataclass, because fairseq-train cannot build nested dataclasses.
+Most variants have no dataclass, like the stock models: fairseq-train cannot build nested dataclasses.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from fairseq_tutel.plugin.run_state import is_opened, root_of
 logger = logging.getLogger(__name__)
 
 BOTH = ("encoder", "decoder")
-# Model classes, and which sides have layers with fc1: the encoder, the decoder or both.
+# The sides (encoder, decoder or both) on which the layers of each model class have fc1.
 SIDES = (
     (("encoder",), (RobertaModel, MaskedLMModel, Wav2Vec2Model, HubertModel)),
     (("decoder",), (TransformerLanguageModel, LightConvLanguageModel, TransformerUnitLanguageModel)),
@@ -64,7 +64,7 @@ SIDES = (
 )
 # fairseq models that contain the pretrained model of --w2v-path.
 FINE_TUNED = (Wav2VecCtc, Wav2Vec2Seq2SeqModel, Wav2VecClassification, HubertCtc, HubertSeq2SeqModel)
-# In these models, fairseq always initializes linear layers of the encoder or decoder by init_bert_params.
+# In these models, fairseq always initializes linear layers of the given sides with init_bert_params.
 BERT_SIDES = {
     **dict.fromkeys((RobertaModel, RobertaEncDecModel, Wav2Vec2Model, HubertModel), ("encoder",)),
     BARTModel: BOTH,
@@ -101,7 +101,7 @@ class MoEVariantMixin(MoEModelMixin):
         refuse_options(args)
         with for_loading(args, task):
             model = super().build_model(_with_scales(args), task)  # type: ignore[misc]
-        change_class(model, cls)  # Some fairseq models ignore the argument cls.
+        change_class(model, cls)  # In some fairseq models, build_model ignores its argument cls.
         own = {side: getattr(args, f"{side}_moe_freq", -1) for side in cls.sides}
         freqs = {side: args.moe_freq if freq == -1 else freq for side, freq in own.items()}
         bert = [sides for stock, sides in BERT_SIDES.items() if issubclass(cls, stock)]
@@ -129,7 +129,7 @@ class FineTunedMixin(MoEModelMixin):
     def build_model(cls, cfg: Any, task: Any) -> Any:
         """Build the stock model with the pretrained model inside, then distribute the inner experts."""
         with open_dict(cfg):
-            cfg.setdefault("autoregressive", False)  # hubert_ctc reads the option autoregressive.
+            cfg.setdefault("autoregressive", False)  # hubert_ctc reads this option, but does not define it.
         token = _is_within.set(True)
         try:
             model = super().build_model(cfg, task)  # type: ignore[misc]

@@ -1,1 +1,1 @@
-"""Communication between ranks: groups, failures, exchange of rows, gradients, ZeRO, predicted times."""
+"""Communication between ranks: groups, failures, exchange of rows, gradients, ZeRO and predicted times."""

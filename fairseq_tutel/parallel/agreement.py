@@ -14,7 +14,7 @@ SHOWN_CHARACTERS = 80
 def agree(facts: Mapping[str, Any]) -> None:
     """Check that all ranks have equal facts, such as the values of command-line options. Collective.
 
-    `facts` maps the names of facts, as users see these names, to values.
+    `facts` maps the name of a fact in error messages, such as the name of an option, to its value.
 
     Raises:
         ValueError: the facts of ranks differ. All ranks raise the same message.

@@ -3,13 +3,13 @@
 Dispatch sends rows to the ranks of their experts, and combine sends the outputs back. The backward pass of
 dispatch is a combine, and the backward pass of combine is a dispatch.
 
-Shapes use R for rows and D for model_dim. A group has P ranks, on N nodes of L ranks (rank = n * L + l).
+Shapes use R for rows, D for model_dim and e for the local experts of a rank. An EP group has P ranks on N
+nodes of L ranks. Rank (n, l), which is rank n * L + l of the group, is the l-th rank of node n.
 
 The hierarchical all-to-all (2DH) first sends rows within each node, so that few messages cross nodes. In
 the first hop, rank (n, l) sends its rows for rank (n', l') to rank (n, l'). In the second hop, rank (n, l')
-sends all rows of node n for rank (n', l') in one message. In 2DH, each rank sends N - 1 messages to other
-nodes, instead of P - L. Each 2DH message is L times as large as in a linear all-to-all, and the result is
-the same. Section 3.4 of Tutel (Hwang et al. 2023) describes 2DH.
+sends all rows of node n for rank (n', l') in one message. Each rank sends N - 1 messages to other nodes in
+2DH, and P - L messages in a linear all-to-all. Section 3.4 of Tutel (Hwang et al. 2023) describes 2DH.
 """
 
 from collections.abc import Callable
@@ -35,10 +35,10 @@ Splits = tuple[int, ...]
 class Counts(NamedTuple):
     """The int64 numbers of rows that an all-to-all exchange sends and receives."""
 
-    leaving_PE: Tensor  # Rows from this rank to each local expert of each rank.
-    arriving_PE: Tensor  # Rows from each rank to each local expert of this rank.
-    # In 2DH, rows from each rank of this node to the ranks with this local index on all nodes [L, N, e].
-    # With a collective plan, rows between all pairs of ranks [P, P, e]. Otherwise, this tensor is empty.
+    leaving_PE: Tensor  # The rows from this rank to each local expert of each rank.
+    arriving_PE: Tensor  # The rows from each rank to each local expert of this rank.
+    # In 2DH, this tensor [L, N, e] counts rows from ranks of this node to ranks with this local index. With
+    # a collective plan, this tensor [P, P, e] counts rows of all pairs of ranks. Otherwise, it is empty.
     transit: Tensor
 
     def chunk(self, index: int, number: int) -> "Counts":
@@ -59,9 +59,9 @@ def exchange_counts(
 ) -> tuple[Counts, Counts]:
     """Send each rank the number of rows for each of its experts, and compare call IDs. Collective.
 
-    The row counts are returned on the device and on the host, which waits once. With a grid of nodes,
-    the row counts are sent in two hops. With `every_pair`, which only collective plans need, a rank gets P
-    * P * e counts. Without `every_pair`, a rank gets P * e counts per hop.
+    Return the row counts on the device and on the host. The host waits for the device once. With `grid`,
+    ranks send row counts in two hops. With `every_pair`, which only collective plans need, a rank receives
+    P * P * e counts. Without `every_pair`, a rank receives P * e counts per hop.
     """
     what, rank = "the exchange of row counts", dist.get_rank(group)
     leaving_PX = call_id.prepended_to(counts_PE)
@@ -84,7 +84,7 @@ def exchange_counts(
 
 
 def even_counts(leaving_PE: Tensor, rank: int, grid: Grid | None, every_pair: bool) -> Counts:
-    """Return the result of `exchange_counts` for equal counts on all ranks, without communication."""
+    """Return the row counts of `exchange_counts` without communication, if all ranks have equal counts."""
     transit = leaving_PE.expand(len(leaving_PE) if every_pair else 0, -1, -1)
     if grid is not None:
         for_my_rail = leaving_PE.view(grid.nodes, grid.local, -1)[:, rank % grid.local]
@@ -94,7 +94,7 @@ def even_counts(leaving_PE: Tensor, rank: int, grid: Grid | None, every_pair: bo
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAll:
-    """An all-to-all exchange of rows with known row counts, with methods for dispatch and combine.
+    """An all-to-all exchange of rows with fixed row counts.
 
     `forth` sends rows in the transfer dtype, without autograd, and returns the received rows. `back` sends
     the rows back to their source ranks.
@@ -106,7 +106,7 @@ class AllToAll:
     timer: ExchangeTimer | None = None
 
     def exchange(self, rows_RD: Tensor, combine: bool) -> Tensor:
-        """Exchange rows in the transfer dtype, and return rows in the input's dtype, without autograd."""
+        """Exchange rows in the transfer dtype. Return the received rows in the dtype of `rows_RD`."""
         packed = pack(rows_RD, self.transfer_dtype).contiguous()
         move = self.back if combine else self.forth
         timer = self.timer
@@ -130,12 +130,12 @@ class AllToAll:
 
 
 class Started:
-    """A dispatch or combine of rows, whose forward and backward pass run in the background."""
+    """A dispatch or combine that runs in the background, in the forward pass and in the backward pass."""
 
     def __init__(self, owner: AllToAll, combine: bool, rows_RD: Tensor) -> None:
         self.owner, self.combine = owner, combine
         self.pending: list[background.Wait] = []
-        # A tensor without elements that connects `finish` to the autograd graph.
+        # This empty tensor connects the output of `finish` to `rows_RD` in the autograd graph.
         self.tokens = [_Start.apply(rows_RD, self)]
 
     def begin(self, rows: Tensor, combine: bool) -> None:
@@ -143,7 +143,7 @@ class Started:
         self.pending.append(background.start(lambda r: self.owner.exchange(r, combine), rows))
 
     def wait(self) -> Tensor:
-        """Wait for the rows that `begin` sent, and return the received rows."""
+        """Wait for the exchange that `begin` started, and return the received rows."""
         return self.pending.pop()()
 
     def finish(self) -> Tensor:
@@ -228,7 +228,7 @@ def hierarchical(device: Counts, host: Counts, grid: Grid, operation: str) -> tu
 def planned(host: Counts, group: dist.ProcessGroup, plan: str, operation: str) -> tuple[Move, Move]:
     """Return the functions `forth` and `back` of an all-to-all by the named collective plan.
 
-    The chunks of the plan are blocks of rows. The plan may forward rows through any rank.
+    A chunk of the plan is the block of rows from one rank to another, maybe by way of other ranks.
     """
     sizes_PP = tuple(map(tuple, host.transit.sum(2).tolist()))
     reverse_PP = tuple(zip(*sizes_PP, strict=True))
@@ -243,7 +243,7 @@ def _splits(counts_AX: Tensor) -> Splits:
 
 
 def _regrouping(counts_AB: Tensor, host_AB: Tensor) -> tuple[Move, Move]:
-    """Return a function that reorders an (a, b) matrix of row blocks to (b, a), and its inverse."""
+    """Return a function that transposes an (a, b) matrix of row blocks, and the inverse function."""
     (a, b), size = host_AB.shape, int(host_AB[0, 0])
     if bool((host_AB == size).all()):  # Blocks of equal size need no row maps.
 

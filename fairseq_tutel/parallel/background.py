@@ -25,8 +25,9 @@ Wait = Callable[[], Tensor]
 def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
     """Run `function(rows)` in the background without autograd. Return a function that awaits the result.
 
-    Waiting blocks the thread on a CPU, and the stream on a GPU. After a failure, later jobs fail without
-    sending rows. Otherwise, a peer would mistake the rows of a later job for rows of the failed job.
+    On a CPU, waiting blocks the calling thread. On a GPU, waiting blocks the current stream. After one
+    function has failed in the thread, all later functions fail without being called. Otherwise, a peer
+    would mistake rows of a later function for rows of the failed function.
     """
     if rows.is_cuda:
         return _start_on_stream(function, rows)
@@ -39,7 +40,7 @@ def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
 
 
 class _Worker(threading.Thread):
-    """The communication thread is a daemon, because after an error it may wait for a peer forever."""
+    """The communication thread. It is a daemon, because it may wait forever for a peer that has failed."""
 
     def __init__(self) -> None:
         super().__init__(name="communication", daemon=True)
@@ -86,16 +87,16 @@ def _leave() -> None:
 atexit.register(_leave)
 
 
-# With the default stream priority, a combine would wait until the experts of the next chunk have started.
+# With the default priority, the GPU would start the next chunk's experts before this chunk's combine.
 _exchange_stream = functools.cache(lambda device: torch.cuda.Stream(device, priority=-1))
 _waiting_stream = functools.cache(lambda device: torch.cuda.Stream(device))
 
 
 def free_after(work: Any, sent: Tensor) -> None:
-    """Free the memory of a sent tensor after its collective has finished, if the caller drops the tensor.
+    """Let torch reuse the memory of a sent tensor as soon as its collective has finished.
 
-    NCCL's work handle keeps its tensors until a stream waits for the handle. If the computation's stream
-    waited, later sends could be late, so a separate stream waits.
+    NCCL's work handle keeps its tensors until a stream waits for the handle. A separate stream waits,
+    because a wait of the computation's stream could delay later sends.
     """
     if sent.is_cuda:
         stream = _waiting_stream(sent.device)

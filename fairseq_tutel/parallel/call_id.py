@@ -1,4 +1,4 @@
-"""A call ID identifies a layer and its call. Ranks compare call IDs before an exchange.
+"""A call ID identifies a layer and one of its calls. Ranks compare call IDs before an exchange.
 
 Without call IDs, ranks that call different layers would exchange rows without an error.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fairseq_tutel.parallel.guard import CommunicationError, name_ranks
 
-_LAYER_BIT, _TRAINING_BIT = 40, 39  # The lower bits count a layer's calls.
+_LAYER_BIT, _TRAINING_BIT = 40, 39  # Bits 0 to 38 count the layer's calls.
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -51,8 +51,8 @@ class CallId:
     def prepended_to(self, counts_PX: Tensor) -> Tensor:
         """Return row counts with the call ID as a new first column, padded to the widest layer's width.
 
-        Call this method once per layer call. Without padding, ranks that run different layers would
-        exchange unequal sizes, and raise an unclear error or hang.
+        Each call of this method counts as one call of the layer. Without padding, ranks that run different
+        layers would exchange unequal sizes, and raise an unclear error or hang.
         """
         counter = self.counter
         mode_and_count = self.training << _TRAINING_BIT | counter.count
@@ -98,7 +98,7 @@ _pending: list[tuple[Any, Tensor, str, dist.ProcessGroup]] = []
 
 @_untraced
 def compare_later(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
-    """Check that all ranks have the same call ID. On a GPU, check at the next call, to avoid a wait."""
+    """Compare call IDs: on a CPU at once, on a GPU at the next call, so that the host need not wait."""
     if not call_ids_P.is_cuda:
         compare(call_ids_P, operation, group)
         return

@@ -1,9 +1,9 @@
-"""Only this module calls the torch.distributed collectives of tensors.
+"""Only this module calls torch.distributed's collectives on tensors.
 
 If a rank fails, the error on other ranks names the failed rank and the collective. The argument `operation`
-completes the sentence "rank 1 could not finish …". A group of None means all ranks of the job, or one rank
-without torch.distributed. Tensors must be on the device of the group's backend, because NCCL cannot send
-host memory. Shapes use G for the number of ranks in a group. `parallel/world.py` sends Python objects.
+completes the sentence "rank 1 could not finish …". The group None has all ranks of the job, or only this
+rank without torch.distributed. Tensors must be on the device of the group's backend, because NCCL cannot
+send host memory. A group has G ranks. `parallel/world.py` sends Python objects.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ _backend: Any = None
 
 
 def use(backend: Any) -> None:
-    """Set the `PlanBackend` that runs collectives from now on; with None, torch runs all."""
+    """Set the `PlanBackend` that runs collectives from now on. With None, torch runs all collectives."""
     global _backend
     _backend = backend
 
@@ -67,7 +67,7 @@ class Started:
 def start_all_reduce(own: Tensor, operation: str, group: Group = None) -> tuple[Started, Tensor]:
     """Start to sum all ranks' tensors. Return a handle and the tensor that will hold the sum.
 
-    The sum is written to `own` or to a new tensor.
+    A collective plan writes the sum to a new tensor, and torch writes the sum to `own`.
     """
     with guarded(operation, group):
         program = _chosen("all_reduce", own, operation, group)
@@ -87,7 +87,7 @@ def all_reduce(tensor: Tensor, operation: str, group: Group = None, op: Any = di
 
 
 def all_gather(own: Tensor, operation: str, group: Group = None) -> Tensor:
-    """Gather one tensor [...] from every rank and return them stacked [G, ...]."""
+    """Gather one tensor [...] from every rank and return the stacked tensors [G, ...]."""
     stacked = own.new_empty(world.size(group), *own.shape)
     with guarded(operation, group):
         _all_gather(stacked.view(-1), own.contiguous().view(-1), group=group)
@@ -108,8 +108,8 @@ def start_reduce_scatter(
 ) -> Started:
     """Start a reduce-scatter: sum all ranks' `whole` [G * m] and write part g to `own` [m] on rank g.
 
-    The tensors `whole` and `own` are contiguous. With `as_list`, gloo gets a list of G tensors, and sums in
-    another order than with one tensor. NCCL never gets a list, because NCCL would copy the tensors.
+    The tensors `whole` and `own` are contiguous. With `as_list`, gloo gets a list of G tensors instead
+    of one tensor, and adds in a different order. NCCL never gets a list, because NCCL would copy it.
     """
     own, whole = own.view(-1), whole.view(-1)
     with guarded(operation, group):
@@ -156,9 +156,9 @@ def all_to_all(
 def all_to_all_by(
     name: str, rows: Tensor, operation: str, group: dist.ProcessGroup, sizes_GG: tuple[tuple[int, ...], ...]
 ) -> Tensor:
-    """Run an all-to-all of rows with the plan backend's program of this name, instead of with torch.
+    """Run an all-to-all of rows with the plan backend's program `name` instead of torch.
 
-    `sizes_GG` has the numbers of rows by source rank and destination rank.
+    `sizes_GG[i][j]` is the number of rows that rank i sends to rank j.
     """
     program = _backend.named(name, rows, group) if _backend else None
     if program is None:

@@ -1,8 +1,8 @@
-"""The cost model predicts time and memory of a training step on a cluster (an alpha-beta-gamma model).
+"""The cost model predicts a training step's time and memory from the speed of links, memory and arithmetic.
 
-W ranks are on nodes of L ranks. EP groups have P ranks, and a layer has E experts. An expert's hidden
-dimension is split over s = max(1, P // E) ranks. The cost model assumes even expert loads and no other
-traffic on links. docs/scaling.md has the formulas and sources.
+A cluster has W ranks on nodes of L ranks. EP groups have P ranks, and a layer has E experts. An expert's
+hidden dimension is split over s = max(1, P // E) ranks. The cost model assumes even expert loads and no
+other traffic on links. docs/scaling.md has the formulas and sources.
 """
 
 import math
@@ -113,9 +113,9 @@ class _Layer:
     """The numbers of row copies, stored weights and gathered weights of one MoE layer on a rank."""
 
     sends_rows: bool  # Whether rows are sent to other ranks.
-    copies: int  # Each row has this many copies; each uses hidden_dim / copies hidden units.
+    copies: int  # The number of copies of each row. Each copy uses H / copies hidden units.
     stored: float  # The number of weights that the rank stores.
-    computed: float  # The number of weights, own and gathered, that the rank computes with.
+    computed: float  # The number of stored and gathered weights with which the rank computes.
     gathering: int  # The number of ranks that gather weights together.
 
 
@@ -157,7 +157,7 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
     chunk_exchange = exchange(strategy.adaptive_r * work.rows * row_bytes / chunks)
     forward = _experts_seconds(work, machine, layer, chunks)
     for chunk_experts in (forward, 2 * forward):
-        # Only one all-to-all runs at a time.
+        # All-to-alls run one after another, so a pass takes at least their total time.
         longest = max(chunk_exchange, chunk_experts)
         pipelined = max(
             2 * chunks * chunk_exchange, 2 * chunk_exchange + chunk_experts + (chunks - 1) * longest
@@ -165,7 +165,7 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
         parts["experts"] += chunks * chunk_experts
         parts["exchange"] += pipelined - chunks * chunk_experts
     parts = {part: work.layers * seconds for part, seconds in parts.items()}
-    # All EP groups of a node sum gradients over their EP replicas at the same time.
+    # All EP groups of a node sum gradients over EP replicas at the same time, and share the node's links.
     replicas = cluster.world // cluster.expert_parallel_size
     local = cluster.local // cluster.group_local
     expert_s = _gradients_seconds(layer.stored, work, machine, replicas // local, local)
@@ -185,7 +185,7 @@ def step_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strat
 def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
     """Return the predicted bytes of each kind of data on a rank that trains with Adam.
 
-    All kinds of data except HOST are in device memory. Only the activations of MoE layers are counted.
+    All kinds of data except HOST are in device memory. Activations of dense layers are not counted.
     """
     layer = _layer_of(work, cluster, strategy)
     bytes_held = held_bytes(
@@ -225,7 +225,7 @@ def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, St
         if not fits or (work.experts % size and size % work.experts):
             continue
         cluster = Cluster(nodes=nodes, local=local, expert_parallel_size=size)
-        if size == 1:  # Nothing is gathered or exchanged.
+        if size == 1:  # A group of one rank gathers and exchanges nothing.
             yield cluster, Strategy()
             continue
         yield cluster, Strategy(adaptive_r=0)
@@ -244,13 +244,13 @@ class Candidate:
     strategy: Strategy
     parts: dict[str, float]  # The seconds of each part of a training step.
     seconds: float
-    memory: dict[str, float]  # The bytes on a rank of each kind of data.
+    memory: dict[str, float]  # The bytes of each kind of data on a rank.
     bytes: float  # The bytes in device memory.
     fits: bool  # Whether the configuration fits in device memory.
 
 
 def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate]:
-    """Return all candidates, fastest first, but candidates that exceed the device memory come last."""
+    """Return all candidates by predicted time, but candidates that exceed the device memory come last."""
     found = []
     for cluster, strategy in candidates(work, nodes, local):
         parts = step_parts(work, machine, cluster, strategy)

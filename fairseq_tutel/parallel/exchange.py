@@ -43,8 +43,8 @@ from fairseq_tutel.parallel.regroup import (
 from fairseq_tutel.parallel.strategy import Strategy
 from fairseq_tutel.parallel.transfer import ExchangeTimer
 
-# A function that runs the local experts on rows sorted by rank, and returns outputs in the order of the
-# rows. The arguments are rows, row counts, an index map that sorts the rows by expert, and the inverse map.
+# A function that runs the local experts on rows sorted by source rank, and returns outputs in this order.
+# The arguments are rows, row counts, an index map that sorts the rows by expert, and the inverse map.
 ExpertFn = Callable[[Tensor, Groups, Tensor, Tensor], Tensor]
 
 
@@ -54,9 +54,9 @@ class ExchangeOptions:
 
     group: dist.ProcessGroup
     grid: Grid | None = None  # The nodes of the EP group, for the algorithm 2dh.
-    strategy: Strategy = field(default_factory=Strategy)  # adaptive_r is at least 1.
-    slices: int = 1  # s, the number of ranks that share an expert.
-    padded: bool = False  # Every expert has equally many rows on every rank.
+    strategy: Strategy = field(default_factory=Strategy)  # Its adaptive_r is at least 1.
+    slices: int = 1  # s, the number of ranks over which an expert is sharded.
+    padded: bool = False  # Whether every expert has equally many rows on every rank.
     transfer_dtype: str = "same"
     timer: ExchangeTimer | None = None
     name: str = ""  # The layer's name for error messages.
@@ -98,11 +98,11 @@ def exchange_rows(
     expert_fn: ExpertFn,
     call_id: CallId,
 ) -> Tensor:
-    """Dispatch rows to the ranks of their experts, run `expert_fn` on the rows, and combine. Collective.
+    """Dispatch rows to the ranks of their experts, run `expert_fn`, and send the outputs back. Collective.
 
-    The rows [R, D] are sorted by expert, and are either compact or padded to E * C rows. If compact rows
-    end with unused rows, the result omits these. `counts_E` int64 has the number of used rows per expert.
-    Without padding, ranks first exchange row counts and compare call IDs.
+    The rows [R, D] are sorted by expert. With `options.padded`, each expert has C rows. Otherwise, unused
+    rows may follow the last expert's rows, and are missing in the result. `counts_E` int64 has the number
+    of used rows per expert. Without padding, ranks first exchange row counts and compare call IDs.
     """
     capacity = len(rows_RD) // len(counts_E)
     if options.padded:
@@ -140,7 +140,7 @@ def exchange_rows(
 def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId) -> int:
     """Return the largest row count of any expert on any rank, but at least 1. Collective.
 
-    The padded forward pass synchronizes with the host only in this function.
+    In a forward pass with padding, only this function synchronizes with the host.
     """
     need_P1 = counts_E.max().clamp_min(1).expand(dist.get_world_size(options.group), 1)
     _, host = exchange_counts(need_P1, options.group, options.operation, call_id, options.hops)
@@ -150,12 +150,12 @@ def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId)
 def _counts(
     counts_E: Tensor, capacity: int, options: ExchangeOptions, call_id: CallId
 ) -> tuple[Counts, Counts]:
-    """Return an exchange's row counts on device and host, by a collective unless rows are padded."""
+    """Return an exchange's row counts on device and host. Collective, unless rows are padded."""
     group, paths = options.group, (options.hops, bool(options.strategy.plan))
     leaving_PE = _leaving(counts_E, options)
     if not options.padded:
         return exchange_counts(leaving_PE, group, options.operation, call_id, *paths)
-    # All ranks have equal counts. Creating them on device and host is cheaper than a copy to the host.
+    # With padding, all ranks have equal counts. Creating equal counts is cheaper than a copy to the host.
     host_PE = _leaving(torch.full(counts_E.shape, capacity), options)
     rank = dist.get_rank(group)
     return even_counts(leaving_PE, rank, *paths), even_counts(host_PE, rank, *paths)

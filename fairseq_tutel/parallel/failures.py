@@ -1,9 +1,9 @@
 """The failure watch ends all ranks within seconds after a rank fails, and names the failed rank.
 
-The rendezvous store keeps the first failure of a job under one key. A rank with an error writes the failure
-key itself. If a rank is killed, another rank of its machine writes the failure key, because the kernel
-reports the end of a process without delay. On every rank a thread reads the failure key, because the main
-thread may wait in C code for a collective.
+The rendezvous store keeps the first failure of a job under one key, the failure key. A rank with an error
+writes the failure key itself. If a rank is killed, another rank of its machine writes the failure key,
+because the kernel reports the end of a process without delay. On every rank, a thread reads the failure
+key, because the main thread may wait in C code for a collective.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from fairseq_tutel.files import error_line
 FAILED = "fairseq_tutel/failed"
 PROCESSES = "fairseq_tutel/processes"
 POLL_SECONDS = 1.0
-# After a failure, the main thread has this time to end its process with an error.
+# After a failure of another rank, the main thread has this time to end its process with an error.
 GRACE_SECONDS = 2.0
-# One check of the store takes at most this time. Requests to a store whose process is stopped never return.
+# A check of the store may take up to this time. Requests to a store whose process is stopped never return.
 LOOK_SECONDS = 2.0
-# The process of a rank ends at most this time after an error.
+# A rank's process ends at most this time after the rank has reported an error.
 END_SECONDS = 10.0
 SHOWN_CHARACTERS = 300
 NEVER = float("inf")
@@ -45,10 +45,7 @@ def published(store: dist.Store) -> str:
 
 
 def keeps_the_store(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher, not rank 0, runs the rendezvous store.
-
-    A launcher may restart ranks with the same store.
-    """
+    """Return whether the launcher, not rank 0, runs the rendezvous store."""
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -90,7 +87,7 @@ class FailureWatch:
     """A thread that ends this process if a rank of the job has failed.
 
     Args:
-        store: the rendezvous store, with the extended API; the thread uses its own connection.
+        store: a rendezvous store with torch's extended API. The thread opens a second connection to it.
         rank: this rank.
     """
 
@@ -111,7 +108,7 @@ class FailureWatch:
         _watch = self
 
     def look(self) -> str:
-        """Make the thread check for a failure immediately, and return the failure (see `look`)."""
+        """Make the thread check for a failure immediately, and return the failure or ""."""
         # A check that has already started may miss a newer failure, so this method waits for two checks.
         for _ in range(2):
             self._has_looked.clear()

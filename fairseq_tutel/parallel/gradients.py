@@ -4,11 +4,11 @@ After the backward pass, an expert's gradient is the sum over the tokens of its 
 parameters are averaged over the W ranks. Expert gradients are summed over EP replicas and divided by W, and
 so get the same scale as dense gradients.
 
-gloo reduces one parameter at a time, because the order of gloo's sum depends on an element's position in
-the tensor. NCCL and collective plans reduce buckets of several parameters. No gradient is reduced during
-the backward pass, for two reasons.
+gloo reduces one parameter at a time. Buckets would change results, because the order of gloo's sum depends
+on an element's position in the tensor. NCCL and collective plans reduce buckets of several parameters. No
+gradient is reduced during the backward pass, for two reasons.
 
-- The last backward pass of an update is not known in advance.
+- It is not known in advance which backward pass of an update is the last.
 - With NCCL, simultaneous row exchanges would change the order of sums.
 """
 
@@ -25,8 +25,8 @@ BUCKET_BYTES = 25 * 2**20
 
 def mark_expert(parameter: nn.Parameter) -> None:
     """Mark a parameter as a parameter of this rank's experts."""
-    parameter.expert = True  # type: ignore[attr-defined]  # skipped by fairseq's data parallelism
-    parameter._tutel_expert = True  # type: ignore[attr-defined]  # skipped by Tutel's optimizer
+    parameter.expert = True  # type: ignore[attr-defined]  # fairseq's data parallelism skips the parameter
+    parameter._tutel_expert = True  # type: ignore[attr-defined]  # Tutel's optimizer skips the parameter
 
 
 def unmark_expert(parameter: nn.Parameter) -> None:
@@ -36,9 +36,9 @@ def unmark_expert(parameter: nn.Parameter) -> None:
 
 
 def mark_root_scaled(parameter: nn.Parameter) -> None:
-    """Mark an expert parameter whose summed gradient is divided by sqrt(world size).
+    """Mark an expert parameter, so that its summed gradient is divided by sqrt(world size).
 
-    The divisor is that of --moe-normalize-expert-grad sqrt_world_size. The default is the world size.
+    The option --moe-normalize-expert-grad sqrt_world_size needs this divisor. The default divisor is W.
     """
     parameter.root_scaled = True  # type: ignore[attr-defined]
 

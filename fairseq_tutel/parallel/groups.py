@@ -32,7 +32,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Part:
-    """The experts of a layer that a rank holds, which are `num_local` experts from ID `first` on.
+    """The experts of a layer that a rank holds: `num_local` experts, whose global IDs start at `first`.
 
     If an expert's hidden dimension is split over s = `slices` ranks, this rank holds shard `index`.
     """
@@ -58,7 +58,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The process groups that a rank uses for expert parallelism. A group of one rank is None.
+    """The process groups that a rank uses for expert parallelism. A group with only this rank is None.
 
     `make_topology` creates a topology. `ft.Topology()` is a topology of one rank with all experts.
 
@@ -128,9 +128,9 @@ class Topology:
 
 
 def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requested: int = 0) -> int:
-    """Return P, the number of ranks in an EP group. If `requested` is 0, choose P automatically.
+    """Return P, the number of ranks in an EP group.
 
-    The default P is the greatest common divisor of the numbers of ranks and experts.
+    If `requested` is 0, P is the greatest common divisor of the numbers of ranks and experts.
     """
     if requested == 0:
         return math.gcd(world_size, *expert_counts)
@@ -158,19 +158,19 @@ def share_sizes(size: int, expert_counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(n for n in range(2, size + 1) if any(s % n == 0 for s in shards))
 
 
-# All layers and models share process groups, because creating a group is collective. A process group lives
-# as long as the group from which it was split.
+# All layers and models share process groups, because every rank must join the creation of a group. A
+# process group lives as long as the group from which it was split.
 _topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
 
 
 def make_topology(expert_counts: Sequence[int], requested: int = 0, ranks_per_node: int = 0) -> Topology:
     """Create or reuse this rank's process groups for layers with the given expert counts. Collective.
 
-    Every rank must give the same arguments. Ranks compare their arguments.
+    Every rank must give the same arguments.
 
     Args:
         expert_counts: the number of experts of every layer.
-        requested: the requested P, or 0 for the greatest P that fits.
+        requested: P, or 0 for the greatest common divisor of the numbers of ranks and experts.
         ranks_per_node: the number of ranks per node, or 0 for no grid. A grid needs several nodes.
 
     Raises:
@@ -198,7 +198,7 @@ def make_topology(expert_counts: Sequence[int], requested: int = 0, ranks_per_no
 
 
 def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
-    """Create or reuse process groups for expert parallelism in a group. Collective over this group.
+    """Create or reuse process groups for expert parallelism within `group`. Collective over `group`.
 
     If `sliced`, all ranks of the group hold shards of experts, because there are fewer experts than ranks.
     Without `sliced`, P is the greatest common divisor of the numbers of ranks and experts.
@@ -226,7 +226,7 @@ def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tupl
         parts = range(0, count, number)
         return _new(group, [range(part + i, part + number, step) for part in parts for i in range(step)])
 
-    # Even if P = W, EP gets a communicator, so EP and other collectives need no common order.
+    # Even if P = W, EP has its own communicator, so ranks may run EP and other collectives in any order.
     expert_group = strided(size) if size > 1 else None
     replica_group = strided(count, size) if 1 < size < count else None
     grid = None
@@ -252,7 +252,7 @@ def _new(callers: dist.ProcessGroup | None, groups: Sequence[range]) -> dist.Pro
     """Create the given groups of ranks, and return this rank's group.
 
     If `callers` is None, all ranks of the job must create all groups. Within a smaller group `callers`,
-    each rank creates only the group to which it belongs, because ranks outside that group do not join.
+    each rank creates only the group to which it belongs, because ranks outside `callers` do not join.
     """
     rank = dist.get_rank(callers)
     own = next(ranks for ranks in groups if rank in ranks)
@@ -268,7 +268,7 @@ def _new(callers: dist.ProcessGroup | None, groups: Sequence[range]) -> dist.Pro
 
 
 def group_of_threads() -> dist.ProcessGroup:
-    """Create a group of all ranks for communication by threads, with a time-out of a day. Collective."""
+    """Create a group of all ranks with a time-out of a day, for communication by threads. Collective."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 

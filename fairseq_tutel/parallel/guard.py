@@ -1,8 +1,8 @@
 """Converts failures of collectives to errors that name the rank, the operation and missing ranks.
 
 The errors of torch itself name at most a socket. After a failed collective, a rank reads the job's first
-failure from the rendezvous store (`failures`). If the store has no failure, the rank runs a health check
-and names the ranks that did not answer. No code catches a CommunicationError, so the process ends.
+failure from the rendezvous store (see failures.py). If the store has no failure, the rank runs a health
+check and names the ranks that did not answer. No code catches a CommunicationError, so the process ends.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from fairseq_tutel.parallel import failures
 # A health check takes at most this number of seconds, or the time-out of collectives if that is shorter.
 LONGEST_CHECK = 3.0
 # A rank waits this many additional seconds for a store that hangs. Rank 0 may run the store, so rank 0
-# exits this number of seconds later.
+# waits this number of seconds before it exits.
 GRACE_SECONDS = 1.0
 WAIT_LONGER = "raise --moe-comm-timeout"
 PRESENT = "fairseq_tutel/health_check"
@@ -55,8 +55,8 @@ def limit(group: dist.ProcessGroup | None) -> None:
 class guarded:  # noqa: N801 - a context manager
     """Context manager that converts a failed collective to a CommunicationError with an explanation.
 
-    Other errors are not changed, nor are errors that an inner guard has explained. `operation`, such as
-    "the exchange of rows", completes the sentence "rank 1 could not finish …".
+    `guarded` does not change other errors, nor errors that an inner `guarded` has explained. `operation`,
+    such as "the exchange of rows", completes the sentence "rank 1 could not finish …".
     """
 
     __slots__ = ("group", "operation")

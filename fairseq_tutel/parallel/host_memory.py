@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 
 
 def available(root: Path = Path("/")) -> int | None:
-    """Return the least of MemAvailable and the available bytes of each cgroup of this process.
+    """Return the least of MemAvailable and the available bytes of each cgroup that limits this process.
 
     A cgroup's available bytes are its limit, minus its usage, plus its inactive page cache. `root` is the
     folder that contains proc and sys/fs/cgroup. The result is None if the system has no MemAvailable.
@@ -25,7 +25,7 @@ def _left_by_cgroups(root: Path) -> Iterator[int]:
         return
     path = next((line[3:] for line in text.splitlines() if line.startswith("0::")), "")  # version 2
     inner = PurePosixPath(path.lstrip("/"))
-    # Inside a container, the cgroup's folder may be mounted as the top folder, without other folders.
+    # Inside a container, sys/fs/cgroup itself may be the folder of this process's cgroup.
     for part in (inner, *inner.parents):
         folder = root / "sys/fs/cgroup" / part
         with contextlib.suppress(OSError, ValueError):  # The folder is missing, or the limit is "max".

@@ -1,4 +1,4 @@
-"""Predicts the time of collectives by an alpha-beta model of links, for N nodes with L ranks each."""
+"""Predicts the time of collectives from the latency and bandwidth of links (an alpha-beta model)."""
 
 import math
 
@@ -34,7 +34,7 @@ def exchange_seconds(
 def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_rank: float) -> str:
     """Return the faster all-to-all algorithm, linear or 2dh, and linear if both take equal time.
 
-    If there is no hardware profile, the typical profile of an A100 is used.
+    If `machine` is None, the typical hardware profile of an A100 is used.
     """
     known = machine or PRESETS["a100"]
     return min(ALGORITHMS, key=lambda a: exchange_seconds(bytes_per_rank, known, nodes, local, a))

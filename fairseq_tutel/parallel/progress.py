@@ -21,7 +21,7 @@ def progress(text: str, total: int, unit: str) -> Iterator[Callable[[int], objec
     if not (world.is_first() and sys.stderr is not None and sys.stderr.isatty()):
         yield lambda amount: None
         return
-    from tqdm import tqdm  # Importing tqdm takes time.
+    from tqdm import tqdm  # Importing tqdm takes time, so the import is late.
 
     class Bar(tqdm):  # type: ignore[type-arg]
         # tqdm's default lock would fix multiprocessing's start method. tqdm's monitor would start a thread.

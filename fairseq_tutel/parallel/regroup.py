@@ -16,7 +16,7 @@ def regroup_maps(counts_AB: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return two index maps [R] for blocks (a, b) of rows: one sorts by b, then a, and one sorts back.
 
     The input rows are sorted by a, then b. Row r of the sorted result is row to_b_major[r] of the input.
-    `num_rows` is R and is already on the host.
+    `num_rows` is R, so that the host need not wait for `counts_AB`.
     """
     starts_AB = _block_starts(counts_AB)
     starts_BA = _block_starts(counts_AB.t())
@@ -27,14 +27,14 @@ def regroup_maps(counts_AB: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def permute(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Return rows[index]. The backward pass gathers gradients by the inverse permutation."""
+    """Return rows_RD[index_R]. The backward pass gathers gradients by the inverse permutation."""
     return gather(rows_RD, index_R, inverse_R.unsqueeze(0))
 
 
 def gather(rows_RD: Tensor, index_X: Tensor, copies_MR: Tensor) -> Tensor:
-    """Gather rows[index] [X, D]. The backward pass sums the gradients of each row's copies.
+    """Return rows_RD[index_X], of shape [X, D]. The backward pass sums the gradients of each row's copies.
 
-    The copies of row r are at the positions copies[:, r].
+    The result has the copies of row r at the positions copies_MR[:, r].
     """
     return _Copies.apply(rows_RD, index_X, copies_MR, False)
 
@@ -42,7 +42,7 @@ def gather(rows_RD: Tensor, index_X: Tensor, copies_MR: Tensor) -> Tensor:
 def sum_of_copies(rows_XD: Tensor, copies_MR: Tensor) -> Tensor:
     """Return the sum of each row's copies [R, D], without autograd.
 
-    Copy m of row r is rows[copies[m, r]]. Copies are added in the order of m.
+    Copy m of row r is rows_XD[copies_MR[m, r]]. Copies are added in the order of m.
     """
     out = rows_XD.index_select(0, copies_MR[0])
     for copy_R in copies_MR[1:]:
@@ -56,12 +56,12 @@ def _block_starts(counts: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
-    """Repeat the value of each block for all rows of the block [R], without a host synchronization."""
+    """Return the value of each row's block [R], without a host synchronization."""
     return torch.repeat_interleave(values.reshape(-1), counts.reshape(-1), output_size=num_rows)
 
 
 class _Copies(torch.autograd.Function):
-    """Gathers the copies of rows or sums the copies; each operation is the other's backward pass."""
+    """Copies rows or, with `sums`, adds each row's copies. Each operation is the other's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index_X: Tensor, copies_MR: Tensor, sums: bool) -> Tensor:
@@ -86,7 +86,7 @@ def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:
     """Return the number of rows to send to each expert of each rank [P, e].
 
     With s > 1 shards, ranks are in the order of (expert, copy m, part j). An expert's rows are split into
-    s / r parts, and rank (expert, m, j) gets part j. The r ranks that differ only in m get equal rows.
+    s / r parts, and rank (expert, m, j) gets part j. The r ranks that differ only in m get the same rows.
     """
     if slices == 1:
         return counts_E.unsqueeze(1)

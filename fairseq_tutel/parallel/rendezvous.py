@@ -1,8 +1,8 @@
 """The rendezvous of all ranks at start has a time-out, and works after torchrun restarts ranks.
 
 torchrun keeps the same store for all restarts. With env://, restarted ranks find addresses of dead ranks in
-the store and fail (pytorch/pytorch issue 167288). With `METHOD`, rank 0 draws a random name for each start,
-which prefixes all keys in the store. A start is complete when every rank has confirmed this name.
+the store and fail (pytorch/pytorch issue 167288). With `METHOD`, rank 0 draws a random name for each start.
+This name prefixes all keys in the store. A start is complete when every rank has confirmed the name.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ METHOD = f"{SCHEME}://"
 PREFIX = "fairseq_tutel/start"
 NAME, NO_NAME = f"{PREFIX}/name", "none"
 # NCCL errors leave these keys without a prefix in the store. torch's monitor would treat these keys as
-# errors of the next start, and end that start after about 8 minutes.
+# errors of the next start of the ranks, and end these ranks after about 8 minutes.
 LEFT_BY_NCCL = ("exception_dump", "remote_error")
-# A rank ends this many seconds after the time-out, so that torch's error comes first.
+# A rank that still waits ends this many seconds after the time-out, so that torch's error comes first.
 WATCH_SECONDS = 16.0
 # A rank waits this many seconds for the other ranks before it reads the name of the start again.
 PAUSE_SECONDS = 0.2
@@ -47,7 +47,7 @@ def set_spawned_ranks(count: int) -> None:
 
 
 def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks per node, as spawned or as set by torchrun, OpenMPI or Slurm.
+    """Return the number of ranks per node, from `set_spawned_ranks`, torchrun, OpenMPI or Slurm.
 
     Slurm's SLURM_NTASKS_PER_NODE may be "8" or "8(x4)". Nodes of different sizes ("8,4") give 0 (unknown).
     """
@@ -101,7 +101,7 @@ def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], N
 def _end(rank: int, seconds: float) -> None:
     """End this process, because torch has no time-out for a stopped store or a hanging start of NCCL."""
     reason = failures.no_store()
-    if dist.is_initialized():  # The store has answered.
+    if dist.is_initialized():  # The store has answered, so another rank hangs.
         reason = "a rank, its GPU or the network hangs; look at the logs of all ranks with NCCL_DEBUG=INFO"
     failures.end_process(f"rank {rank} could not finish the rendezvous within {seconds:.0f} s: {reason}.")
 

@@ -1,6 +1,6 @@
 """Finds the fastest strategy for each bucket (range of expert capacities) by measuring training updates.
 
-All updates in a bucket share one choice of strategy. The cost model proposes the candidate strategies of a
+The choice of a strategy applies to all updates in a bucket. The cost model proposes the candidates of a
 bucket. Candidates are measured in rounds. A round is one update for each candidate. After each round,
 candidates that are too slow drop out. The choice depends only on recorded costs. Ranks with equal costs
 therefore choose the same strategy.
@@ -16,10 +16,10 @@ from statistics import median_low
 from fairseq_tutel.parallel.strategy import Strategy
 
 MOST_CANDIDATES = 12
-MOST_PREDICTED = 3.0  # A candidate's predicted time is at most this multiple of the shortest.
+MOST_PREDICTED = 3.0  # Candidates may take this multiple of the shortest predicted time.
 ROUNDS = 7
-# After each round, candidates drop out whose cost exceeds this factor times the lowest cost. The last
-# factor of the list applies to all later rounds.
+# After round n, candidates drop out if their cost exceeds the n-th factor times the lowest cost. The last
+# factor also applies to all later rounds.
 LIMITS = (math.inf, 1.7, 1.3, 1.1)
 
 Costs = dict[Strategy, list[float]]
@@ -58,7 +58,7 @@ class StrategySearch:
         return self.best[key] if key in self.best else self._next[key]
 
     def record(self, key: str, strategy: Strategy, cost: float) -> None:
-        """Record the cost of an update with `strategy`. All costs of a bucket `key` have the same unit."""
+        """Record the cost of an update with `strategy`. All costs of a bucket `key` need the same unit."""
         if not math.isfinite(cost):
             return
         if strategy == self._next.get(key):

@@ -34,7 +34,7 @@ OF_PYTHON = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class SignalWatch:
-    """Context manager that records the first signal, and ends a process that does not end in time.
+    """Context manager that records the first signal, and ends the process if it does not end in time.
 
     A second signal, more than MERGE_SECONDS after the first signal, ends the process at once. Forked child
     processes, such as data loaders, ignore the signals, except a SIGTERM from this process. If other code
@@ -77,7 +77,7 @@ class SignalWatch:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Restore the handlers. After a signal, further signals are ignored while the process ends."""
+        """Restore the handlers. After a signal, this process ignores further signals while it ends."""
         # If another rank received the signal, this process also exits with EXIT_CODE and ignores signals.
         is_ending = isinstance(error, SystemExit) and error.code == EXIT_CODE
         for number, before in self._before.items():
@@ -133,7 +133,7 @@ class SignalWatch:
     def _shield_child(self) -> None:
         """Ignore the signals in a forked child, except a SIGTERM from its parent.
 
-        Schedulers signal all processes, but a rank needs its data loaders to finish its update.
+        Schedulers send signals to all processes, but a rank needs its data loaders to finish its update.
         """
         if not self._before:
             return

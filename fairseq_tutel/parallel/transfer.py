@@ -1,6 +1,6 @@
 """Convert rows [R, D] to and from the transfer dtype, and measure the time of their exchange.
 
-The transfer dtypes bf16 and fp8 round values. Apart from rounding, a strategy does not change results.
+The transfer dtypes bf16 and fp8 round values.
 """
 
 import time
@@ -18,7 +18,7 @@ SCALE_BYTES = 4
 def pack(rows_RD: Tensor, transfer_dtype: str) -> Tensor:
     """Convert rows [R, D] to the transfer dtype, as [R, D] or, for fp8, as [R, D + 4] uint8.
 
-    A row with an infinity or NaN never arrives as finite numbers. fp8 turns an infinity into a NaN.
+    The last 4 bytes of an fp8 row are its scale. fp8 turns an infinity into a NaN.
     """
     if transfer_dtype == "bf16" and rows_RD.dtype.itemsize > 2:
         return rows_RD.to(torch.bfloat16)
@@ -42,7 +42,7 @@ def unpack(sent_RX: Tensor, transfer_dtype: str, dtype: torch.dtype) -> Tensor:
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    # `contiguous` keeps the strides and offset of a single row, with which `view` to a dtype can fail.
+    # `contiguous` does not copy a single row, whose strides and offset can make `view` to a dtype fail.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,6 +1,6 @@
-"""The number of ranks, this process's rank, collectives of Python objects, and a common end of all ranks.
+"""Functions that count ranks, send Python objects between ranks, and end all ranks together.
 
-Without torch.distributed, this process is the only rank. `operation` names a collective in errors.
+Without torch.distributed, this process is the only rank. `operation` names a collective in error messages.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from fairseq_tutel.parallel.failures import FailureWatch
 from fairseq_tutel.parallel.guard import guarded
 from fairseq_tutel.parallel.signals import EXIT_CODE
 
-# Rank 0 reports at this interval (in seconds) whether its function has ended.
+# In `run_on_rank_zero`, rank 0 reports at this interval whether the function has ended.
 PAUSE_SECONDS = 0.5
 
 
@@ -41,10 +41,10 @@ def rank_in_job(rank: int, group: dist.ProcessGroup | None) -> int:
 
 @contextlib.contextmanager
 def ending_together(operation: str) -> Iterator[None]:
-    """Context manager for a rank's work: an error ends all ranks, and the block's end is collective.
+    """Context manager in which an error on one rank ends all ranks. Leaving the block is collective.
 
-    After the block, or after an exit from the block with code 0 or EXIT_CODE, all ranks wait for each other
-    and then destroy all process groups. Without this wait, the process can abort in NCCL at exit.
+    After the block, or after a SystemExit in the block with code 0 or EXIT_CODE, all ranks wait for each
+    other and then destroy all process groups. Without this wait, a process can abort in NCCL at exit.
     """
     if not dist.is_initialized():
         yield
@@ -101,7 +101,7 @@ def run_on_rank_zero(action: Callable[[], Any], operation: str) -> Any:
         ended, result, sentence = broadcast_object(work and work.look(), operation)
     error = None if work is None else work.error
     if error is not None and not isinstance(error, ValueError | OSError):
-        raise error  # A bug's traceback is printed only on rank 0.
+        raise error  # Only rank 0 prints the traceback of a bug.
     if sentence is not None:
         raise ValueError(sentence) from error
     return result
@@ -117,7 +117,7 @@ class Work:
         def run() -> None:
             try:
                 self.result = action()
-            except Exception as error:  # Other ranks also get the error.
+            except Exception as error:  # `look` returns the error's message.
                 self.error = error
 
         self._thread = threading.Thread(target=run, daemon=True)
@@ -129,7 +129,7 @@ class Work:
         return not self._thread.is_alive()
 
     def look(self) -> tuple[bool, Any, str | None]:
-        """Wait briefly. Return whether the function has ended, its result, and any error message."""
+        """Wait briefly for the function. Return whether it has ended, its result, and any error message."""
         self._thread.join(PAUSE_SECONDS)
         if not self.has_ended:
             return False, None, None

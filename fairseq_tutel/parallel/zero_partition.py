@@ -50,7 +50,7 @@ def own_elements(tensor: Tensor, share: Share) -> Tensor:
 
 
 class Partition:
-    """A parameter, and the elements of it that this rank updates (`own`).
+    """A parameter, and those of its elements that this rank updates (`own`).
 
     `own` is a view of an fp32 (or fp64) parameter, or an fp32 master copy of a half-precision parameter.
     With `offload`, `own` is a copy in host memory.
@@ -61,7 +61,7 @@ class Partition:
         self.length = -(-parameter.numel() // share.size)  # The number of elements per rank, with padding.
         self.num_bytes = parameter.numel() * parameter.element_size()  # The complete parameter's bytes.
         self.start = 0
-        # Views need contiguous memory. Only few parameters are not contiguous and must be copied.
+        # Views need contiguous memory.
         parameter.data = parameter.data.contiguous()
         own = own_elements(parameter.data, share)
         # The optimizer's dtype is fp32, or fp64 for fp64 parameters.
@@ -73,7 +73,7 @@ class Partition:
         self.own = nn.Parameter(own)
 
     def put_at(self, start: int) -> None:
-        """Set the element of its communication bucket at which this partition starts."""
+        """Set the position in the communication bucket at which this partition starts."""
         self.start = start
 
     @torch.no_grad()
@@ -126,7 +126,7 @@ class Bucket:
         return started.then(arrived)
 
     def _take_gradients(self) -> Tensor:
-        """Return the stacked gradients [G * M], with zeros for missing ones, and free the originals."""
+        """Return the stacked gradients [G * M], with zeros for missing gradients. Free the originals."""
         grads = [partition.parameter.grad for partition in self.partitions]
         for partition in self.partitions:
             partition.parameter.grad = None
@@ -148,7 +148,7 @@ class Bucket:
         return [None if grad is None else grad.reshape(-1) for grad in grads]
 
     def converted_gradients(self, convert: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
-        """Return this rank's gradients, converted by `convert`; one call converts a reduced bucket."""
+        """Return this rank's gradients after `convert`, which is called once for a reduced bucket."""
         if self.gradient is not None:
             self.gradient = convert(self.gradient)
             return self.gradients()
@@ -209,8 +209,8 @@ def partitions_of(
 ) -> tuple[list[Partition], list[Bucket]]:
     """Return one partition for each parameter, and the communication buckets of these partitions.
 
-    The order of buckets is that in which a backward pass probably computes their gradients. Without `cut`,
-    no parameter is sharded, as for offload without ZeRO. A bucket has about `bucket_bytes` bytes. A
+    Buckets are in the order in which a backward pass probably computes their gradients. Without `cut`, no
+    parameter is sharded, which offload without ZeRO needs. A bucket has about `bucket_bytes` bytes. A
     parameter with more bytes gets a separate bucket.
     """
     partitions = [Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters]

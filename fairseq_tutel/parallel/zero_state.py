@@ -1,7 +1,7 @@
 """Sharded or offloaded optimizer state of a model, which an ordinary optimizer updates.
 
 The optimizer has only this rank's elements of each parameter, in fp32. An update calls `finish_backward`
-after each backward pass, then `reduce`, `norm` and `multiply` to clip, `step`, and `zero_grad`.
+after each backward pass, and then `reduce`, `clip`, `step` and `zero_grad`.
 """
 
 import weakref
@@ -47,7 +47,7 @@ class GradientReducer:
         self.is_reduced = False
 
     def arrived(self, parameter: nn.Parameter, number: int) -> None:
-        """Record the gradient of a parameter in bucket `number`, and send buckets with all gradients."""
+        """Record a parameter's gradient in bucket `number`, and send buckets whose gradients all exist."""
         if number < self.sent:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} got another gradient after its gradient "
@@ -63,7 +63,7 @@ class GradientReducer:
     def finish_backward(self) -> None:
         """Reduce the gradients that the backward pass has not sent. Collective.
 
-        Gradients are left if this rank did not use all parameters.
+        Unsent gradients remain if this rank did not use all parameters.
         """
         if not self.eager:
             return
@@ -154,7 +154,7 @@ class ZeroState:
         self.factor = 1.0
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Multiply gradients by `factor` after `step` converts them to fp32, so that none underflow."""
+        """Make `step` multiply gradients by `factor`, in fp32, so that no gradient underflows."""
         self.factor = self.factor * factor
 
     def norm(self) -> Tensor:
@@ -182,7 +182,7 @@ class ZeroState:
         """Update this rank's elements bucket by bucket, and gather all weights.
 
         Collective. Only one bucket's gradients are fp32 at a time. A bucket's weights are sent while the
-        next bucket is updated. `optimizer` must be elementwise; `update` calls `optimizer.step`.
+        next bucket is updated. The function `update` calls `optimizer.step`, which must be elementwise.
         """
         groups = optimizer.param_groups
         # Values in optimizer groups, such as a step count, must change only once per update.
@@ -235,7 +235,7 @@ class ZeroState:
                     "not a crash file."
                 )
             if key == MASTER and not partition.is_master:
-                # After a half-precision run, all ranks continue from the master copy.
+                # An fp32 run continues from the master copy of a half-precision run.
                 partition.parameter.copy_(value)
             own[key] = own_elements(value.contiguous(), partition.share).clone()
         return own

@@ -1,4 +1,4 @@
-"""Reads collective plans from JSON or MSCCL XML files, or from names such as ring:all_gather:8."""
+"""Reads collective plans from JSON or MSCCL XML files, or makes them for a name like ring:all_gather:8."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def write(plan: Plan, path: Path) -> None:
 
 
 class PlacedPlan(NamedTuple):
-    """A collective plan of a training run, which the checker accepted. `name` is the file's stem."""
+    """A collective plan that the checker accepted. `name` is the name of its file without the suffix."""
 
     name: str
     plan: Plan
@@ -82,7 +82,7 @@ def read_run(path: str) -> tuple[PlacedPlan, ...]:
             plan = read(file)
             placed.append(PlacedPlan(file.stem, plan, check(plan)))
         except ValueError as error:
-            where = f"{file}: " if isinstance(error, PlanError) else ""  # Other errors name the file.
+            where = f"{file}: " if isinstance(error, PlanError) else ""  # Errors of `read` name the file.
             raise ValueError(f"{OPTION}: {where}{error}") from error
     if not placed:
         raise ValueError(

@@ -2,10 +2,11 @@
 
 A collective plan has N ranks, C chunks in each shard and S temporary chunks on each rank.
 
-**Chunks.** All offsets are in chunks. A shard is divided into C chunks of equal size. If C does not divide
-the number of elements of a shard, the last chunks are short or empty. A collective plan therefore works for
-any number of elements, even 0. This table gives the number of chunks in each rank's buffers and the final
-content of `out`. In an all_reduce, all data of a rank is one shard.
+**Chunks.** A shard is the part of a buffer that belongs to one rank or, in an all_reduce, the whole buffer.
+A shard is divided into C chunks of equal size. If C does not divide the number of elements of a shard, the
+last chunks are short or empty. A collective plan therefore works for any number of elements, even 0. This
+table gives the number of chunks in each rank's buffers and the final content of `out`. The index [g, c]
+means chunk c of shard g.
 
 | collective     | in    | out   | final content                                       |
 |----------------|-------|-------|-----------------------------------------------------|
@@ -14,17 +15,17 @@ content of `out`. In an all_reduce, all data of a rank is one shard.
 | all_reduce     | C     | C     | out[c] = sum over g of in[c] of rank g              |
 | all_to_all     | N * C | N * C | out[s, c] of rank r = in[r, c] of rank s            |
 
-The buffer `in` is never written. Between calls, the caller on each rank owns the buffers `in` and `out`.
-The buffer `tmp` has S chunks. There are two such buffers, which calls use in turn. A rank that is one call
-ahead therefore does not overwrite data that a slower rank still reads.
+No step writes to the buffer `in`. Between calls, only the caller uses the buffers `in` and `out`. A rank
+has two buffers `tmp` of S chunks each, which calls use in turn. A rank that is one call ahead therefore
+does not overwrite data that a slower rank still reads.
 
 **Programs.** A rank has one or more lanes, which run concurrently. A lane is an ordered list of steps:
 
 - A put copies `src` on this rank to `dst` on the rank at the other end of the channel. A put's copy can run
-  at any time until the receiver's wait for the next signal ends. Until the receiver's wait ends, no step
-  may read or write `dst`, and no step may write `src`. After the next flush, steps may write the put's
-  `src`, too.
-- A signal adds one to the channel's count, after the earlier puts on this channel. A signal does not wait.
+  at any time until the receiver's wait for the channel's next signal ends. Until this wait ends, no step
+  may read or write `dst`. Until this wait or the channel's next flush ends, no step may write `src`.
+- A signal adds one to the channel's count after the copies of the channel's earlier puts have ended. The
+  lane does not wait for these copies.
 - A wait waits for the next signal on a channel. The k-th wait waits for the k-th signal.
 - A flush waits until the earlier puts on a channel have read their sources.
 - A copy copies `src` to `dst` on this rank.
@@ -36,7 +37,7 @@ A channel leads from one rank to another rank. One lane of the sending rank has 
 flushes of a channel. One lane of the receiving rank has all waits of a channel. A channel has as many waits
 as signals, and a signal follows its last put.
 
-The format has those channels and steps of MSCCL++ (Shah et al. 2025) that a checker can prove correct.
+Channels and steps are those of MSCCL++ (Shah et al. 2025) whose use a checker can prove correct.
 """
 
 import hashlib
@@ -51,9 +52,9 @@ FORMAT = 1
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 REDUCING = ("reduce_scatter", "all_reduce")
 BUFFERS = ("in", "out", "tmp")
-# A load is the amount of data that is sent, by (source, target).
+# A load maps (source, target) to the amount of data that is sent from source to target.
 Load = Mapping[tuple[int, int], Fraction | int]
-# This table has the fields of each operation of a step.
+# This table maps the operation of a step to the step's fields.
 OPERATIONS = {
     "put": ("channel", "src", "dst", "n"),
     "signal": ("channel",),
@@ -105,7 +106,7 @@ class Plan:
 
     Attributes:
         programs: the lanes of each rank.
-        min_bytes: the smallest number of bytes in a rank's `in` for which the plan is meant.
+        min_bytes: the smallest number of bytes in a rank's `in` for which the plan is used.
         max_bytes: the largest number of bytes in a rank's `in`; None means no limit.
         network: the digest of the network for which the plan was made; "" means any network.
     """
@@ -157,9 +158,9 @@ Chunk = tuple[str, int]
 
 
 class Writer:
-    """Builds a collective plan. Each method appends one step to a lane of a rank.
+    """Builds a collective plan. The methods append steps to the lanes of ranks.
 
-    The first step on a channel creates the channel. Channels between the same ranks differ in `tag`.
+    The first step on a channel creates the channel. `tag` distinguishes channels between the same ranks.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -188,7 +189,7 @@ class Writer:
         self.signal(rank, target, lane=lane, tag=tag)
 
     def signal(self, rank: int, target: int, *, lane: int = 0, tag: Any = 0) -> None:
-        """Append a signal to another rank, which that rank can wait for."""
+        """Append a signal, for which the rank `target` can wait."""
         self._add(rank, lane, Step("signal", self._channel(rank, target, tag)))
 
     def wait(self, rank: int, source: int, *, lane: int = 0, tag: Any = 0) -> None:
@@ -204,7 +205,7 @@ class Writer:
         self.reduce(rank, [src], dst, n, lane=lane)
 
     def reduce(self, rank: int, sources: Iterable[Chunk], dst: Chunk, n: int = 1, *, lane: int = 0) -> None:
-        """Append a step that adds n chunks of several positions, or copies the chunks of one position."""
+        """Append a reduce of n chunks at each of several positions, or a copy from one position."""
         places = tuple(Place(*source) for source in sources)
         op = "reduce" if len(places) > 1 else "copy"
         self._add(rank, lane, Step(op, None, places, Place(*dst), n))

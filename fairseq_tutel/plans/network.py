@@ -1,6 +1,6 @@
 """Reads networks of GPUs, switches and links from files, or makes them from names such as `dgx_a100:2`.
 
-The N ranks are vertices 0 to N - 1, in the order of (host, local rank). Switches follow them. A link has
+The N ranks are vertices 0 to N - 1, in the order of (host, local rank), before the switches. A link has
 one direction and an integer bandwidth, in the unit of its network. Each link has a reverse link with the
 same bandwidth, as in real clusters.
 """
@@ -74,7 +74,7 @@ class Network:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the network as 16 hexadecimal digits, which does not depend on names."""
+        """A hash, as 16 hexadecimal digits, of the network without its names."""
         text = json.dumps([self.places, len(self.vertices), sorted(self.links)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -5,8 +5,8 @@ The package plugin has these folders and files:
 - registration/: defines options, registers classes, wraps fairseq functions and formats errors;
 - install.py, feed_forward.py and announce.py: replace FFNs of a stock model by experts;
 - criterions/ and optim/: losses and optimizers of models with experts;
-- training/: checks options, starts, trains, resumes and saves;
-- opening/: loads a checkpoint for use, with offloaded experts or on several ranks;
+- training/: checks options, and starts, resumes and saves a training run;
+- opening/: loads a checkpoint for inference, with offloaded experts or on several ranks;
 - run_state.py: the configuration and the process groups of the run.
 """
 
@@ -31,7 +31,7 @@ def register() -> None:
         ImportError: fairseq is missing or has an unsupported version.
     """
     _check_fairseq()
-    from fairseq.data import Dictionary  # Speech tasks save a Dictionary.
+    from fairseq.data import Dictionary  # Checkpoints of speech tasks contain a Dictionary.
 
     from fairseq_tutel.checkpoint.files import let_checkpoints_load
 
@@ -59,11 +59,11 @@ def _check_fairseq() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Configure glibc to keep freed host memory in the process; return whether it worked.
+    """Configure glibc to keep freed host memory in the process; return whether glibc accepts the settings.
 
     On a machine with a GPU, the function changes nothing. By default glibc returns the memory of a large
-    tensor to the system when the tensor is freed. Each training step would then map the memory of the next
-    large tensor again, and fill it with zeros. The stacked gradients of experts are large.
+    tensor, such as a gradient of stacked experts, to the system when the tensor is freed. Each training
+    step would then map the memory of the next large tensor again, and fill this memory with zeros.
 
     Example:
         >>> kept = ft.keep_freed_memory()  # once, at the start of a program

@@ -49,7 +49,7 @@ def log_size(model: nn.Module) -> None:
 
 
 def sizes(model: nn.Module) -> tuple[int, int, int]:
-    """Return the parameter counts of a model (all, active per token, experts), with tied weights once."""
+    """Return a model's numbers of parameters (all, active per token, experts); count tied weights once."""
     total, active, experts = 0, 0, 0
     seen: set[nn.Parameter] = set()
     for module in model.modules():

@@ -46,7 +46,7 @@ class Context:
     """State that all MoE layers of one model share; the fairseq integration sets it.
 
     Args:
-        trains: whether the model is trained, rather than opened for use.
+        trains: whether the model is trained, rather than opened for inference.
         gather: gathers all experts on this rank, for generation during training with expert parallelism.
         wait_for_turn: blocks until all ranks call the same layer, for ranks that run at different speeds.
         local_drop: probability with which a layer sends no rows in a training update.
@@ -64,7 +64,7 @@ class Context:
         self.trains, self.gather, self.wait_for_turn = trains, gather, wait_for_turn
         # A dummy batch lets this rank join the collectives; its tokens are neither routed nor counted.
         self.is_dummy = False
-        # The bool padding mask [batch, time] of the last embedded tokens, for layers that receive no mask.
+        # The bool padding mask [batch, time] of the last batch, for layers that are called without a mask.
         self.padding_mask: Tensor | None = None
         self.local_drop, self.seed, self._update = local_drop, seed, 0
         # Coefficients of the layers' losses in the current backward pass, by layer and name of the loss.
@@ -85,7 +85,7 @@ class Context:
         return bool(torch.rand((), generator=generator) < self.local_drop)
 
     def see_padding(self, embedding: Any, args: tuple) -> None:
-        """Forward pre-hook of an embedding that stores the padding mask of the token ids."""
+        """Store the padding mask of token ids; this method is a forward pre-hook of the embedding."""
         self.padding_mask = args[0].eq(embedding.padding_idx)
 
     def begin_backward(self, coefficients: Coefficients) -> None:
@@ -115,7 +115,7 @@ class MoEFeedForward(MoELayer):
     The balance loss is not part of a MoE layer's output y. The backward of y adds the balance loss's
     gradient, times a coefficient that the criterion's loss node sets at the start of the backward pass. The
     balance loss's gradient is thus correct with activation checkpointing, with fp16's loss scale, and for
-    ignored batches. The backward of y adds the budget loss's gradient in the same way.
+    dummy batches, whose loss is 0. The backward of y adds the budget loss's gradient in the same way.
     """
 
     _record: MoERecord | MoEOutput  # The record of the last micro-batch.
@@ -146,7 +146,7 @@ class MoEFeedForward(MoELayer):
         self._generates = False
 
     def become_member(self, number: int, seed: int | None) -> None:
-        """Make this layer part of ensemble member `number`; with a seed, initialize its experts again."""
+        """Make this layer part of ensemble member `number`; with a seed, initialize the experts again."""
         self.name, self.label = f"members.{number}.{self.name}", f"member{number}_{self.label}"
         if seed is not None:
             self.reset_parameters(seed, self.name)
@@ -185,7 +185,7 @@ class MoEFeedForward(MoELayer):
         return self._record
 
     def _prepare_ranks(self) -> None:
-        """In evaluation, wait for all ranks or gather the experts, if experts are spread over ranks."""
+        """In evaluation, wait for the other ranks or, to generate in a training run, gather all experts."""
         context = self.context
         if self.training:
             if self.experts.weights.of_all:
@@ -228,7 +228,7 @@ def _recorded(output: MoEOutput) -> MoERecord:
 
 
 def moe_layers(model: nn.Module) -> list[MoEFeedForward]:
-    """Return the MoE layers of a model, in order; the model may be wrapped for data parallelism."""
+    """Return a model's MoE layers in the model's order; the model may be wrapped for data parallelism."""
     return [m for m in model.modules() if isinstance(m, MoEFeedForward)]
 
 

@@ -1,4 +1,4 @@
-"""Defines from_checkpoint(), which opens a trained model for use in Python, with fairseq's hub.
+"""Defines from_checkpoint(), which opens a trained model in Python with fairseq's hub.
 
 Calling from_checkpoint() imports fairseq; importing this module imports only torch and numpy.
 """
@@ -28,9 +28,9 @@ def from_checkpoint(
     """Open a full, sharded or dense checkpoint for inference.
 
     Args:
-        path: a checkpoint file; or several files joined by colons (A.pt:B.pt), which form an ensemble; or a
-            --save-dir, whose best checkpoint is opened, or else the last one; or the folder of `convert
-            from-hf`.
+        path: a checkpoint file; several files joined by colons (A.pt:B.pt), which form an ensemble; a
+            folder that `convert from-hf` wrote; or a --save-dir, whose best checkpoint is opened, or the
+            last one if there is no best checkpoint.
         data: the folder with the dictionaries; by default the data folder of the training run, or else the
             folder of the checkpoint.
         device: the device of the model; by default a GPU if there is one.
@@ -77,7 +77,7 @@ def from_checkpoint(
 def files_of(path: str | Path, name: str = "path") -> list[Path]:
     """Return the absolute paths of the checkpoint files that a user's `path` names.
 
-    For a folder, `checkpoint_in` chooses a checkpoint of the folder. Error messages begin with `name`.
+    `checkpoint_in` chooses one of the checkpoints in a folder. Error messages begin with `name`.
 
     Raises:
         ValueError: a file does not exist, or a folder has no checkpoint.
@@ -90,15 +90,16 @@ def files_of(path: str | Path, name: str = "path") -> list[Path]:
 
 
 def data_folder(given: str | Path | None, trained: str, beside: Path) -> Path:
-    """Return the folder with the dictionaries: `given`, else the training run's `trained`, else `beside`.
+    """Return the folder with the dictionaries: the user's `given`, else `trained`, else `beside`.
 
-    `trained` is used only if it has dictionaries. `beside` is the folder of the checkpoint.
+    `trained` (the training run's data folder) is used only if it has dictionaries. `beside` is the folder
+    of the checkpoint.
     """
     if given is not None:
         if not Path(given).is_dir():
             raise ValueError(f"data is {given}, which is not a folder; give the dictionaries' folder.")
         return Path(given).absolute()
-    folder = Path(trained.split(":")[0]).absolute()  # The first of several folders has dictionaries.
+    folder = Path(trained.split(":")[0]).absolute()  # The first of several folders has the dictionaries.
     # Tasks that classify texts have their dictionaries in the folders input0 and label.
     found = trained and any([*folder.glob("dict*.txt"), *folder.glob("*/dict.txt")])
     return folder if found else beside

@@ -28,12 +28,12 @@ from fairseq_tutel.vision.images import decoded, fitted, normalized, tensor_of
 
 # For each value of --moe-inference-dtype, the `dtype` argument that has the same effect.
 INFERENCE_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
-# Minimum of max_tokens, as in fairseq-generate, because a sentence may exceed the training max_tokens.
+# Minimum of max_tokens (fairseq-generate's default), because a sentence may exceed training's max_tokens.
 MAX_TOKENS = 12000
 # Options of GPT-2's BPE, each with the name of its file next to a checkpoint. For every other BPE, fairseq
 # finds the files itself.
 GPT2_FILES = {"gpt2_encoder_json": "encoder.json", "gpt2_vocab_bpe": "vocab.bpe"}
-# Tasks that can change languages after the tasks are set up.
+# Tasks whose languages can be changed after the setup of the task.
 MULTILINGUAL = (TranslationMultiSimpleEpochTask, TranslationFromPretrainedBARTTask)
 
 
@@ -75,8 +75,8 @@ def open_interface(
 def _settle(cfg: Any, options: Mapping[str, Any]) -> None:
     """Apply the user's BPE and tokenizer options, which fairseq would ignore.
 
-    Without `_settle`, fairseq would use the saved kind of BPE, and prefer BPE files next to the checkpoint.
-    `_settle` also raises max_tokens to at least `MAX_TOKENS`.
+    Without `_settle`, fairseq would use the saved kind of BPE, and BPE files next to the checkpoint instead
+    of given files. `_settle` also raises max_tokens to at least `MAX_TOKENS`.
     """
     with open_dict(cfg):
         for key in ("bpe", "tokenizer"):
@@ -161,7 +161,7 @@ class Translation(Generation):
         super().__init__(cfg, task, models)
         self._stripped: dict[str | None, set[int]] = {}  # Special tokens by language.
         if isinstance(task, TranslationFromPretrainedBARTTask):
-            task.args = task.cfg  # fairseq's task reads args without setting args.
+            task.args = task.cfg  # fairseq's task reads args, but never sets it.
 
     def translate(
         self,

@@ -66,7 +66,7 @@ class MoEModelMixin:
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the flags of the MoE model, and the system options of tasks that were registered late."""
+        """Add the flags of the MoE model, and add `SystemOptions` to tasks that were registered late."""
         give_system_options()
         super().add_args(parser)  # type: ignore[misc]
 
@@ -92,8 +92,8 @@ def install_experts(
         model: a model whose layers `named_stacks` finds, and whose FFNs are like fairseq's.
         cfg: the model's configuration, with the keys of ModelOptions.
         task: the task, which gets methods for training experts; None for a pretrained model inside a model.
-        freqs: the value of --moe-freq for the encoder and the decoder, or for each stage, by its name.
-        of_sides: MoEConfig fields that depend on the kind of model, by the same names.
+        freqs: maps "encoder" and "decoder", or each stage of an image model, to its value of --moe-freq.
+        of_sides: maps the same names to MoEConfig fields that depend on the kind of model.
     """
     installation = _Installation(model, cfg, task)
     installation.choose(freqs)
@@ -105,7 +105,7 @@ def install_experts(
 
 
 class _Chosen(NamedTuple):
-    """A layer that will get experts, and whether it belongs to the encoder, the decoder or a stage."""
+    """A layer that will get experts; `side` is encoder, decoder or a stage of an image model."""
 
     side: str
     name: str
@@ -231,7 +231,7 @@ class _Installation:
 
 
 def _sentence_length(cfg: Any, side: str) -> int:
-    """Return the sentence length that determines evaluation capacities; 0 if real tokens determine them."""
+    """Return the sentence length that --moe-eval-capacity-max-seqlen uses, or 0 without this option."""
     fraction = option(cfg, "moe_eval_capacity_token_fraction") or 0
     if fraction <= 0 or not option(cfg, "moe_eval_capacity_max_seqlen"):
         return 0
@@ -260,7 +260,7 @@ def _pregate_stacks(model: nn.Module, ahead: int, sides: str) -> None:
 
 def _watch_micro_batches(model: nn.Module) -> None:
     """Register hooks that begin a new micro-batch in the MoE layers at each call of the model."""
-    # A copy of the model also copies this partial function, so its hook has the copied MoE layers.
+    # A copy of the model also copies this partial function, so the copy's hook has the copied layers.
     for part in models_of(model).values():
         part.register_forward_pre_hook(functools.partial(_begin_micro_batch, moe_layers(part)))
 

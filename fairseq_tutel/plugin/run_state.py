@@ -19,7 +19,7 @@ class Run:
     """State of the command that is running."""
 
     cfg: Any = None  # The configuration is a FairseqConfig.
-    # The topology of the model that was built last; teachers are excluded.
+    # The process groups of the model that was built last; building a teacher does not change them.
     topology: Topology = field(default_factory=Topology)
     loads_optimizer: bool = False  # Whether the checkpoint's optimizer state is also loaded.
 
@@ -64,7 +64,7 @@ def root_of(task: Any) -> Any:
 
 
 def is_training(task: Any, model_cfg: Any) -> bool:
-    """Return whether the model that is being built will be trained, rather than opened for use."""
+    """Return whether the model that is being built will be trained, rather than used for inference."""
     return not is_opened(model_cfg) and root_of(task) is not None
 
 

@@ -1,6 +1,6 @@
-"""Registers a moe_ variant of every fairseq task, and adds the system options to all tasks.
+"""Registers a moe_ variant of every fairseq task, and adds `SystemOptions` to all tasks.
 
-A user's task may be registered later. A task without a variant gets the mixin when its model is built.
+A user's task that is registered later has no variant. It gets MoETaskMixin when its model is built.
 """
 
 import inspect
@@ -16,7 +16,7 @@ def _register_variants() -> None:
     for name, stock in list(TASK_REGISTRY.items()):
         if issubclass(stock, MoETaskMixin) or f"moe_{name}" in TASK_REGISTRY:
             continue
-        # The method add_args is copied, because the stock task's add_args will also get the system options.
+        # The variant gets a copy, because give_system_options later replaces the stock task's add_args.
         add_args = inspect.getattr_static(stock, "add_args")
         variant = variant_of(stock, MoETaskMixin, module=__name__, add_args=add_args)
         register_task(f"moe_{name}", dataclass=TASK_DATACLASS_REGISTRY.get(name))(variant)

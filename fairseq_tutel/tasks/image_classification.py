@@ -129,5 +129,5 @@ def _classes_in(path: str) -> list[str]:
     """Return the class names in a checkpoint, or [] if the checkpoint has none or cannot be read."""
     try:
         return mapped(path)["task_state"]["images"]["classes"]
-    except Exception:  # Loading the checkpoint will report the error.
+    except Exception:  # fairseq will load the checkpoint later, and raise the error.
         return []

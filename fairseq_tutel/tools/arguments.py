@@ -1,4 +1,4 @@
-"""Checks numbers and output files of the tools' command lines, and writes output files and tables."""
+"""Checks numbers and output files of the tools' command lines, writes output files, and formats tables."""
 
 import argparse
 import contextlib
@@ -75,7 +75,7 @@ def refuse_output_folder(output: Path, source: Path, mark: str, overwrite: bool)
 def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
     """Yield the path of a temporary file to write to, and rename the file to `path` after the block.
 
-    The temporary file has the same suffix as `path`. Devices and symbolic links are written directly.
+    The temporary file has the same suffix as `path`. A device or symbolic link is written to directly.
     """
     is_plain = not os.path.lexists(path) or (path.is_file() and not path.is_symlink())
     beside = path.with_stem(f"{path.stem}.{secrets.token_hex(4)}{TEMPORARY}") if is_plain else path

@@ -61,7 +61,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _choices() -> Iterator[tuple[str, str]]:
-    """Yield each setting of a run with default flags, and its value with the reason."""
+    """Yield the backends and settings that a run with default flags would use, with the reasons."""
     import torch
 
     from fairseq_tutel.kernels import backend_for

@@ -24,7 +24,7 @@ TEXTS = {
     "score": "Print, for each line, a language model's mean log2-probability of a token, and the number of "
     "tokens, separated by a tab.",
 }
-# Number of batches whose lines are sorted by length together.
+# The lines of this number of batches are sorted by length together.
 BATCHES = 32
 
 
@@ -70,7 +70,7 @@ def run(kind: str, arguments: argparse.Namespace) -> None:
     lines = data.decode().replace("\r\n", "\n").removesuffix("\n").split("\n") if data else []
     options: dict[str, Any] = {"score_reference": True}
     if kind != "score":
-        # fairseq counts the text that a language model continues as part of the result.
+        # For a language model, fairseq counts the given text as a part of the result.
         longest = {"max_len_a": int(kind == "sample"), "max_len_b": arguments.max_len}
         options = {"beam": arguments.beam, **longest}
     from fairseq_tutel.parallel.progress import progress
@@ -116,7 +116,7 @@ def _opened(kind: str, arguments: argparse.Namespace) -> Any:
 
 
 def _fitted(model: Any, tokens: Any) -> Any:
-    """Shorten a text's tokens to the number that the model accepts, and keep the last token."""
+    """Cut a text's tokens to the length that the model accepts, but keep the last token."""
     limits = model.max_positions if isinstance(model.max_positions, tuple) else (model.max_positions,)
     # Multilingual models and language models add a token.
     limit = int(limits[0]) - (len(limits) == 1 or hasattr(model.task, "langs"))
@@ -124,7 +124,7 @@ def _fitted(model: Any, tokens: Any) -> Any:
 
 
 def _printed(kind: str, model: Any, hypotheses: Sequence[Any], number: int) -> list[str]:
-    """Return the `number` output lines of one text, one for each of its first hypotheses."""
+    """Return `number` output lines for one text: its first hypotheses, and then empty lines."""
     lines = []
     for hypothesis in hypotheses[:number]:
         score = f"{float(hypothesis['score']) / math.log(2):.4f}"

@@ -20,7 +20,7 @@ class ToolParser(argparse.ArgumentParser):
     """The parser of a tool or of a subcommand, whose help ends with an example.
 
     Args:
-        example: an example of correct words after the tool's name.
+        example: the arguments of an example command, which the help shows after the tool's name.
         keywords: keyword arguments of ArgumentParser.
     """
 

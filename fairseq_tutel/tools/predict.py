@@ -17,7 +17,7 @@ from fairseq_tutel.tools.parser import add_output
 
 # Largest number of predicted classes in a line of the output.
 LINE = 5
-# A prediction has the index of an image, its class, and pairs (class, probability), most likely first.
+# The index of an image, its true class, and pairs (predicted class, probability), most likely first.
 Answer = tuple[int, int, list[tuple[int, float]]]
 
 

@@ -112,10 +112,10 @@ def loads(arguments: argparse.Namespace, configs: Configs) -> dict[Layer, list[f
 
 
 def scores(arguments: argparse.Namespace, configs: Configs) -> dict[Layer, list[float]]:
-    """Return the score of each expert, by which `prune` removes experts; the mean score of a layer is 1.
+    """Return the score of each expert, by which `convert prune` chooses the experts to remove.
 
-    The scores are loads from --log or --load, or loads or importances from --statistics. The result is {}
-    if none of these options is given.
+    The scores are loads from --log or --load, or loads or importances from --statistics. The function
+    returns {} if none of these options is given.
 
     Raises:
         ValueError: the options exclude each other, or the statistics file does not fit the model.

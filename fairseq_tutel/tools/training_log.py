@@ -53,7 +53,7 @@ class Run:
     """The records of one training run, from all of its processes if the run was resumed."""
 
     records: dict[str, list[Record]]  # The records of each tag, in the order of updates.
-    ranks: list[int]  # The numbers of ranks over time, without repeats.
+    ranks: list[int]  # The number of ranks at the start and after each change.
     notes: list[str]  # Notes on the run for the readers of a report.
 
     @property
@@ -164,7 +164,7 @@ def join(log: Log) -> Run:
 
 
 def _processes(log: Log) -> list[list[Record]]:
-    """Split a log's records by process, which begins at a start line or where updates or time decrease."""
+    """Split a log's records by process: each begins at a start line, or where updates or time decrease."""
     parts: list[list[Record]] = []
     last_wall = math.nan
     for index, entry in enumerate(log.entries):

@@ -2,8 +2,8 @@
 
 Shape suffixes are B (images), L (tokens of an image, row by row), D (model_dim) and M (heads of dimension
 d). An image has G windows of N positions each, and P = G * N. In a shifted block, windows begin half a
-window later, so the last windows contain tokens of opposite edges of the image, which do not attend to each
-other. If the image size is no multiple of the window size, the last windows have empty positions.
+window later. The last windows then contain tokens of opposite edges of the image, between which there is no
+attention. If the image size is no multiple of the window size, the last windows have empty positions.
 
 The windows are from Liu et al. 2021 (Swin Transformer), section 3.2. The attention is from Liu et al. 2022
 (Swin Transformer V2), sections 3.2 and 3.3, and from the released code.
@@ -71,7 +71,7 @@ def windows_of(height: int, width: int, window: int, is_shifted: bool, device: t
     rows, columns = -(-height // h), -(-width // w)
     shift = h // 2 if is_shifted and rows > 1 else 0, w // 2 if is_shifted and columns > 1 else 0
     windows = Windows((height, width), (h, w), (rows, columns), shift)
-    # Tensors that were created in inference mode cannot be used in training.
+    # Cached tensors that were created in inference mode could not be used in training.
     with torch.inference_mode(False), torch.no_grad():
         padded = replace(windows, size=(rows * h, columns * w))
         at_L2 = torch.cartesian_prod(*map(torch.arange, padded.size))
@@ -80,7 +80,7 @@ def windows_of(height: int, width: int, window: int, is_shifted: bool, device: t
         # At these positions, the last windows have tokens from the opposite edge of the image.
         is_wrapped_GN2 = at_GN2 < at_GN2[:, :1]
         attends_GNN = (is_wrapped_GN2.unsqueeze(2) == is_wrapped_GN2.unsqueeze(1)).all(dim=3)
-        # Queries at empty positions attend to all real tokens, because a softmax of only -inf is NaN.
+        # Queries at empty positions attend to all tokens, because a softmax of only -inf is NaN.
         attends_GNN = (attends_GNN | is_empty_GN.unsqueeze(2)) & ~is_empty_GN.unsqueeze(1)
         if attends_GNN.all():
             return windows
@@ -108,8 +108,8 @@ class PositionBias(nn.Sequential):
 
 @lru_cache(maxsize=128)
 def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a window's log-scaled offsets [(2h-1)(2w-1), 2], and the row of each query and key [N, N]."""
-    # Tensors that were created in inference mode cannot be used in training.
+    """Return a window's log-scaled offsets [(2h-1)(2w-1), 2], and each query-key pair's index [N, N]."""
+    # Cached tensors that were created in inference mode could not be used in training.
     with torch.inference_mode(False), torch.no_grad():
         lines = [torch.arange(1 - side, side) * (SPAN / max((trained or side) - 1, 1)) for side in (h, w)]
         table = torch.cartesian_prod(*lines)

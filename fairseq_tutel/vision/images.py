@@ -1,6 +1,6 @@
 """Image data sets are folders of image files, or arrays. Pillow decodes an image when it is read.
 
-All random numbers depend only on (seed, epoch, image), as in `draws_of`. An image is therefore augmented in
+All random numbers depend only on (seed, epoch, image); see `draws_of`. An image is therefore augmented in
 the same way on every rank, in every worker, and after a resume. Shape suffixes are N (images), C (channels,
 1 or 3), and H and W (pixels of the model's input).
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from fairseq_tutel.vision.options import ImageConfig
 
 if TYPE_CHECKING:
-    from PIL.Image import Image  # Pillow needs the extra `vision`.
+    from PIL.Image import Image  # The package's extra `vision` installs Pillow.
 
 EXTENSIONS = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
@@ -27,7 +27,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImageFolder:
-    """A data set of image files (.png, .jpg, .jpeg) with one subfolder per class, both sorted by name."""
+    """A data set of image files (.png, .jpg, .jpeg), sorted by name, in one subfolder per class."""
 
     def __init__(self, folder: Path) -> None:
         self.origin = folder

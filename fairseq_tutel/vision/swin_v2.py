@@ -105,7 +105,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """A stage of Swin V2, with blocks, and patch merging if given; every second block shifts windows."""
+    """A stage of Swin V2: blocks, then patch merging if given. Every second block shifts its windows."""
 
     def __init__(self, blocks: list[Block], config: SwinConfig, merging: PatchMerging | None) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ INDEX = ".index.json"
 
 
 class ReleasedFolder:
-    """An open folder. At most one weight file is open at a time; tensors stay valid after it is closed.
+    """An open folder with at most one open weight file. Tensors stay valid when their file is closed.
 
     Raises:
         ValueError: a file is missing or corrupt; all methods of ReleasedFolder may raise this error.

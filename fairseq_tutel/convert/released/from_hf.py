@@ -1,6 +1,6 @@
 """Converts a folder in Hugging Face's format to a folder with a fairseq checkpoint.
 
-The experts become a sharded checkpoint, with one expert's tensor in memory at a time.
+Experts are written to shard files, with one expert's tensor in memory at a time.
 """
 
 import argparse
@@ -146,7 +146,7 @@ def _experts(
 ) -> dict[str, ReleasedStack]:
     """Return stacked tensors of the experts to keep; remove other experts' gate rows from `weights`.
 
-    The function adds the number of experts of each layer to `options`.
+    The function sets `moe_expert_count` in `options` to the number of kept experts of each layer.
     """
     if how.pairs and how.keep is None:
         raise ValueError(
@@ -205,7 +205,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def checkpoint(
     family: Family, setup: Setup, vocabulary: Vocabulary, weights: Mapping[str, Any]
 ) -> SavedModel:
-    """Return a checkpoint with the given weights and options, and fairseq-train's default options."""
+    """Return a checkpoint with the given weights, and fairseq-train's defaults for options not given."""
     own = setup.options | family.setup(setup)
     task_state = own.pop("task_state", {})
     words = ["--task", own.pop("task", family.task), "--arch", family.arch, *family.words]
@@ -219,9 +219,9 @@ def checkpoint(
 
 
 def full_names(folder: ReleasedFolder, family: Family, known: Collection[str]) -> dict[str, str]:
-    """Return a dict from the tensor names, in the order of the files, to the names with a prefix.
+    """Return a dict from a folder's tensor names to these names with the family's prefix.
 
-    Tensor names in `known` are kept without a prefix.
+    The dict has the order of the weight files. Names in `known` get no prefix.
     """
     # If a model was saved without its head, its tensor names lack the prefix.
     has_prefix = any(name.startswith(family.prefix) for name in folder.names())
@@ -282,7 +282,7 @@ def weights_of(
 def check_sizes(
     family: Family, config: Mapping[str, Any], weights: Tensors, options: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if a tensor does not have the shape in config.json, or is not floating-point."""
+    """Raise ValueError if a tensor's shape does not fit config.json, or its dtype is not floating-point."""
     for name, tensor in weights.items():
         wanted = shape_of(name, tensor, options)
         if not tensor.is_floating_point() or (wanted is not None and tuple(tensor.shape) != wanted):

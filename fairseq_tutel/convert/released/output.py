@@ -1,4 +1,4 @@
-"""Writes an output folder under a temporary name until it is complete, and weights as safetensors files.
+"""Writes output folders, with temporary names until they are complete, and safetensors files.
 
 The weight files are named model-00001-of-0000N.safetensors. model.safetensors.index.json lists them.
 """

@@ -1,4 +1,4 @@
-"""Defines `Family`, a table of a model's names and options in Hugging Face's format and in fairseq.
+"""Defines `Family`, the tensor names and options of a kind of model in Hugging Face's format and fairseq.
 
 A family is read in both directions: from config.json and Hugging Face's tensors to fairseq's options and
 tensors, and back. In the code, "theirs" means Hugging Face's names, and "ours" means fairseq's.
@@ -31,8 +31,8 @@ class Row(NamedTuple):
 class Names:
     """A pattern of tensor names in transformers and in fairseq, which `rows` expands.
 
-    - {a,b} stands for a or b, as in a shell. A pattern for transformers and its pattern for fairseq must
-      have equal numbers of expansions.
+    - {a,b} stands for a or b, as in a shell. The patterns for transformers and for fairseq must
+      expand to equally many names.
     - In a name, * stands for the index of a layer. The option or function `layers` gives the number of
       layers.
     - Spaces separate the names of a tied tensor. The first name of a tied tensor is preferred.
@@ -71,7 +71,7 @@ class Option:
     """An option that both transformers and fairseq have."""
 
     theirs: str
-    # The equivalent fairseq options, separated by spaces. The form a|b means the option a, or else b.
+    # The equivalent fairseq options, separated by spaces. The form a|b means a or, if it is not set, b.
     ours: str
     # The default of transformers, for a config.json without the option's key.
     default: Any
@@ -84,7 +84,7 @@ class Option:
         """Return the fairseq options for a config.json.
 
         Raises:
-            ValueError: transformers' value has no counterpart in fairseq, or is an impossible number.
+            ValueError: transformers' value has no counterpart in fairseq, or is a number out of range.
         """
         value = config.get(self.theirs)
         value = self.default if value is None else value
@@ -113,7 +113,7 @@ class Option:
         return [keys[0] for keys in own if keys]
 
     def write(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an option's entry of config.json for fairseq options.
+        """Return the option's config.json entry for the given fairseq options.
 
         Raises:
             ValueError: the fairseq options in `ours` differ, or transformers lacks their value.
@@ -129,7 +129,7 @@ class Option:
             raise ValueError(
                 f"INPUT lacks the option {self.ours.split()[0]}; give a checkpoint of fairseq-train."
             )
-        # If an older fairseq checkpoint lacks a switch or probability, its value is False or 0.
+        # If an older fairseq checkpoint lacks a switch or probability, the missing value is False or 0.
         value = found[keys[0]] if keys else type(self.default)()
         if self.values:
             theirs = [key for key, own in self.values.items() if own == value]
@@ -161,7 +161,7 @@ class Setup(NamedTuple):
 class Family:
     """The tensor names and options of a kind of model in transformers and in fairseq."""
 
-    # The value of model_type in config.json, and of --family.
+    # The value of model_type in config.json.
     name: str
     # Model classes that config.json may name; to-hf writes the first class.
     architectures: tuple[str, ...]
@@ -174,7 +174,7 @@ class Family:
     options: tuple[Option, ...]
     # Values of fairseq options that are the same in all models of the family.
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    # Keys that config.json must lack, or that must have these values.
+    # Required values of entries in config.json; a missing entry is accepted, too.
     assumed: Mapping[str, Any] = field(default_factory=dict)
     # Additional entries that to-hf writes to config.json.
     written: Mapping[str, Any] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class Family:
     dropped: str = ""
     # transformers tensors that must be zero, and their shapes as numbers or keys of `vocabulary_sizes`.
     zeros: Mapping[str, str] = field(default_factory=dict)
-    # fairseq tensors that transformers lacks. from-hf writes zeros of the given shape, if it is not empty.
+    # fairseq tensors that transformers lacks. from-hf writes zeros of a shape that is not empty.
     unused: Mapping[str, str] = field(default_factory=dict)
     # A fairseq tensor, and the transformers tensor whose only row is added to the fairseq tensor.
     summed: Mapping[str, str] = field(default_factory=dict)
@@ -196,7 +196,7 @@ class Family:
     words: tuple[str, ...] = ()
     # The pattern of a language's symbol in fairseq's dictionary, such as __{}__; empty without languages.
     form: str = ""
-    vocabulary: str = ""  # sentencepiece, gpt2, pair (one dictionary per language), or empty for audio.
+    vocabulary: str = ""  # Tokenizer: sentencepiece, gpt2, pair (a dictionary per language), or empty.
     # A function that returns additional task options, such as the languages.
     setup: Callable[[Setup], dict[str, Any]] = lambda setup: {}
     # A function that returns additional fairseq model options from a config.json.
@@ -209,7 +209,7 @@ class Family:
         return [row for names in self.names for row in names.rows(options)]
 
     def stacks(self, options: Mapping[str, Any]) -> dict[str, tuple[list[str], tuple[int, ...]]]:
-        """Return transformers' names of the E tensors of each stacked tensor, and one expert's shape."""
+        """For each stacked tensor, return transformers' names of its E tensors, and one tensor's shape."""
         return {}
 
     def notes(self, options: Mapping[str, Any]) -> list[str]:
@@ -234,7 +234,7 @@ class Family:
         return found | self.read_more(config)
 
     def sizes(self, weights: Mapping[str, Any]) -> dict[str, int]:
-        """Return the vocabulary sizes that config.json must have for fairseq's tensors."""
+        """Return the vocabulary sizes for config.json: row counts of fairseq's embedding tables."""
         return {key: len(weights[name]) for key, name in self.vocabulary_sizes.items()}
 
     def differing(self, options: Mapping[str, Any]) -> list[str]:
@@ -260,7 +260,7 @@ class Family:
 
 
 def transformer_layer(side: str, theirs: str = "", has_cross_attention: bool | None = None) -> list[Names]:
-    """Return name patterns of layers whose tensors have fairseq's names after transformers' prefix.
+    """Return name patterns of layers whose tensor names differ only by a prefix in the two systems.
 
     Args:
         side: encoder or decoder.

@@ -172,7 +172,7 @@ def _moe_options(saved: SavedModel) -> dict[str, Any]:
 def _options_of_side(
     side: str, layers: list[Layer], configs: Mapping[Layer, MoEConfig], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a side's fairseq options for the frequency of MoE layers and for the FFN width.
+    """Return the fairseq options of an encoder or decoder for the MoE frequency and the FFN width.
 
     Raises:
         ValueError: transformers cannot express which layers have experts.

@@ -58,7 +58,7 @@ class Vocabulary:
     kind: str = ""
 
     def write(self, folder: Path) -> None:
-        """Write dictionary and BPE files and links to a folder; raise ValueError if another file exists."""
+        """Write the files and links to a folder; raise ValueError if a file exists with other content."""
         for name in (*self.files, *self.links):
             text, file = self.files.get(self.links.get(name, name)), folder / name
             if file.exists() and file.read_text(encoding="utf-8") != text:
@@ -122,7 +122,7 @@ def _tokenizer(folder: ReleasedFolder, is_fast: bool) -> Any:
 
 
 def _special(tokenizer: Any) -> dict[str, int]:
-    """Return the IDs of special tokens and of languages, which M2M100's list of special tokens lacks."""
+    """Return the IDs of special tokens, including M2M100's language tokens, which have a separate list."""
     found = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
     return found | getattr(tokenizer, "lang_token_to_id", {})
 
@@ -136,7 +136,7 @@ def _sentencepiece_vocabulary(tokenizer: Any, size: int, form: str) -> Vocabular
     """Return the vocabulary of a model with a SentencePiece tokenizer.
 
     `size` is the number of rows of the embedding table. `form` is the pattern of a language's symbol, such
-    as __{}__; it is empty if languages have no symbols.
+    as __{}__, or empty if languages have no symbols.
     """
     symbols, languages = _checked(_tokens(tokenizer), size), []
     special = _special(tokenizer)
@@ -153,7 +153,7 @@ def _sentencepiece_vocabulary(tokenizer: Any, size: int, form: str) -> Vocabular
 def _gpt2_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     """Return the vocabulary of a model with GPT-2's byte-level BPE.
 
-    In fairseq, the symbols of this BPE are numbers from encoder.json. Here, these numbers are token IDs.
+    In fairseq, the symbols of this BPE are numbers from encoder.json. Here, token IDs are these numbers.
     """
     symbols = _checked(_tokens(tokenizer), size)
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
@@ -234,7 +234,7 @@ def _markers(tokenizer: Any) -> list[str]:
     """Return the special tokens of a tokenizer that fairseq's BPE cannot find in a text.
 
     Raises:
-        ValueError: words were added to the tokenizer, which fairseq's BPE would split.
+        ValueError: words were added to the tokenizer, and fairseq's BPE would split these words.
     """
     added = [
         token

@@ -22,8 +22,8 @@ class Report:
     """The cost of a collective plan, as the number of steps, the longest chain of hops, and the traffic.
 
     Attributes:
-        depth: the largest number of signals on a chain of steps. Each signal is a hop from rank to rank.
-        loads: each round's traffic by (source, target), as a fraction of a rank's input bytes.
+        depth: the largest number of signals on a chain of dependent steps. A signal is a hop between ranks.
+        loads: traffic by (source, target) in each round (see order.py), relative to a rank's input bytes.
     """
 
     steps: int
@@ -41,7 +41,7 @@ class Report:
     ) -> float:
         """Return the plan's predicted seconds if the input of each rank has `size` bytes.
 
-        The predicted time adds `alpha` for each hop, and the time of the slowest link in each round.
+        The prediction is `alpha` times the depth, plus the time of the slowest link in each round.
         """
         slowest = (
             max(float(part) * size * seconds_per_byte(link) for link, part in load.items())

@@ -1,11 +1,11 @@
 """Symbolic execution of a collective plan finds wrong results and chunks of a wrong length.
 
-Each chunk of `in` is a symbol, and a sum is the list of its terms. Equal sums get the same number as ID.
-Two sums are equal if they have the same terms in the same order and brackets, because such sums of floats
+Each chunk of `in` is a symbol, and a sum is the list of its terms. Equal sums get the same ID (a number).
+Two sums are equal if they have the same terms in the same order and brackets, because then their floats
 have equal bits. The first two terms of a sum may be swapped, because a + b = b + a for floats, too. The
 order in which steps run does not change which data they read, because the plan has passed `check_races`.
 
-A shard need not be a multiple of the number of chunks, and blocks of an all_to_all may differ in size. The
+The number of chunks need not divide a shard's length, and blocks of an all_to_all may differ in size. The
 length of a chunk therefore depends on its kind (its index, source and target). A position in `out` has the
 length of its final chunk, so no chunk of another kind may be written to this position. A slot of `tmp` is
 as long as the longest chunk that is ever written to the slot.

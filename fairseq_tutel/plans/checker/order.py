@@ -40,7 +40,7 @@ class Order:
                 self.sites += [(rank, lane, index) for index in range(len(steps))]
         self.cause: dict[int, int] = {}  # Maps each waiting step to the signal or post that it awaits.
         self.arrival: dict[int, int] = {}  # Maps a put to the wait that ends the put.
-        self.release: dict[int, int] = {}  # Maps a put to the next flush, if a flush follows.
+        self.release: dict[int, int] = {}  # Maps a put to the channel's next flush, if there is one.
         self._match()
         self.run = self._run(plan.name)
         # `rounds` has the round of each put. For other steps, `rounds` has the number of rounds that end
@@ -54,8 +54,8 @@ class Order:
     def _match(self) -> None:
         by_kind: dict[tuple[str, int, int | None], list[int]] = defaultdict(list)
         signal_of: dict[int, int] = {}
-        issued: dict[int | None, list[int]] = defaultdict(list)  # Each channel's puts without a signal.
-        unread: dict[int | None, list[int]] = defaultdict(list)  # Each channel's puts without a flush.
+        issued: dict[int | None, list[int]] = defaultdict(list)  # Puts since the channel's last signal.
+        unread: dict[int | None, list[int]] = defaultdict(list)  # Puts since the channel's last flush.
         for number, step in enumerate(self.steps):
             if step.op == "put":
                 issued[step.channel].append(number)

@@ -2,14 +2,14 @@
 
 The vector clock of a lane has, for each lane, the number of steps that have certainly ended. A lane's
 vector clock changes only when the lane waits. The clock of a signal is its lane's vector clock together
-with this lane's current step count. A put may read its source and write its destination at any time after
-it is issued. The write of a put ends with the wait for the next signal. The read of a put ends with this
+with this lane's current step count. A put may access its source and destination at any time after its lane
+has run the put. The write of a put ends with the wait for the next signal. The read of a put ends with this
 wait, or with the next flush. If two steps access a chunk and one writes, their order must be fixed.
 
 Calls of a plan follow each other without a pause, so three calls in a row are checked. The second of the
 three calls uses the other `tmp` buffer. Between calls, the caller may write a rank's `in` and `out`. In the
 check, the caller writes in one step at the start of each call, after all lanes of the rank's previous call.
-Three calls in a row are enough, because a call waits for all data for its rank.
+Three calls in a row are enough, because each call on a rank waits for data from all ranks.
 """
 
 from collections import defaultdict
@@ -27,7 +27,7 @@ Counts = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Clock(NamedTuple):
-    """The vector clock of a lane: its step count, and each lane's step count at its last wait."""
+    """The vector clock of a lane: its own `taken` steps, and the ended steps of the other lanes."""
 
     lane: int
     taken: int

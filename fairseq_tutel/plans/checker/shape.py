@@ -15,7 +15,7 @@ from fairseq_tutel.plans.format import BUFFERS, Place, Plan, PlanError, Step
 MOST = 1 << 20
 # This table maps each operation on a channel to the end of the channel whose rank runs the operation.
 ENDS = {"put": "source", "signal": "source", "flush": "source", "wait": "target"}
-# Both operations of a pair have the field that is the pair's third item.
+# Each entry has two matching operations and the field in which they must agree.
 PAIRS = (("signal", "wait", "channel"), ("post", "pend", "semaphore"))
 
 
@@ -105,7 +105,7 @@ def _check_lanes(plan: Plan) -> None:
 
 
 def _check_pairs(plan: Plan) -> None:
-    """Raise PlanError if a put lacks a later signal, or if signals (posts) do not match waits (pends)."""
+    """Raise PlanError unless each put has a later signal, each signal a wait, and each post a pend."""
     sites: dict[tuple[str, int, int | None], list[str]] = defaultdict(list)
     open_puts: dict[int | None, str] = {}
     for rank, lane, index, step in plan.steps():

@@ -80,8 +80,8 @@ def walk(plan: Plan) -> Walked:
 class Layout:
     """The position and length, in elements, of each chunk in one call of a collective plan.
 
-    `sizes` counts rows of `width` elements. With a window, the layout covers only each chunk's elements in
-    the window, and slots have the window's length. Positions in `in` and `out` ignore the window.
+    `sizes` counts rows of `width` elements. With `window`, the layout covers only this range of elements of
+    each chunk, and a slot is as long as the window. Positions in `in` and `out` ignore the window.
     """
 
     def __init__(self, walked: Walked, sizes: Sizes, width: int = 1, window: range | None = None) -> None:
@@ -127,7 +127,7 @@ class Layout:
         """Join chunks that are adjacent at all ends into runs, and leave out empty chunks.
 
         Returns:
-            For each run, the run's length and a list of (rank, buffer, first element) for each end.
+            For each run, a list with the (rank, buffer, first element) of each end, and the run's length.
         """
         starts = [(self.starts(rank, buffer), chunk) for rank, (buffer, chunk) in ends]
         found: list[tuple[list[int], int]] = []

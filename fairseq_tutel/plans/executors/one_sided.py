@@ -2,14 +2,14 @@
 
 A call divides each chunk into slices, and runs the plan once per slice. The memory regions are therefore
 small and stay in the processor's caches. The division into chunks does not depend on the slices, so slices
-do not change the order of a sum. A signal increments a counter. The steps of a slice are made once per data
-size. If a lane would have to wait, the next lane of the rank runs.
+do not change the order of a sum. A signal increments a counter. The steps of a slice are built once for
+each data size. If a lane would have to wait, the next lane of the rank runs.
 
 Each rank has a memory region to which other ranks write. A slot of a region holds a slice of one chunk. A
 region has the slots of these buffers, in this order:
 
-- There are two buffers `tmp`, first the buffer for even calls and then the buffer for odd calls.
-- `staged` replaces `out` if a plan puts into another rank's `out`, and is copied to `out` at the end.
+- There are two `tmp` buffers, first the buffer for even calls and then the buffer for odd calls.
+- `staged` replaces `out` if a step puts to another rank's `out`. At the end, `staged` is copied to `out`.
 
 `in` is the caller's tensor, and so is `out` unless `staged` replaces `out`. A put is a copy that finishes
 at once, so a flush needs no action.
@@ -42,17 +42,17 @@ from fairseq_tutel.plans.format import Step as PlanStep
 FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 14, 4, 1 << 20
 # Each `tmp` and `staged` has at most TMP_BYTES, unless slots would then have fewer than LEAST_BYTES.
 TMP_BYTES, LEAST_BYTES = 1 << 22, 1 << 12
-MOST_SIZES = 64  # A plan stays compiled for at most this many sizes.
+MOST_SIZES = 64  # A plan's steps are cached for at most this many sizes.
 
 COPY, REDUCE, SIGNAL, WAIT, POST, PEND = range(6)
 CODES = {"signal": SIGNAL, "wait": WAIT, "post": POST, "pend": PEND}
-# A step is an operation code, the number of a target view, channel or semaphore, and source view numbers.
+# A step is (operation code, target, sources). Targets are views, channels or semaphores. Sources are views.
 Step = tuple[int, Any, Any]
 # A view is a range of elements in the caller's tensors (`in`, `out`) or in shared memory (`tmp`, `staged`).
 # The items of a view are the buffer, rank, first element and length. A view is a plain tuple for speed,
 # because rows of varying sizes need new views in every call.
 View = tuple[str, int, int, int]
-# The two lists have the bytes of each view, and the tensor of each view in a sum. View numbers are indices.
+# One list has the bytes of each view, and one has the tensors of summed views. Indices are view numbers.
 Views = tuple[list[Any], list[Any]]
 
 
@@ -60,8 +60,8 @@ class Steps(NamedTuple):
     """The steps of a collective plan that one rank runs for one slice of the data.
 
     `lanes` has the steps of each lane, and `last` has the steps after all lanes. `callers` and `regions`
-    are numbered views of the caller's tensors and of shared memory. `summed` has the numbers of views in
-    sums. `opened` has the opened views of regions, for even and odd calls.
+    are numbered views of the caller's tensors and of shared memory. `summed` has the numbers of views that
+    sums use. `opened` has the memory of `regions` for even and for odd calls.
     """
 
     lanes: list[list[Step]]

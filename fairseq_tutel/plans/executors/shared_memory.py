@@ -3,10 +3,10 @@
 The file has int64 words (counters), and a region of bytes for each rank. Each word has a separate cache
 line, and only one rank writes the word. The other ranks put data into a rank's region. The file has a name
 only until all ranks have opened it, and is empty until then. Killed ranks thus leave at most an empty file.
-Then all bytes are allocated. Otherwise, a later write would end the process if no memory is free.
+At the end, rank 0 allocates all bytes, because a later write to missing memory would end the process.
 
-Words need no lock, because other processors see the writes of an x86 processor in order. Types of
-processors other than x86 are refused. A rank that waits longer than the time-out of groups raises an error.
+Words need no lock, because other processors see the writes of an x86 processor in order. On other
+processors, ranks cannot share memory. A rank that waits longer than the time-out of groups raises an error.
 """
 
 import mmap
@@ -119,7 +119,7 @@ class Backoff:
         self._memory, self._start = memory, time.perf_counter()
 
     def pause(self, sources: Iterable[int]) -> None:
-        """Pause between two checks while waiting for the ranks `sources`.
+        """Pause between two checks whether the ranks `sources` have sent signals.
 
         Raises:
             DistBackendError: the time-out of groups has passed.

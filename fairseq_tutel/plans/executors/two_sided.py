@@ -21,14 +21,14 @@ from fairseq_tutel.parallel import world
 from fairseq_tutel.plans.executors.layout import Layout, Move, Sizes, walk
 from fairseq_tutel.plans.format import Plan
 
-MOST_SIZES = 256  # A plan stays compiled for at most this many sizes.
+MOST_SIZES = 256  # A plan's rounds are cached for at most this many sizes.
 HALF = (torch.float16, torch.bfloat16)
 Run = tuple[str, int, int]  # A run is (buffer, first element, length).
 Message = tuple[int, list[Run]]  # A message is (other rank, runs of elements).
 
 
 class Round(NamedTuple):
-    """One rank's work in a round: it exchanges messages, and then computes sums (sources, target)."""
+    """One rank's work in a round: it exchanges messages, and then computes sums."""
 
     send: list[Message]
     receive: list[Message]
@@ -36,7 +36,7 @@ class Round(NamedTuple):
 
 
 class Call:
-    """A handle to wait for a collective that has started and exchanges messages between ranks."""
+    """A handle to wait for a collective that has started."""
 
     def __init__(
         self, rounds: Sequence[Round], buffers: dict[str, Tensor], group: dist.ProcessGroup | None
@@ -45,7 +45,7 @@ class Call:
         self.current = 0  # The index of the round whose messages are being sent.
         self.works: list[dist.Work] = []
         self.outgoing: list[Tensor] = []  # Sent tensors are kept until the sends have ended.
-        self.incoming: list[tuple[Tensor, list[Run]]] = []  # Messages to copy to several runs.
+        self.incoming: list[tuple[Tensor, list[Run]]] = []  # Messages, and the runs that get them.
         self._end_round()  # Round 0 has no messages.
 
     def is_completed(self) -> bool:
@@ -83,7 +83,7 @@ class Call:
             self.works = dist.batch_isend_irecv(operations)
 
     def _target(self, runs: list[Run]) -> Tensor:
-        """Return the tensor for an arriving message. `_end_round` copies a message to several runs."""
+        """Return the tensor that receives a message. `_end_round` copies it if it has several runs."""
         if len(runs) == 1:
             return self._view(runs[0])
         own = self.buffers["in"]

@@ -46,7 +46,7 @@ class _Splitting:
     def remove(self, switch: int) -> None:
         """Replace all links of a switch by links between the vertices that the switch connects.
 
-        Links are first split evenly, so that trees have less depth. Links to the same vertex come last.
+        Links are first split evenly, so that trees have less depth. Pairs with u = t come last.
         """
         self._split_evenly(switch, list(self._even(switch)))
         into, out = self._neighbours(switch)
@@ -74,14 +74,14 @@ class _Splitting:
     def _partners(self, u: int, out: Sequence[int]) -> list[int]:
         """Return the vertices of `out` to which the links of vertex u should lead.
 
-        The vertices are ranks on other hosts with u's local rank or, without such ranks, all except u.
+        These are the ranks on other hosts with u's local rank or, if there are none, all vertices except u.
         """
         places = dict(enumerate(self.network.places))
         alike = [t for t in out if u in places and t in places and places[u][1] == places[t][1]]
         return [t for t in alike if t != u] or [t for t in out if t != u]
 
     def _split_evenly(self, switch: int, pieces: Sequence[Piece]) -> None:
-        """Replace links of a switch by the links `pieces`, except those that would reduce flows too far."""
+        """Replace links of a switch by the links `pieces`, but skip pieces that reduce flows too far."""
         if not pieces:
             return
         trial = self.graph.copy()
@@ -103,7 +103,7 @@ class _Splitting:
 
     def _room(self, switch: int, u: int, t: int, most: int) -> int:
         """Return how much capacity of a switch's links from u and to t can be replaced, up to `most`."""
-        # Splitting reduces the room of sets with the switch or with u and t, but not both.
+        # For each of these pairs, splitting reduces the room of sets that have `end` but not `start`.
         for start, end in ((u, switch), (switch, t)):
             if most:
                 graph = self.graph.copy()
@@ -115,7 +115,7 @@ class _Splitting:
         return most
 
     def _least(self, graph: Flow, start: int, end: int, ranks: int, most: int) -> int:
-        """Return the least spare capacity of sets with `end` and a rank of `ranks`, without `start`.
+        """Return the least spare capacity of vertex sets with `end` and one of `ranks` but not `start`.
 
         The returned capacity is at most `most`.
         """

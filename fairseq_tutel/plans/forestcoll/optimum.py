@@ -2,9 +2,9 @@
 
 Let S be a set of vertices that does not have all ranks. The shards of the ranks R(S) in S leave S over
 links with the total bandwidth B+(S). Sending shards of one byte therefore takes at least |R(S)| / B+(S).
-Let 1/x be the largest of these lower bounds. Trees reach the bound 1/x (Edmonds 1973). If a source has a
-link of bandwidth x to each of N ranks, a flow of x N is possible from the source to each rank. All numbers
-in this module are integers or fractions.
+Let 1/x be the largest of these lower bounds. Some trees reach the bound 1/x (Edmonds 1973). If a source
+has a link of bandwidth x to each of N ranks, a flow of x N is possible from the source to each rank. All
+numbers in this module are integers or fractions.
 
 The bound is from Zhao et al., ForestColl (2024). The paper finds 1/x by bisection. This module uses
 Newton's method (Dinkelbach 1967), in which each cut that is too narrow gives the next, larger 1/x.
@@ -20,7 +20,7 @@ from fairseq_tutel.plans.network import Network
 
 # With the default number of trees, the time is at most this fraction above the optimum.
 TOLERANCE = Fraction(1, 20)
-# At most this many tree counts are tried before the optimum's tree count is used.
+# At most this many tree counts k are tried. After that, the optimum's tree count is used.
 TRIED = 200
 
 
@@ -63,7 +63,7 @@ def optimum(network: Network) -> Optimum:
         key=lambda found: found.seconds,
     )
     for rank in range(network.ranks):
-        # A rank without a narrower cut for 1/x has none for a larger 1/x, so each rank is tried once.
+        # 1/x only grows, so a rank for which no cut gives a larger bound needs no second try.
         while cut := _too_narrow(network, rank, best.seconds):
             best = _narrow(network, cut)
     return best
@@ -111,7 +111,7 @@ def reaches_all(graph: Flow, ranks: int, needed: int) -> bool:
     """Return whether a flow of `needed` from the graph's last vertex to each rank is possible."""
     graph, start = graph.copy(), len(graph.out) - 1
     for rank in range(ranks):
-        # The flow to one rank is extended to the next rank, which usually needs few and short paths.
+        # Extending the flow to the next rank usually needs only a few short paths.
         if graph.push(start, rank, needed)[0] < needed:
             return False
         start = rank
@@ -131,7 +131,7 @@ def fixed_share(network: Network, best: Optimum, trees: int) -> Share:
     least = most = best.seconds * trees
     while not is_enough(network, _share(network, trees, most)):
         most *= 2
-    # At the least U, U b is an integer for the bandwidth b of some link.
+    # At the least U, U b is an integer for the bandwidth b of some link, so only such U are tried.
     too_low = Fraction(0)
     for width in {link.bandwidth for link in network.links}:
         first = max(math.ceil(least * width), math.floor(too_low * width) + 1)

@@ -55,7 +55,7 @@ class _Packing:
     def grow(self, tree: Tree, others: Sequence[Tree]) -> tuple[Tree, list[Tree]]:
         """Grow a tree until it reaches all ranks. Return the tree and the list of other trees.
 
-        Copies of the tree that take other links become separate trees.
+        Copies of the tree that take other links become separate trees in the list.
         """
         others = list(others)
         graph = self._with_demands(others)
@@ -97,9 +97,9 @@ class _Packing:
         return found
 
     def _with_demands(self, others: Sequence[Tree]) -> Flow:
-        """Return the graph of remaining links, with more vertices for the demands of the other trees.
+        """Return the graph of remaining links, plus a source and a vertex for each of the other trees.
 
-        The graph has a source, and one vertex for each other tree, with edges to this tree's vertices.
+        The source has an edge to each of these vertices, which have edges to the ranks of their trees.
         """
         size = len(self.links.out)
         graph = Flow.of(self.links.left, 1 + len(others))

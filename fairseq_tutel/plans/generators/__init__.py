@@ -43,9 +43,9 @@ GENERATORS = {
 
 
 def make(name: str, collective: str, ranks: int, *, nodes: int = 1) -> Plan:
-    """Make a collective plan with the generator of the name `name`.
+    """Make a collective plan with the generator `name`.
 
-    Ranks are numbered as node * L + local rank, with L ranks per node. Most generators ignore `nodes`.
+    Rank node * L + i is the i-th of a node's L ranks. Only generators with `has_nodes` use `nodes`.
 
     Raises:
         ValueError: the generator is unknown, or cannot make a plan for these arguments.

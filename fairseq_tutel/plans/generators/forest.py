@@ -5,9 +5,10 @@ chunks in each slice. A tree with m copies carries m adjacent chunks of each sli
 rounds. All chunks from one rank to another rank in a round share a signal. To distribute a shard, a rank
 sends in the round that equals its distance from the root. To sum data, a rank sends in the round that
 equals its distance from the farthest leaf below it. Each slice runs one round after the previous slice. A
-plan therefore has depth + P - 1 rounds, each with 1/P of the bytes, so that links are idle less often.
+plan with trees of depth d has d + P - 1 rounds. Each round has 1/P of the bytes, so links are idle less.
 
-A rank puts only to ranks that have begun the call. A signal or data for a sum shows that a rank has begun.
+A rank puts only to ranks that have begun the call. A signal, or a chunk for a sum, shows that its sender
+has begun.
 """
 
 from collections import Counter, defaultdict
@@ -19,7 +20,7 @@ from fairseq_tutel.plans.format import REDUCING, Place, Plan, Writer
 
 
 def plan_of(collective: str, forest: Forest, *, slices: int = 1) -> Plan:
-    """Return a collective plan that sends data along trees, as sums to the roots or from the roots."""
+    """Return a plan that sums data along trees to the roots, or sends data from the roots, or both."""
     network, w = forest.network, Writer(forest.network.ranks)
     temporary = _reduce(w, forest, collective, slices) if collective in REDUCING else 0
     if collective != "reduce_scatter":
@@ -38,10 +39,10 @@ def plan_of(collective: str, forest: Forest, *, slices: int = 1) -> Plan:
 
 
 class _Branch(NamedTuple):
-    """The chunks that one edge of a tree carries in slice p of the data, p rounds after slice 0.
+    """The chunks of slice p that one edge of a tree carries, p rounds after those of slice 0.
 
     Attributes:
-        chunk: the index of the first chunk over all shards.
+        chunk: the index of the first chunk among the chunks of all shards.
         n: the number of chunks.
         own: the index of the first chunk in the root's shard; None if the parent is not the root.
         depth: the parent's distance from the root, plus p.
@@ -79,7 +80,7 @@ def _branches(forest: Forest, slices: int) -> list[_Branch]:
 def _distribute(w: Writer, forest: Forest, have_begun: bool, slices: int) -> None:
     """Add the steps that copy each root's chunks to the buffer `out` of all ranks.
 
-    If all ranks have begun the call, the chunks come from the root's `out`, otherwise from its `in`.
+    With `have_begun`, all ranks have begun the call, and each root's chunks are in its `out`, not its `in`.
     """
     branches = _branches(forest, slices)
     if not have_begun:
@@ -112,7 +113,7 @@ def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
         places[branch.chunk, branch.child] = Place("tmp", used[branch.parent])
         used[branch.parent] += branch.n
         children[branch.chunk, branch.parent].append(branch)
-    # This table maps a round to the sums whose last terms arrive in the round before.
+    # This table maps a round to the sums whose last terms arrive in the previous round.
     sums: dict[int, list[list[_Branch]]] = defaultdict(list)
     for parts in children.values():
         sums[1 + max(part.height for part in parts)].append(sorted(parts, key=lambda p: p.child))

@@ -13,7 +13,7 @@ def ring(collective: str, ranks: int) -> Plan:
     """Return a ring plan for all_gather, reduce_scatter or all_reduce.
 
     In each round, a rank sends a shard to the next rank. Chunk c is summed along the ring from rank c + 1
-    to rank c. The all_reduce (2PR) is a reduce_scatter and an all_gather (Patarasuk and Yuan 2009).
+    to rank c. The all_reduce (2PR) is a reduce_scatter and then an all_gather (Patarasuk and Yuan 2009).
     """
     w = Writer(ranks)
     for r in range(ranks):
@@ -36,9 +36,9 @@ def ring(collective: str, ranks: int) -> Plan:
 
 
 def _sum_along(w: Writer, r: int, result: Chunk) -> None:
-    """Add steps with which rank r sums chunk r of all ranks along the ring and writes it to `result`.
+    """Add steps with which rank r sums chunk r of all ranks along the ring, and writes the sum to `result`.
 
-    In round t, the rank receives into tmp[t].
+    In round t, rank r receives a chunk or partial sum in tmp[t].
     """
     for t in range(w.ranks - 1):
         leaves = ("tmp", t - 1) if t else ("in", (r - 1) % w.ranks)
@@ -49,7 +49,7 @@ def _sum_along(w: Writer, r: int, result: Chunk) -> None:
 
 
 def _pass_on(w: Writer, r: int, own: Chunk) -> None:
-    """Add steps with which rank r passes the chunk `own` of each rank along the ring into `out`."""
+    """Add steps in which rank r puts its chunk `own`, and then each arrived chunk, to the next rank."""
     for t in range(w.ranks - 1):
         leaves = (r - t) % w.ranks
         w.send(r, (r + 1) % w.ranks, ("out", leaves) if t else own, ("out", leaves))
@@ -59,8 +59,8 @@ def _pass_on(w: Writer, r: int, own: Chunk) -> None:
 def all_pairs(collective: str, ranks: int) -> Plan:
     """Return a one-phase plan, in which each rank puts chunks to all ranks' `tmp` for a copy or sum.
 
-    Each sum adds in the order of ranks. The one-phase all_reduce is called 1PA. The functions `all_pairs`,
-    `two_phase` and `hierarchical` follow MSCCL++ (Shah et al. 2025), section 5.
+    Each sum adds in the order of ranks. The all_reduce is the algorithm 1PA of MSCCL++ (Shah et al. 2025),
+    whose section 5 also describes `two_phase` (2PA) and `hierarchical` (2PH).
     """
     w = Writer(ranks)
     # The stride is the distance between the chunks for two adjacent ranks.
@@ -81,7 +81,7 @@ def all_pairs(collective: str, ranks: int) -> Plan:
 
 
 def two_phase(collective: str, ranks: int) -> Plan:
-    """Return a two-phase all_reduce plan (2PA), in which rank r sums chunk r and sends this sum to all.
+    """Return a two-phase all_reduce plan, in which rank r sums chunk r and sends the sum to all ranks.
 
     Each sum adds in the order of ranks. A rank sends 2 (N-1)/N M bytes, the minimum for an all_reduce.
     """
@@ -96,10 +96,10 @@ def two_phase(collective: str, ranks: int) -> Plan:
 
 
 def hierarchical(collective: str, ranks: int, *, nodes: int) -> Plan:
-    """Return a hierarchical all_reduce plan (2PH), which sums within nodes and then across nodes.
+    """Return a hierarchical all_reduce plan, which sums within nodes and then across nodes.
 
-    The steps of 2PH are a reduce_scatter within each node, an exchange of 1/L of the data across nodes, and
-    an all_gather within each node. Each sum adds in the order of ranks, then of nodes.
+    The phases are a reduce_scatter within each node, an exchange of 1/L of the data across nodes, and
+    an all_gather within each node. Sums add the ranks of a node in order, then the nodes in order.
     """
     w = Writer(ranks)
     local = ranks // nodes
@@ -130,7 +130,7 @@ def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
         a, i = divmod(r, local)
         peers = [a * local + j for j in _others(i, local)]
         others = [b * local + i for b in _others(a, nodes)]
-        # Chunks from rank (a, j) to rank (b, i) pass through tmp[b, j] of rank (a, i).
+        # Chunks from rank (a, j) to rank (b, i) pass through tmp[b * local + j] of rank (a, i).
         for p in peers:
             for b in range(nodes):
                 w.put(r, p, ("in", b * local + p % local), ("tmp", b * local + i))
@@ -138,7 +138,7 @@ def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
         for b in range(nodes):
             w.copy(r, ("in", b * local + i), ("tmp", b * local + i))
         _wait_for_each(w, r, peers)
-        # Chunks from node a arrive in tmp[ranks + a * local], in the order of source ranks.
+        # Chunks from node a arrive from tmp[ranks + a * local] on, in the order of source ranks.
         for p in others:
             w.send(r, p, ("tmp", p - i), ("tmp", ranks + a * local), local)
         w.copy(r, ("tmp", a * local), ("out", a * local), local)
@@ -165,7 +165,7 @@ def _send_to_each(
 
 
 def _scatter(w: Writer, rank: int, members: Sequence[int]) -> list[Chunk]:
-    """Add steps that send chunk i of `in` to the i-th rank; return where this rank's chunks are."""
+    """Add steps that send chunk i of `in` to the i-th rank; return the chunks that this rank sums."""
     own, count = members.index(rank), len(members)
     peers = _send_to_each(w, rank, members, [("in", i) for i in range(count)], ("tmp", own))
     _wait_for_each(w, rank, peers)

@@ -13,7 +13,7 @@ waits for the step on which it depends. The buffers i, o and s are the input, ou
 In MSCCL, the receiver chooses the position of a message when it receives the message, and the sender may be
 ahead. A put directly to the position of a message would race with earlier accesses. Each message therefore
 gets separate chunks of `tmp`, which the receiver's step copies or adds. Each thread block becomes a lane,
-and dependencies between blocks become posts and pends. A flush precedes an overwrite of a put's source.
+and dependencies between blocks become posts and pends. A flush precedes each overwrite of a put's source.
 
 If an algorithm runs in place (inplace is 1 and outofplace is not), it uses only `out`, to which `in` is
 copied first. For an in-place reduce_scatter, a part of `tmp` replaces `out`.
@@ -41,7 +41,7 @@ RECEIVING = ("r", "rcs", "rrc", "rrs", "rrcs")
 SENDING = ("s", "rcs", "rrs", "rrcs")
 READING = ("s", "rrc", "rrs", "rrcs", "cpy", "re")  # MSCCL steps of these types read src.
 STORING = ("r", "rcs", "rrc", "rrcs", "cpy", "re")  # MSCCL steps of these types write dst.
-LARGEST = 1 << 16  # The largest number of chunks, ranks or steps.
+LARGEST = 1 << 16  # A file has at most this many chunks, ranks or steps.
 Cell = tuple[str, int]
 Way = tuple[int, int, int]  # A way is (source rank, target rank, channel).
 
@@ -78,7 +78,7 @@ def from_xml(text: str | bytes) -> Plan:
     loop = _number(algorithm, "nchunksperloop", 1)
     parts = 1 if coll == "allreduce" else ranks
     _demand(loop % parts == 0, f"nchunksperloop is {loop}; give a multiple of the {ranks} ranks")
-    scale = ranks if coll == "allgather" else 1  # MSCCL's byte range is for the output.
+    scale = ranks if coll == "allgather" else 1  # MSCCL's byte range is for a rank's output.
     most = _number(algorithm, "maxBytes", 0, "0", most=1 << 62)
     plan = Plan(
         name=algorithm.get("name", ""),
@@ -213,7 +213,7 @@ def _write_rank(
     landings: Mapping[Way, list[Place]],
 ) -> None:
     """Add the steps of one rank to the plan, with one lane for each thread block."""
-    semaphores: dict[tuple[int, int], int] = {}  # The semaphores, by (posting lane, pending lane).
+    semaphores: dict[tuple[int, int], int] = {}  # Maps (posting lane, pending lane) to a semaphore.
 
     def post(lane: int, other: int) -> None:
         w.post(rank, semaphores.setdefault((lane, other), len(semaphores)), lane=lane)

@@ -16,7 +16,7 @@ NAMES = {ours: theirs for theirs, ours in COLLECTIVES.items()}
 NOP = {
     "type": "nop", "srcbuf": "i", "srcoff": "-1", "dstbuf": "o", "dstoff": "-1", "cnt": "0",
 }  # fmt: skip
-End = tuple[str, int | None]  # An end of a channel is "send" or "recv", and the channel.
+End = tuple[str, int | None]  # An end is the pair ("send" or "recv", channel number), or OWN.
 
 
 class _Written(NamedTuple):
@@ -31,7 +31,7 @@ class _Written(NamedTuple):
 def to_xml(plan: Plan) -> str:
     """Return the XML text of an out-of-place MSCCL algorithm for a collective plan.
 
-    A put becomes two MSCCL steps, a send where the put is issued and a receive where its wait is. There is
+    A put becomes two MSCCL steps, a send in its place and a receive in the place of its wait. There is
     a thread block for each end of a channel, and one for copies and sums. Steps of different thread blocks
     that use the same chunks depend on each other. Signals without puts are omitted, because MSCCL's
     receivers choose the position and time of a message. In contrast to this package, MSCCL rounds
@@ -128,7 +128,7 @@ def _add_blocks(gpu: ET.Element, steps: list[_Written], plan: Plan, numbers: lis
             block_id = blocks[steps[other].block].get("id", "")
             if block_id != block.get("id") and seen.get(block_id, -1) < other:
                 needs[block_id] = seen[block_id] = other
-        # A step can depend on only one other step, so nop steps wait for the other dependencies.
+        # An MSCCL step can depend on only one step, so nop steps wait for the other dependencies.
         kinds = [NOP] * (len(needs) - 1) + [step.attributes]
         for attributes, block_id in zip_longest(kinds, needs):
             leaf = _add_step(block, attributes, block_id, leaves[needs[block_id]] if needs else None)

@@ -47,7 +47,7 @@ class CMCLCriterion(FairseqCriterion):
     ) -> tuple[Tensor, int, dict[str, Any]]:
         """Return the loss, the sample size and the logging output of a batch."""
         options, target_N = self.options, sample["target"].reshape(-1)
-        counts_N = target_N != self.padding_idx  # padding_idx is -100 for images.
+        counts_N = target_N != self.padding_idx  # For images, padding_idx is -100, so all images count.
         net_output = model(**sample["net_input"])
         logits_MNC = self._member_logits(net_output).flatten(1, -2)
         logs_XC = model.get_normalized_probs(net_output, log_probs=True)  # type: ignore[operator]

@@ -57,7 +57,7 @@ def confident_loss(
     labels_MN: Tensor | None = None,
     counts_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of confident multiple choice learning, and a mask [M, N] as `assign` returns it.
+    """Return the loss of confident multiple choice learning, and the mask [M, N] that `assign` returns.
 
     The confident loss is in nats, summed over samples and members. The loss of a member that learns a
     sample is the cross entropy. Every other member has the loss beta * KL(U || P) or, with `labels_MN`,

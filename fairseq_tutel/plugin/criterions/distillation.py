@@ -1,8 +1,8 @@
 """The criterion moe_distillation, which adds a distillation loss to another criterion's loss.
 
 --distill-criterion names the criterion to extend, whose class is combined with `DistillationMixin`. The
-distillation loss is T² KL(teacher || student). After the update --distill-until, the distillation loss is
-no longer added. Shape suffixes are N (tokens of a micro-batch, padding included) and V (words).
+distillation loss is T² KL(teacher || student) with the temperature T. After the update --distill-until,
+this loss is no longer added. Shape suffixes are N (tokens, padding included) and V (words).
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ class DistillationMixin:
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
         criterion.distillation = read(DistillationConfig, cfg)
         if not is_opened(config_of(task)):  # fairseq-validate needs no teacher.
-            give_mixin(task)  # Tasks of fairseq do not call `begin_step`.
+            give_mixin(task)  # fairseq's tasks do not call the criterion's `begin_step`.
             criterion._teacher = Teacher(criterion.distillation, task)
         return criterion
 
@@ -97,7 +97,7 @@ class DistillationMixin:
                     f"gives {tuple(scores_NV.shape)}; give a teacher with the same task and dictionary."
                 )
             counts_N = self._counting(sample["target"]).flatten()
-            if len(counts_N) != len(scores_NV):  # The model scores only positions that have a target.
+            if len(counts_N) != len(scores_NV):  # Some models score only positions that have a target.
                 counts_N = counts_N.new_ones(len(scores_NV))
             kl = distillation_loss(scores_NV, teacher_NV, counts_N, options.distill_temperature)
             loss = loss + options.distill_alpha * kl
@@ -147,7 +147,7 @@ _Options = dataclasses.make_dataclass(
 
 @register_criterion("moe_distillation", dataclass=_Options)
 class MoEDistillationCriterion(FairseqCriterion):
-    """Builds the criterion that --distill-criterion names, and adds the distillation loss to it."""
+    """Builds the criterion that --distill-criterion names, and adds the distillation loss to its loss."""
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:

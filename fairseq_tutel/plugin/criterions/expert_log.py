@@ -1,8 +1,8 @@
-"""Logs metrics of the experts: averages over layers and, if enabled, values of each layer and expert.
+"""Logs metrics of experts: averages over layers and, in JSON logs, values of each layer and expert.
 
-For each log key, fairseq sums the values of all micro-batches and ranks. A class method gets the sums, but
-has no access to the model. One log entry therefore holds all expert metrics as a
-vector, and the entry's key is the vector's `Layout` as JSON.
+For each log key, fairseq sums the values of all micro-batches and ranks. The criterion's class method
+`reduce_metrics` gets the sums, but has no access to the model. One log entry therefore holds all expert
+metrics as a vector, and the entry's key is the vector's `Layout` as JSON.
 
 Shape suffixes are L (MoE layers), E (experts) and N (metrics of a layer).
 """
@@ -34,10 +34,11 @@ View = Callable[[Tensor], list[float | None]]
 class Layout(NamedTuple):
     """Describes the order of the numbers in the vector that holds a micro-batch's expert metrics.
 
-    The vector has these entries in this order: number of real tokens; averages over layers (losses, then N
-    metrics); N metrics and the number of real tokens of each logged layer; assignments of each expert in
-    the logged layers; dropped assignments of each of these experts. All averages and metrics are multiplied
-    by the number of real tokens.
+    All averages and metrics are multiplied by the number of real (non-padding) tokens. The order is:
+
+    - the number of real tokens; averages over layers (losses, then N metrics);
+    - for each logged layer: N metrics, and the number of real tokens;
+    - the assignments of each expert of the logged layers; then the dropped assignments of each expert.
     """
 
     losses: Sequence[str]
@@ -158,11 +159,9 @@ def _log_numbers(layout: Layout, numbers: Tensor, index: int) -> None:
 
 
 def _views(layout: Layout) -> Iterator[tuple[str, str, int, View]]:
-    """Yield a description of each metric that has one value per layer or one value per expert.
+    """Yield (table of sums, log name, decimal places, view) for each metric of single layers or experts.
 
-    Yields:
-        A metric's description has the key of the table of sums, the name of the list, the number of decimal
-        places, and a function that computes the list from the table.
+    The view is a function that computes the logged list from the table of sums.
     """
     columns = metric_names(layout.top_k)
     for metric in METRICS:

@@ -1,4 +1,7 @@
-"""Adds the weighted balance loss and the budget loss of all MoE layers to a criterion's loss."""
+"""Adds the weighted balance loss and the budget loss of all MoE layers to a criterion's loss.
+
+The budget loss (of NLLB's CMR layers) trains the mean weight of the routed experts towards a given value.
+"""
 
 from typing import Any, NamedTuple
 
@@ -59,7 +62,7 @@ class GateLossMixin:
         combined = {term.name: term.value.detach() for term in terms}
         log |= expert_log(all_layers, combined, self.logs_lists)
         log = {key: _logged(value) for key, value in log.items()}
-        if not layers or loss.numel() > 1:  # The loss of adaptive_loss has shape [1].
+        if not layers or loss.numel() > 1:  # The criterion adaptive_loss returns its sum in shape [1].
             return loss, sample_size, log
         for term in terms:
             scale = sample_size * term.weight
@@ -70,7 +73,7 @@ class GateLossMixin:
         return loss, sample_size, log
 
     def _terms(self, layers: list[MoEFeedForward], has_cmr: bool, nothing: Tensor) -> list["_Term"]:
-        """Return the balance loss and, with `has_cmr`, the budget loss, or `nothing` if no layer ran."""
+        """Return the balance loss and, with `has_cmr`, the budget loss; both are 0 if no layer ran."""
         options, empty = self.gate_loss, (nothing, list[Tensor]())
         balance = self._combine(layers) if layers else empty
         terms = [_Term("moe_gate_loss", BALANCE, options.moe_gate_loss_wt, *balance)]
@@ -80,10 +83,7 @@ class GateLossMixin:
         return terms
 
     def _budget(self, layers: list[MoEFeedForward]) -> tuple[Tensor, list[Tensor]]:
-        """Return the budget loss |mean CMR gate of all tokens and layers - p|, and its detached inputs.
-
-        Source: Meta's nllb branch.
-        """
+        """Return the budget loss |mean CMR gate - p|, and its detached inputs; p is --cmr-gate-loss-p."""
         with torch.enable_grad():
             leaves = [layer.record.cmr_sum.requires_grad_() for layer in layers]  # type: ignore[union-attr]
             tokens = torch.stack([layer.record.tally.num_tokens for layer in layers]).sum()
@@ -134,7 +134,7 @@ class _AddGateLoss(torch.autograd.Function):
     """Autograd function that adds a loss of the MoE layers; backward sets the coefficient of each layer.
 
     In a backward pass, the node of _AddGateLoss runs before the nodes of the MoE layers. The coefficients
-    are removed after the backward pass, so a later backward pass without such a node adds no such loss.
+    are removed after the backward pass, so they cannot change a later backward pass without this node.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ class ImageClassificationCriterionConfig(FairseqDataclass):
 class ImageClassificationCriterion(FairseqCriterion):
     """Criterion that sums the cross entropy over the images of a batch."""
 
-    takes_mixed = True  # The task applies mixup if this is True.
+    takes_mixed = True  # The task allows mixup only with a criterion that has this attribute.
 
     def __init__(self, task: Any, label_smoothing: float) -> None:
         super().__init__(task)

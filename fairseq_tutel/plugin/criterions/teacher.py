@@ -53,7 +53,7 @@ class Teacher:
     def _opened(self, device: torch.device) -> nn.Module:
         path = self.options.distill_teacher
         state = checkpoint_utils.load_checkpoint_to_cpu(path, self.overrides)
-        state.pop("task_state", None)  # The teacher needs a task object with separate state.
+        state.pop("task_state", None)  # fairseq would load this state into the student's task.
         task = self._task_of()
         # Opening the teacher must not change the random numbers of training.
         with torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""Label-smoothed cross entropy of logits without a stored table of log-probabilities.
+"""Label-smoothed cross entropy, computed from logits without storing a table of log-probabilities.
 
 The cross entropy is computed in row chunks, in fp32 or wider. Only the logits are saved for backward.
 fairseq would also save an fp32 table of log-probabilities, and fill two more tables in backward. Shape

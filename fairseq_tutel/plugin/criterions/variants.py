@@ -40,7 +40,7 @@ class _PerplexityMixin(GateLossMixin):
 
 
 class _FlagsMixin(GateLossMixin):
-    """Mixin for criterions without an options dataclass, to which fairseq passes the command line."""
+    """Mixin for criterions without an options dataclass, which add their flags to a parser."""
 
     @classmethod
     def add_args(cls, parser: Any) -> None:

@@ -31,14 +31,14 @@ EVALUATED = frozenset({
     "transformer_context", "transformer_dec_config", "transformer_enc_config", "transformer_sampling",
     "vggblock_enc_config", "weight_softmax", "wer_args", "xformers_att_config",
 })  # fmt: skip
-# fairseq passes the options encoder_KEY and decoder_KEY as KEY to its encoder and decoder.
+# fairseq passes the value of encoder_KEY to the encoder as KEY, and decoder_KEY to the decoder as KEY.
 PREFIXES = ("encoder_", "decoder_")
 # Syntax tree nodes of literals, and of addition and multiplication, which wav2vec's options contain.
 LITERAL = (
     ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.UAdd, ast.USub,
     ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Load,
 )  # fmt: skip
-# Types that options in a checkpoint may have. The check reads no attributes of objects of other types.
+# Types that options in a checkpoint may have. Objects of other types are refused: using them may run code.
 PLAIN = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, Enum, argparse.Namespace,
     np.generic, np.ndarray, torch.Tensor, torch.dtype, torch.device,
@@ -74,7 +74,7 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
 def is_literal(text: str) -> bool:
     """Return whether eval(text) runs no code: the text consists of numbers, strings and containers."""
     if not text.strip():
-        return True  # eval() fails for this text, too.
+        return True  # eval() of an empty text only raises an error.
     try:
         parsed = ast.parse(text.lstrip(" \t"), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):

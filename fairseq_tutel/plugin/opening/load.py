@@ -1,4 +1,4 @@
-"""Loads checkpoint files safely: rejects damaged files and other formats, and never runs their code."""
+"""Loads checkpoint files safely: rejects damaged files and other formats, and runs no code in files."""
 
 import argparse
 import functools
@@ -38,7 +38,7 @@ from fairseq_tutel.plugin.training.train_only import refuse_other_parts
 
 # Environment variable that allows damaged files to be opened.
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
-# Errors of fairseq and torch for a file that is not a checkpoint; `is_machine_error` excludes some.
+# Types of errors that fairseq and torch raise for a file that is no checkpoint, or if memory runs out.
 FOREIGN_FILE_ERRORS = (
     LookupError, TypeError, AttributeError, RuntimeError, EOFError, pickle.UnpicklingError,
     OmegaConfBaseException,
@@ -167,8 +167,8 @@ def _is_imported(name: str) -> bool:
 def _update_task(state: Any, overrides: Mapping[str, Any]) -> None:
     """Update the task options of a checkpoint in place.
 
-    The value grouped_mm of the backend option, which no longer exists, becomes auto. Overrides of system
-    options are added, because fairseq overrides only options that the file already has.
+    The removed value grouped_mm of --moe-backend becomes auto. Overrides of `SystemOptions` are added,
+    because fairseq overrides only options that the file already has.
     """
     task: Any = (state.get("cfg") or {}).get("task")
     values = vars(task) if isinstance(task, argparse.Namespace) else task

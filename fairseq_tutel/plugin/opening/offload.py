@@ -43,7 +43,7 @@ STORES: "WeakValueDictionary[StoreConfig, ExpertStore]" = WeakValueDictionary()
 
 
 def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.device) -> StoreConfig:
-    """Return a task's expert store options, with --moe-expert-tier auto resolved."""
+    """Return a task's expert store options, with host or disk in place of --moe-expert-tier auto."""
     options = read(StoreConfig, task_cfg)
     refuse_bad_values(options)
     policy = options.moe_expert_store
@@ -77,7 +77,7 @@ def meta_experts(config: MoEConfig, topology: Topology, options: StoreConfig) ->
 
 @contextlib.contextmanager
 def for_loading(model_cfg: Any, task: Any) -> Iterator[None]:
-    """Context manager for building a model that a checkpoint will overwrite.
+    """Context manager for building a model whose weights will be loaded from a checkpoint.
 
     The model is built in the dtype of --moe-inference-dtype, because fp32 weights would need more memory.
     The large matrices of the built model are not initialized.
@@ -122,7 +122,7 @@ def quantize_when_loaded(model: nn.Module, task: Any, device: torch.device) -> N
     """
     if read(StoreConfig, config_of(task)).moe_inference_dtype != "int8":
         return
-    # In fairseq, MultiheadAttention of an encoder is also a subclass of FairseqDecoder.
+    # In fairseq, MultiheadAttention is a subclass of FairseqDecoder, even if an encoder uses it.
     decoders = [
         module
         for module in model.modules()
@@ -150,7 +150,7 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
     """Register a hook that adds the experts of the next loaded state dict to the expert store."""
 
     def attach(module: nn.Module, keys: Any) -> None:
-        if any(".experts." in key for key in keys.missing_keys):  # torch reports missing experts.
+        if any(".experts." in key for key in keys.missing_keys):  # torch then raises an error.
             return
         store, layers = _store_of(options), moe_layers(module)
         sources = [layer.experts.take_sources() for layer in layers]

@@ -1,4 +1,4 @@
-"""Runs commands that use a model on several ranks, such as fairseq-generate.
+"""Runs commands such as fairseq-generate, which use a model for inference, on several ranks.
 
 With --moe-expert-parallel-size P > 1 on the command line, P ranks share each model's experts, and run in
 lockstep.
@@ -114,7 +114,7 @@ def topology_of_opened(
     `requested` is the --moe-expert-parallel-size of the model's task; a command on one rank ignores
     `requested`. `make_topology` documents the other arguments and the errors.
     """
-    if is_teacher:  # RUN.topology belongs to the student.
+    if is_teacher:  # RUN.topology must remain that of the student.
         return make_topology(expert_counts, requested or 1, ranks_per_node)
     command = running_command()
     if command is None or command.expert_parallel_size == 1:

@@ -19,15 +19,15 @@ FLOAT16_MAX = torch.finfo(torch.float16).max
 class FusedAdam(Adam):
     """fairseq's Adam, with torch's fused AdamW kernel for fp32 and fp64 parameters.
 
-    The state dict has the format of fairseq's Adam. Let v be the second moment, and t the step count. In
-    fairseq, eps is added to sqrt(v); in AdamW, to sqrt(v) / sqrt(1 - beta2^t). This class therefore divides
-    eps by sqrt(1 - beta2^t). If a parameter has half precision, or if a gradient is sparse or not
-    contiguous, the step of fairseq's Adam is used.
+    The state dict has the format of fairseq's Adam. Let v be the second moment, and t the step count.
+    fairseq's Adam adds eps to sqrt(v), but AdamW adds eps to sqrt(v) / sqrt(1 - beta2^t). This class
+    therefore divides eps by sqrt(1 - beta2^t). If a parameter has half precision, or if a gradient is
+    sparse or not contiguous, this class runs the step of fairseq's Adam.
 
-    With `fp16_stats`, Adam's moments are stored in fp16. Each fp16 moment is divided by a scale that maps
-    its largest element to the largest fp16 number. There is one scale per dense parameter and one per
-    expert, so an expert's scale is the same on any rank. The scales have the same keys in the state dict as
-    in fairseq's class, which needs apex. Source: OpenAI's Jukebox.
+    With `fp16_stats`, Adam's moments are stored in fp16, as in OpenAI's Jukebox. Each fp16 moment is
+    divided by a scale that maps its largest element to the largest fp16 number. There is one scale per
+    dense parameter and one per expert, so an expert's scale is the same on any rank. The scales have the
+    same state-dict keys as in fairseq's fp16 class, which needs apex.
     """
 
     def __init__(self, params: Any, fp16_stats: bool = False, **options: Any) -> None:
@@ -135,7 +135,7 @@ class FusedAdam(Adam):
 def _widened(state: dict[str, Any], key: str, device: torch.device) -> Tensor:
     """Return a moment of Adam in fp32 on `device`, multiplied by its scale if it has one.
 
-    After a load, fairseq's memory-efficient wrapper leaves the moments on the host.
+    fairseq's memory-efficient wrapper leaves the moments of a loaded checkpoint in host memory.
     """
     scale = torch.as_tensor(state.get(key + "_scale", 1.0), device=device)
     return state[key].to(device, torch.float32) * scale
@@ -148,7 +148,7 @@ class MoEFairseqAdam(MoEOptimizerMixin, FairseqAdam):
     On a GPU with apex, moe_adam uses apex's fused class, as fairseq does, except with these options:
 
     - --fp16-adam-stats, because apex has one scale for all experts of a rank;
-    - ZeRO and offload, because partitions may be in host memory.
+    - ZeRO and offload, because apex cannot update parameters in host memory.
     """
 
     def __init__(self, cfg: FairseqAdamConfig, params: Any) -> None:

@@ -1,4 +1,4 @@
-"""A mixin that adds experts on several ranks, ZeRO and offload to fairseq's optimizers.
+"""A mixin with which fairseq's optimizers support experts on several ranks, ZeRO and offload.
 
 fairseq's fp16 and memory-efficient wrappers can wrap an optimizer with this mixin. The optimizer state in a
 checkpoint has the same format as fairseq's.
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class MoEOptimizerMixin:
-    """Mixin that adds experts on several ranks, ZeRO and offload to a FairseqOptimizer class."""
+    """Mixin with which a FairseqOptimizer class supports experts on several ranks, ZeRO and offload."""
 
     optimizer: Any  # The torch optimizer.
     params: Any
@@ -83,7 +83,7 @@ class MoEOptimizerMixin:
         self.finish_backward()
 
     def finish_backward(self) -> None:
-        """Reduce the remaining gradients after an fp16 wrapper has run the backward pass."""
+        """With ZeRO, reduce the gradients that are not yet reduced; ZeroFP16Optimizer calls this method."""
         if self.zero is not None:
             self.zero.reducer.finish_backward()
 
@@ -108,7 +108,7 @@ class MoEOptimizerMixin:
             gradients.rescale_expert_gradients(module.parameters(), topology.world_size)
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Multiply the gradients by c; under ZeRO, `step` multiplies when it converts gradients to fp32."""
+        """Multiply the gradients by c; under ZeRO, `step` does this when it converts gradients to fp32."""
         if self.zero is None:
             super().multiply_grads(c)  # type: ignore[misc]
         else:
@@ -141,7 +141,7 @@ class MoEOptimizerMixin:
         super().step(*args, **kwargs)  # type: ignore[misc]
 
     def expert_state(self, index: int) -> dict[str, Tensor]:
-        """Return the optimizer state [e, ...] of this rank's experts, with fp32 master weights. Collective.
+        """Return the optimizer state [e, ...] of this rank's e experts, with fp32 masters. Collective.
 
         Offloaded state is in host memory. With fairseq's memory-efficient wrapper, a loaded checkpoint's
         state is in host memory until the first step.
@@ -172,8 +172,8 @@ class MoEOptimizerMixin:
     def save_state(self, state: dict[int, dict[str, Any]], topology: Topology) -> None:
         """Set the optimizer state that rank 0's next `state_dict` contains instead of local state.
 
-        The dict `state` has an inner dict for each parameter index. With ZeRO, this method is a collective
-        that also gathers the optimizer state of all other parameters.
+        The dict `state` maps a parameter's index to that parameter's state. With ZeRO, this method is a
+        collective that also gathers the optimizer state of all other parameters.
         """
         self._gathered_state = state if topology.rank == 0 else None
         if not self.is_apart:
@@ -214,7 +214,7 @@ class MoEOptimizerMixin:
     def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None) -> None:
         """Load this rank's part of a complete optimizer state, and restore fp32 master weights."""
         topology = RUN.topology
-        # The state dict is changed in place, because fairseq's memory-efficient fp16 wrapper reads it.
+        # The state dict is changed in place, because fairseq's memory-efficient wrapper reads it later.
         state = state_dict.get("state", {})
         for index, parameter in enumerate(self.model_params()):
             if topology.expert_parallel_size > 1 and gradients.is_expert(parameter) and index in state:
@@ -254,7 +254,7 @@ def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> di
     part = topology.part(shape[0])
 
     def own(value: Tensor | ShardedTensor) -> Tensor:
-        # A tensor of another shape, such as a scale, is the same for all expert shards.
+        # A tensor whose shape differs from the parameter's, such as a scale, is equal on all expert shards.
         cut_as = slicing if list(value.shape) == shape else Slice()
         index = part.index if cut_as.count > 1 else 0
         if isinstance(value, ShardedTensor):

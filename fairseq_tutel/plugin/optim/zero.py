@@ -14,7 +14,7 @@ from fairseq_tutel.plugin.training.options import TaskConfig
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """The ZeRO stage (0 to 2), and whether the optimizer state is in host memory, as in `ZeroState`."""
+    """The ZeRO stage (0 to 2), and whether the optimizer state is in host memory."""
 
     stage: int
     offload: bool
@@ -43,7 +43,7 @@ class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
     """The fp16 and bf16 optimizer for ZeRO, which replaces fairseq's FP16Optimizer.
 
     FP16Optimizer copies all parameters and gradients to fp32. In ZeroFP16Optimizer, the wrapped optimizer
-    gets half-precision parameters, keeps fp32 partitions, and makes the same updates.
+    gets half-precision parameters, keeps fp32 partitions, and makes the same updates as FP16Optimizer.
     """
 
     def backward(self, loss: Tensor) -> None:
@@ -52,7 +52,7 @@ class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
         self.wrapped_optimizer.finish_backward()
 
     def load_state_dict(self, state_dict: dict, optimizer_overrides: dict | None = None) -> Any:
-        """Load an optimizer state, and keep fairseq from overwriting loaded tensors with the file's."""
+        """Load an optimizer state; the flag keeps fairseq from overwriting it with the file's tensors."""
         self.optimizer.disable_mem_eff_fp16_loading_hack = True
         super().load_state_dict(state_dict, optimizer_overrides)
 

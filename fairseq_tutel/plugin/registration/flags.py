@@ -1,7 +1,7 @@
 """Defines the command-line flags and hydra keys of this package.
 
-Every MoE model has the options `ModelOptions`, every task `SystemOptions`, and every MoE criterion
-`GateLossOptions`. `layer_config` makes a layer's MoEConfig from model and task options.
+Every MoE model has the options `ModelOptions`, every task `SystemOptions` (parallelism, memory, saving),
+and every MoE criterion `GateLossOptions`. `layer_config` makes a MoEConfig from model and task options.
 """
 
 import dataclasses

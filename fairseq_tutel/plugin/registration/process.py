@@ -1,4 +1,4 @@
-"""Prints only the message of an error that a user can fix, and ends fairseq's reader threads."""
+"""Prints no traceback for an error that a user can fix, and ends fairseq's reader threads at exit."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ from fairseq_tutel.parallel.guard import CommunicationError
 
 logger = logging.getLogger(__name__)
 
-# Maximum time for which the exit waits for reader threads, which may hang in a file system.
+# Maximum time for which a process waits at exit for reader threads, which may hang in a file system.
 SECONDS_FOR_READERS = 10.0
 REASON = 300  # Maximum number of characters of an original error that a message quotes.
 # Errors that users can fix: bad options or files, NaN, failed writes, lack of memory, failed ranks.
@@ -94,7 +94,7 @@ def end_readers() -> None:
 
 @contextlib.contextmanager
 def refusals_are_sentences() -> Iterator[None]:
-    """Context manager that exits with a message instead of a traceback if a user can fix an error."""
+    """Context manager that ends the process without a traceback at an error that a user can fix."""
     try:
         yield
     except Exception as error:
@@ -138,7 +138,7 @@ def excepthook(original: Any) -> Any:
 
 
 def _last_line(error: BaseException) -> str | None:
-    """Return the last error line of a process, or None if a traceback must be printed."""
+    """Return the line to print for an error, or None if the traceback must be printed."""
     if isinstance(error, ProcessRaisedException):
         found = RANK_ERROR.search(str(error))
         return found[1] if found else None

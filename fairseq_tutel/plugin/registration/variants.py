@@ -1,4 +1,4 @@
-"""Makes MoE variants of fairseq's classes, and adds the system options to every fairseq task."""
+"""Makes MoE variants of fairseq's classes, and adds `SystemOptions` to every fairseq task."""
 
 import dataclasses
 import inspect
@@ -26,7 +26,7 @@ def variant_of(stock: type, *before: type, module: str, **attributes: Any) -> ty
 
 
 class _AddArgs(classmethod):
-    """Replaces `add_args` of a task without a dataclass: adds the task's flags and the system options."""
+    """Replaces `add_args` of a task without a dataclass: adds the task's flags and `SystemOptions`."""
 
     def __init__(self, stock: Any) -> None:
         def add_args(cls: type, parser: Any) -> None:
@@ -37,7 +37,7 @@ class _AddArgs(classmethod):
 
 
 def give_system_options() -> None:
-    """Add the system options to every registered task that lacks them.
+    """Add `SystemOptions` to every registered task that lacks these options.
 
     If a user's tasks are registered later, give_system_options() must be called again.
     """

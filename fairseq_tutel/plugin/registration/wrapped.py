@@ -1,38 +1,38 @@
 """Wraps five fairseq functions that cannot be changed by a registry, an override or a hook.
 
 - `checkpoint_utils.save_checkpoint`: The wrapper gathers the experts, or lets all ranks write shard files,
-  before rank 0 saves a checkpoint. `Trainer.consolidate_optimizer` is no substitute, because it also runs
-  if nothing is saved, and before crash.pt is saved, when other ranks may have ended.
+  before rank 0 saves a checkpoint. An override of `Trainer.consolidate_optimizer` would not do: fairseq
+  also calls it if nothing is saved, and for crash.pt, when other ranks may have ended.
 - `checkpoint_utils.load_checkpoint_to_cpu`: fairseq loads every checkpoint with this function. The wrapper
-  finds shard files from the checkpoint's path, which the loaded state does not contain. The wrapper also
-  refuses damaged and foreign files, and marks models that are opened for use.
-- `checkpoint_utils.torch_persistent_save`: fairseq retries a failed write by appending to a damaged file.
+  finds shard files by the checkpoint's path. The loaded state does not contain this path. The wrapper also
+  refuses damaged and foreign files, and marks models that are opened for inference.
+- `checkpoint_utils.torch_persistent_save`: fairseq retries a failed write by appending to the damaged file.
   Without the wrapper, two jobs would also write to the same temporary file.
 - `PathManager.copy`: fairseq overwrites checkpoint_last and checkpoint_best in place. If fairseq is killed
-  during such a copy, the checkpoint is truncated. The wrapper's copy shares disk blocks where possible.
+  during the copy, the checkpoint is truncated. The wrapper copies to a temporary file, and renames it.
 - `distributed.utils.call_main`: Every fairseq command begins with a call of call_main.
-  - Under torchrun on CPU, fairseq divides by the number of GPUs, or trains N models into one folder.
-  - On GPU, fairseq uses the GPU RANK % count, which is wrong if nodes have different numbers of ranks.
+  - Under torchrun on CPU, fairseq raises ZeroDivisionError, or each rank trains a separate model.
+  - A rank of fairseq uses GPU RANK % num_gpus, which is wrong if nodes have different numbers of ranks.
   - fairseq-train treats --bf16 as a request for a TPU.
   - With the wrapper, errors of the rendezvous and of fairseq's collectives name the missing ranks.
   - If a rank fails, the wrapper ends all other ranks.
-  - With the wrapper, each rank runs its experts for other ranks until all ranks have finished.
+  - In inference, the wrapper lets each rank run its experts until all ranks have finished.
   - The wrapper locks a training run's --save-dir, and chooses the checkpoint from which the run resumes.
   - With the wrapper, a signal makes training save a checkpoint before the run ends.
   - With the wrapper, tasks without a dataclass can read the run's configuration.
 
-`CHANGED` lists attributes that this package sets. The package also changes the process in these ways:
+`CHANGED` lists attributes of fairseq and torch that the package sets. The package makes other changes:
 
 - At import, `install` defines names that newer numpy lacks (`NUMPY_NAMES`) and sets sys.excepthook.
 - At import, `plugin.register` sets malloc's thresholds and the classes that torch.load accepts.
-- At import, fairseq's and hydra's registries get MoE variants, and every task gets options.
+- At import, the package adds MoE variants to fairseq's and hydra's registries, and options to all tasks.
 - At import, `flags.py` removes --is-moe from sys.argv.
 - When a command runs, `train` and `run` change sys.argv.
 - When a command runs, fairseq's main function uses a subclass of its Trainer (`training/own_layers.py`).
 - When a command runs, `training/startup.py` sets the current GPU, and writes ranks into the configuration.
 - When a command runs, `parallel/guard.py` sets torch's time-outs.
 - When a command ends, `parallel/background.py` and `process.py` end threads.
-- When a model with experts is built, `startup.complete` changes the run's configuration and logs this.
+- When a model with experts is built, `startup.complete` changes the configuration, and logs the changes.
 - While a training run lasts, `parallel/signals.py` handles signals.
 """
 
@@ -108,8 +108,8 @@ def call_main(original: Any) -> Any:
 def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
     """Run the main function of a command, with its FairseqConfig in `RUN.cfg`."""
     startup.note_spawned_ranks(cfg)
-    import_user_module(cfg.common)  # A user's module may register tasks, but hydra skips it.
-    # In a spawned rank, fairseq skips an imported --user-dir, so `register` is called.
+    import_user_module(cfg.common)  # A user's module may register tasks; fairseq-hydra-train skips it.
+    # In a spawned rank, fairseq does not import --user-dir again, so the plugin is registered here.
     plugin.register()
     give_system_options()
     _check_model(cfg)
@@ -140,32 +140,32 @@ WRAPPED = (
 # fairseq uses these numpy names for Python types, but numpy 1.24 and 2.0 removed the names.
 NUMPY_NAMES = {"int": int, "long": int, "float": float, "compat": SimpleNamespace(long=int)}
 
-# Attributes that the files of this package set on objects of fairseq or torch. The list omits
-# configurations, and data and gradients of tensors.
+# Attributes that the files of this package set on objects of fairseq or torch. Attributes of
+# configurations, and data and gradients of tensors, are not listed.
 CHANGED = {
-    # fairseq constructs tasks, iterators, data sets and some models; later, their classes are changed.
+    # The package changes the classes of tasks, iterators, data sets and models that fairseq constructed.
     "plugin/registration/variants.py": "__class__ __dataclass add_args",
-    "plugin/registration/process.py": "_max_len",  # With _max_len = 0, a thread that reads batches ends.
+    "plugin/registration/process.py": "_max_len",  # _max_len = 0 ends a thread that reads batches.
     "plugin/registration/wrapped.py": "excepthook",  # The new excepthook prints errors as sentences.
     "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm",  # Stock layers call these modules.
-    # fairseq's tasks read the languages. One fairseq task reads `args` without setting `args`.
+    # fairseq's tasks read source_langs and target_langs. One of the tasks reads `args`, but never sets it.
     "plugin/hub_interfaces.py": "args source_langs target_langs bpe",
-    # torch's DDP reads the ignored parameters. A changed max_epoch ends a run.
+    # torch's DDP ignores the listed parameters. max_epoch = -1 ends a run that has no update left.
     "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore max_epoch",
-    # A thread saves a copy of a trainer, with the attributes that fairseq's save_checkpoint reads.
+    # A save thread passes copies with these attributes to fairseq's save_checkpoint.
     "plugin/training/background_save.py": "get_checkpoint_dict no_save save_checkpoint",
     "plugin/opening/load.py": "load",  # While fairseq opens a checkpoint, torch.load maps the file.
-    # A signal ends a validation. The sums of log values over ranks also count the signals.
+    # After a signal, valid_step ends the validation. _aggregate_logging_outputs also counts signals.
     "plugin/training/preemption.py": "valid_step _aggregate_logging_outputs",
-    "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq would put the buffers on a GPU.
-    "plugin/criterions/teacher.py": "is_of_teacher",  # It marks the task's copy that builds the teacher.
-    # fairseq would replace the loaded state. fairseq's Trainer compares optimizer names with checkpoints.
+    "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq would allocate the buffers on a GPU.
+    "plugin/criterions/teacher.py": "is_of_teacher",  # Marks the copy of the task that builds the teacher.
+    # The first makes fairseq keep loaded state. fairseq's Trainer compares the second with checkpoints.
     "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__ holds_masters",
-    "parallel/groups.py": "param_group",  # fairseq copies only param_group to fp32 masters.
+    "parallel/groups.py": "param_group",  # The only attribute that fairseq copies to fp32 masters.
     "parallel/gradients.py": "expert _tutel_expert root_scaled",  # The attributes mark parameters.
     "parallel/call_id.py": "_torchdynamo_disable count",  # `count` counts the calls of a layer.
     "parallel/rendezvous.py": "daemon",  # A daemon timer does not keep the process alive.
-    "parallel/zero_state.py": "zero_hook",  # A second optimizer removes the hook of the first.
+    "parallel/zero_state.py": "zero_hook",  # A second optimizer of a model removes the hook of the first.
 }
 
 

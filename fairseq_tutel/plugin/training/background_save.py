@@ -27,7 +27,7 @@ from fairseq_tutel.plugin.training.expert_states import ExpertStates
 
 logger = logging.getLogger(__name__)
 
-PENDING = "pending"  # This key marks a record whose shard files are not yet written.
+PENDING = "pending"  # This key marks a record that stands for a tensor of an unwritten shard file.
 # After an error, `stop` waits at most this many half seconds for the end of the save thread.
 LAST_LOOKS = 20
 
@@ -37,7 +37,7 @@ class _CancelledError(Exception):
 
 
 class BackgroundSave:
-    """Saves checkpoints in the background, at most one at a time; all methods are collectives."""
+    """Saves checkpoints in the background, at most one at a time; `begin` and `finish` are collectives."""
 
     def __init__(self) -> None:
         self._work: world.Work | None = None
@@ -55,7 +55,7 @@ class BackgroundSave:
             self._group = group_of_threads()
         without_files = copy.deepcopy(cfg)
         without_files.no_save = True
-        original(without_files, trainer, epoch_itr, val_loss)  # This updates only the best loss.
+        original(without_files, trainer, epoch_itr, val_loss)  # This call updates only the best loss.
         trainer.consolidate_optimizer()
         model, topology = trainer.get_model(), RUN.topology
         folder = experts.begin_folder(Path(cfg.save_dir))

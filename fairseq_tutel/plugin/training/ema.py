@@ -57,7 +57,7 @@ class ExpertEMA(EMA):
 
     @torch.no_grad()
     def _step_internal(self, new_model: nn.Module, updates: Any = None) -> None:
-        """Update averages in place, because fairseq would load them like a checkpoint with all experts."""
+        """Update averages in place; fairseq's method calls `restore`, which expects all ranks' experts."""
         current, seen = self.model.state_dict(), set[int]()
         averages = self.fp32_params or current
         for key, value in new_model.state_dict().items():
@@ -83,7 +83,7 @@ class ExpertEMA(EMA):
 
     @contextlib.contextmanager
     def saved_with(self, records: Mapping[tuple[str, str], Any]) -> Iterator[None]:
-        """Context manager in which a saved checkpoint has shard records instead of averages of experts.
+        """Context manager in which a checkpoint has shard records instead of the averages of experts.
 
         The keys of `records` are (layer, name), where a name is, for example, "fc1_weight.ema".
         """

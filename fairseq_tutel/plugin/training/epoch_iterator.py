@@ -1,7 +1,7 @@
 """Defines a training batch iterator whose saved position does not depend on the number of ranks.
 
 fairseq saves the number of batches that each rank consumed. ElasticEpochBatchIterator saves the number of
-batches that all ranks consumed, and a resumed run drops that many batches before sharding.
+batches that all ranks consumed. A resumed run skips that many batches, and shards the rest.
 
 If the ranks get unequal numbers of batches, some ranks end an update with an empty batch. On a rank with an
 empty last batch, fairseq's trainer uses the gradients of the update's earlier batches, but does not count
@@ -31,8 +31,8 @@ class _Resumed(NamedTuple):
 
     epoch: int
     consumed: int  # The number of batches that all ranks consumed before the resume.
-    start: int  # The position in the epoch that fairseq's iterator gets, in rounds.
-    order_shards: int  # The number of ranks on which fairseq's order of batches equals the saved run's.
+    start: int  # The position that fairseq's iterator gets, in rounds of one batch per rank.
+    order_shards: int  # The number of ranks with which fairseq would make the saved run's order of batches.
 
 
 class ElasticEpochBatchIterator(EpochBatchIterator):
@@ -118,7 +118,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
 
     @property
     def _order_shards(self) -> int:
-        """The number of ranks on which fairseq's order of batches equals this iterator's."""
+        """The number of ranks with which fairseq would make this iterator's order of batches."""
         return self._micro_batches or self.num_shards
 
     def _batches_in(self, rounds: int) -> int:

@@ -25,7 +25,7 @@ class ExpertStates:
     def __init__(self, trainer: Trainer, inner: MoEOptimizerMixin | None, ema: ExpertEMA | None) -> None:
         self._model, self.inner, self.ema = trainer.get_model(), inner, ema
         self._averages = {} if ema is None else ema.averages_of(self._model)
-        # The optimizer identifies a parameter, or the parameter's fp32 master, by the index in this list.
+        # The optimizer identifies a parameter, or the parameter's fp32 master, by its index in this list.
         trained = getattr(trainer.optimizer, "fp16_params", None) or (inner.model_params() if inner else [])
         self._index_of = {id(parameter): index for index, parameter in enumerate(trained)}
 
@@ -51,7 +51,7 @@ class ExpertStates:
 
     @contextlib.contextmanager
     def saved_as(self, records: Mapping[tuple[str, str], Any], topology: Topology) -> Iterator[None]:
-        """Context manager in which checkpoints have records in place of experts' optimizer state and EMA.
+        """Context manager in which checkpoints have shard records instead of experts' state and EMA.
 
         The keys of `records` are pairs (layer, tensor name). Collective.
         """

@@ -14,8 +14,8 @@ from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.training.resume import flag_and_path
 
-# Each measure is NaN or infinite if an element is. The 2-norm of weights is also infinite if a weight is
-# larger than about 1e19, so such weights are refused, too.
+# The measure of a tensor is NaN or infinite if an element of the tensor is. The 2-norm of weights is also
+# infinite if a weight is larger than about 1e19, so such weights are refused, too.
 Measure = Callable[..., Tensor]
 OF_WEIGHTS, OF_STATE = torch.linalg.vector_norm, torch.sum
 # Names of state tensors of fairseq's optimizers that have the same shape as their parameter.
@@ -74,7 +74,7 @@ def optimizers_of(trainer: Any) -> Iterator[Any]:
 
 
 def mismatch(trainer: Any) -> str | None:
-    """Return a message about the first optimizer state whose shape is not its parameter's, or None."""
+    """Return a message about the first state tensor whose shape differs from its parameter's, or None."""
     for optimizer in optimizers_of(trainer):
         for parameter, state in optimizer.state.items():
             for key in SHAPED:

@@ -9,7 +9,7 @@ def globals_of(main: Any) -> dict[str, Any] | None:
     """Return the globals of fairseq's training loop if `main` is its training function, otherwise None.
 
     In a process that multiprocessing spawned for `python -m fairseq_cli.train`, the module of `main` has
-    only copies of the loop's globals.
+    only copies of the globals, so `main.__globals__` is returned.
     """
     names = getattr(main, "__globals__", {})
     module = getattr(names.get("__spec__"), "name", "")

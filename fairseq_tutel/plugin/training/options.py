@@ -1,4 +1,4 @@
-"""Defines the task options that are not in MoEConfig, and the options of signals."""
+"""Defines the task options that are not in MoEConfig, and the options for signals that end a run."""
 
 from dataclasses import dataclass
 from functools import partial

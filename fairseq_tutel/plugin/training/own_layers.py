@@ -78,7 +78,7 @@ class MoETrainer(Trainer):
             super()._build_ema()
 
     def _build_optimizer(self) -> None:
-        """Build the optimizer; MoE optimizers of half-precision parameters may shard their state."""
+        """Build the optimizer; a MoE optimizer of half-precision parameters needs `half_optimizer`."""
         common, name = self.cfg.common, self.cfg.optimizer._name
         other = common.memory_efficient_fp16 or common.memory_efficient_bf16
         is_half = (common.fp16 or common.bf16) and not other
@@ -111,7 +111,7 @@ def prepare(root: Any, task: Any, model: Any) -> None:
         start_together(root, model, task)
     topology = _topology_of(layers)
     _prepare_experts(model, layers.values(), topology)
-    if are_placed:  # Installed experts are already prepared.
+    if are_placed:  # `install_experts` has prepared the rest.
         return
     if topology.expert_parallel_size > 1 and getattr(root.task, "eval_bleu", False):
         raise ValueError(

@@ -41,7 +41,8 @@ def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[SignalWatch 
         return
     options = read(PreemptionConfig, cfg.task)
     refuse_bad_values(options)
-    # With model parallelism, fairseq does not sum log values over ranks that share a batch.
+    # With model parallelism, fairseq does not sum log values over ranks that share a batch, so these ranks
+    # would not get the number of signals.
     if not options.names or cfg.common.model_parallel_size > 1 or cfg.common.tpu:
         yield None
         return
@@ -61,7 +62,7 @@ def run_watched(run: Any, main: Any, cfg: Any, **kwargs: Any) -> Any:
 
 
 class Preemption:
-    """Wraps functions of fairseq's training loop to end it after an update if a rank got a signal.
+    """Wraps functions of fairseq's training loop, to end the loop after an update if a rank got a signal.
 
     `count_saves` returns the number of saves in this run until now.
     """
@@ -159,7 +160,7 @@ def _what_was_saved(cfg: Any, updates: int) -> str:
 
 
 def end_process(result: str) -> NoReturn:
-    """End this process with EXIT_CODE."""
+    """Log that a signal ended the run, and end this process with EXIT_CODE."""
     line = f"a rank received a signal; {result}"
     logger.info("%s", line)
     write_for_torchrun(line)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 # Results of a rank without a readable checkpoint: no file, a corrupt file, or a remote file.
 NOTHING, CORRUPT, ELSEWHERE = "nothing", "corrupt", "no local file"
 KINDS = (NOTHING, CORRUPT, ELSEWHERE, NOT_A_FILE)
-CHECK = "the check of the checkpoint"  # Errors of the check's collectives contain this text.
+CHECK = "the check of the checkpoint"  # Error messages of the check's collectives contain this text.
 # Names of checkpoints that a run saves in addition to checkpoint_last.pt.
 SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 

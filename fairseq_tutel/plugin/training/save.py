@@ -1,8 +1,8 @@
 """Saves checkpoints with all ranks' experts, and prevents other runs from writing to --save-dir.
 
-Rank 0 locks --save-dir. Without the lock on --save-dir, two runs would remove each other's experts and
-overwrite each other's files. A function with the parameter `original` wraps a fairseq function (see
-`registration/wrapped.py`).
+Rank 0 locks --save-dir. Without this lock, two runs with the same --save-dir would remove each other's
+experts and overwrite each other's files. A function with the parameter `original` wraps a fairseq function
+(see `registration/wrapped.py`).
 """
 
 import contextlib
@@ -118,7 +118,7 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
         finally:
             if writes and world.is_first():
                 try:
-                    # Unused expert folders are deleted even after errors, as they may have filled the disk.
+                    # Unused expert folders may have filled the disk, so errors do not prevent the deletion.
                     folders.collect(Path(save_dir))
                 except OSError as error:
                     logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)
@@ -150,7 +150,7 @@ def save_checkpoint(original: Any) -> Any:
 def _completed(cfg: Any, trainer: Any, states: ExpertStates | None) -> Iterator[None]:
     """Context manager in which fairseq saves all ranks' experts and optimizer state. Collective.
 
-    The context manager gathers experts and optimizer state, or writes them to shard files (`states`).
+    The context manager gathers experts and optimizer state or, with `states`, writes them to shard files.
     """
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
     model = trainer.get_model()

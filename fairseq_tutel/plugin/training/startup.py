@@ -1,6 +1,6 @@
 """Starts a run: reads the ranks from torchrun's environment, checks options, and sets time-outs.
 
-While fairseq builds the model, `root_of(task)` is the FairseqConfig that the Trainer will use.
+`complete` changes the FairseqConfig while fairseq builds the model; the Trainer later reads this object.
 """
 
 import argparse
@@ -68,8 +68,7 @@ def join_torchrun(cfg: Any) -> None:
         distributed.distributed_num_procs = 1
         if on_cpu:
             distributed.distributed_backend = "gloo"
-            # "pytorch_ddp" and "c10d" are names of the default backend of fairseq, which needs a GPU.
-            # Backends other than the default are kept or refused.
+            # "pytorch_ddp" and "c10d" are names of fairseq's default backend, which needs a GPU.
             if distributed.ddp_backend in ("pytorch_ddp", "c10d"):
                 _set_everywhere(cfg, "ddp_backend", "legacy_ddp")
     if not on_cpu:
@@ -97,7 +96,7 @@ def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     return rendezvous.meeting(distributed.distributed_rank, distributed.distributed_world_size, seconds)
 
 
-# Options that describe one rank may differ between ranks, and so may options with a path.
+# These options describe one rank, so ranks may have different values. Options with a path may differ, too.
 OF_ONE_RANK = {
     *("distributed_rank", "device_id", "shard_id", "distributed_init_method", "distributed_port"),
     *("distributed_no_spawn", "distributed_num_procs", "nprocs_per_node"),
@@ -124,7 +123,7 @@ def set_timeout(task_cfg: Any) -> None:
 
 
 def limit_fairseq_groups() -> None:
-    """Create fairseq's group of all ranks now, with the time-out of this package. Collective."""
+    """Create fairseq's group of all ranks now, with --moe-comm-timeout as its time-out. Collective."""
     guard.limit(None)
     with guard.guarded("the creation of fairseq's group of all ranks"):
         guard.limit(distributed_utils.get_global_group())
@@ -164,7 +163,7 @@ def _facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
 
 
 def _options(section: Any) -> dict[str, Any]:
-    """Return the options of a configuration section that must be equal on all ranks, by flag."""
+    """Return those options of a configuration section that must be equal on all ranks, by flag."""
     if OmegaConf.is_config(section):
         section = OmegaConf.to_container(section, resolve=True, enum_to_str=True)
     elif isinstance(section, argparse.Namespace):
@@ -287,8 +286,8 @@ def complete(root: Any) -> None:
     zero = zero_options(root)
     only = read(TaskConfig, root.task).moe_train_only
     if only or (zero is not None and zero.stage):
-        # torch's DistributedDataParallel would all-reduce complete gradients during the backward pass, and
-        # refuses a model whose dense parameters are all frozen.
+        # torch's DistributedDataParallel all-reduces complete gradients, which ZeRO must avoid. It also
+        # refuses a model whose dense parameters are all frozen, as --moe-train-only may freeze them.
         _set(root.distributed_training, "ddp_backend", "legacy_ddp", "frozen parts" if only else "shards")
         _set_everywhere(root, "ddp_backend", "legacy_ddp")
     name, variant = root.optimizer._name, variant_name(root.optimizer._name)

@@ -53,7 +53,7 @@ class InferenceMixin:
         return super().build_generator(*args, **kwargs)  # type: ignore[misc]
 
     def eval_lm_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of fairseq-eval-lm."""
+        """Return the batches of fairseq-eval-lm; raise an error for --context-window on several ranks."""
         command = running_command()
         if command is not None and command.cfg.eval_lm.context_window > 0:
             raise ValueError(
@@ -63,7 +63,7 @@ class InferenceMixin:
         return super().eval_lm_dataloader(*args, **kwargs)  # type: ignore[misc]
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
-        """Validate this rank's batch if it has one, then run this rank's experts for other ranks."""
+        """Validate this rank's batch, if there is one, then run this rank's experts for other ranks."""
         command = running_command()
         if command is None:
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
@@ -84,7 +84,7 @@ class MoETaskMixin(InferenceMixin):
     _micro_batches = 0  # The value of --moe-micro-batches.
     _seed = 1  # The value of --seed.
     _update = (-1, -1)  # The optimizer's `times_clipped` and the number of the current update.
-    _ran_in_update = 0  # The number of this rank's real micro-batches in the current update.
+    _ran_in_update = 0  # The number of this rank's micro-batches in the current update, without dummies.
 
     def take_experts(self, layers: Sequence[MoELayer], tuner: UpdateTuner | None) -> None:
         """Store the tuner of the model's MoE layers, and apply this task's options to the layers."""
@@ -134,7 +134,7 @@ class MoETaskMixin(InferenceMixin):
             self._seed_micro_batch(update_num)
         error = sys.exc_info()[1]
         if isinstance(error, FloatingPointError) and "Nan/Inf" in str(error):
-            # After a NaN error, the trainer repeats the step to find the module with the NaN.
+            # After a NaN error, fairseq's trainer repeats the step to find the module with the NaN.
             raise FloatingPointError(
                 f"the loss or a gradient became NaN or infinite at update {update_num}; lower --lr, set "
                 "--clip-norm, or look for bad input, and continue from the last checkpoint."
@@ -145,9 +145,9 @@ class MoETaskMixin(InferenceMixin):
                 sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
             )
         if self.moe_tuner is not None:
-            self.moe_tuner.end()  # The measured time includes backward.
+            self.moe_tuner.end()  # The tuner's measured time includes the backward pass.
         if ignore_grad:
-            # The trainer ignores a dummy batch only at the end of an update, so log values are set to 0.
+            # fairseq's trainer ignores a dummy batch's log only at the end of an update, so log zeros.
             loss, sample_size, log = result
             result = loss, _zero(sample_size), {key: _zero(value) for key, value in log.items()}
         return result
@@ -190,7 +190,7 @@ class MoETaskMixin(InferenceMixin):
                 layer.timer.read_and_reset()
 
     def load_dataset(self, split: str, *args: Any, **kwargs: Any) -> None:
-        """Load a split of the data; a resumed run repeats the random numbers of earlier epochs."""
+        """Load a split of the data; a resumed run draws random numbers like an uninterrupted run."""
         epoch = kwargs.get("epoch", 1)
         draws = epoch > 1 and not self.has_sharded_data(split)  # type: ignore[attr-defined]
         if draws:
@@ -214,7 +214,7 @@ class MoETaskMixin(InferenceMixin):
             iterator.start_in(epoch)
         micro_batches = 0
         if root is not None and self._micro_batches:
-            train_set = self.datasets.get(root.dataset.train_subset)  # A validation has no updates.
+            train_set = self.datasets.get(root.dataset.train_subset)  # Only training batches form updates.
             if train_set is not None and iterator.dataset is train_set:
                 micro_batches = self._micro_batches
         if isinstance(iterator, ElasticEpochBatchIterator):
@@ -236,7 +236,7 @@ class MoETaskMixin(InferenceMixin):
     ) -> bool:
         """Return whether fairseq makes batches once for all epochs, and has not made them yet.
 
-        In a resumed run, fairseq would make batches with random numbers of the current epoch.
+        A run that resumes in epoch 3 would make batches with random numbers of epoch 3, not of epoch 1.
         """
         is_cached = dataset in self.dataset_to_epoch_iter
         never = disable_iterator_cache or update_epoch_batch_itr or is_cached

@@ -17,7 +17,7 @@ from fairseq_tutel.plugin.training.tuning import option
 
 logger = logging.getLogger(__name__)
 
-# First words of the names of the parameters of a MoE layer that belong to gates.
+# Prefixes of the names of a MoE layer's gate parameters.
 GATES = ("gate.", "other_gates.", "beside.mix.", "beside.cmr_gate.")
 
 
@@ -67,7 +67,7 @@ def freeze(root: Any, model: nn.Module) -> None:
     for parameter in set(of_names.values()) - trained - stacked:
         parameter.requires_grad_(False)
     for module in model.modules():
-        # fairseq recomputes a layer without gradients if the layer's input has none.
+        # fairseq recomputes a layer without gradients if the layer's input needs no gradient.
         if hasattr(module, "precheckpoint_forward") and any(p.requires_grad for p in module.parameters()):
             module.register_forward_pre_hook(_with_gradient)
     count, every = (sum(each.numel() for each in part) for part in (trained, model.parameters()))

@@ -24,7 +24,7 @@ def option(cfg: Any, key: str) -> Any:
     """Return the value of an option, or None if it is missing or cannot be resolved."""
     try:
         return getattr(cfg, key, None)
-    except Exception:  # The option's interpolation may be unresolved.
+    except Exception:  # OmegaConf may fail to resolve the option's interpolation.
         return None
 
 
@@ -61,7 +61,7 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
     options = read(TaskConfig, task_cfg)
     choices: dict[str, Any] = {}
     machine = _machine_of(task_cfg, root)
-    if first.config.adaptive != "auto":  # Only auto tunes overlap and algorithm.
+    if first.config.adaptive != "auto":  # Only --moe-adaptive auto tunes overlap and algorithm.
         choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
     elif options.moe_collective_plans:
         choices = {"algorithms": tuned_algorithms(first, task_cfg)}

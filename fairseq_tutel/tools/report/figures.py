@@ -36,8 +36,8 @@ _STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
     # A dollar sign in the name of a run must not start a formula of matplotlib.
     "text.parse_math": False,
-    # The SVG has letters as text, which is shown in the reader's fonts. With a fixed hashsalt, equal charts
-    # have equal files.
+    # Text stays text in the SVG, and is shown in the reader's fonts. A fixed hashsalt makes the files of
+    # equal charts equal.
     "svg.fonttype": "none",
     "svg.hashsalt": "fairseq_tutel",
 }

@@ -47,10 +47,10 @@ class Chart:
     """Describes a chart of one logged quantity in a report."""
 
     title: str
-    keys: str  # A pattern of logged keys; if it has a group, every match is a curve.
+    keys: str  # A regular expression for logged keys; if it has a group, each match is a curve.
     unit: str  # The label of the chart's y axis.
     text: str  # Explains to the reader how to read the chart.
-    part: str = ""  # The name of a curve, with {} for the group of the pattern.
+    part: str = ""  # The name of a curve, with {} for the match of the group in `keys`.
     log: bool = False  # True for a logarithmic y axis.
     from_zero: bool = False  # True if the y axis begins at 0.
     unless_zero: bool = False  # True to omit the chart if all logged numbers are 0.

@@ -49,7 +49,7 @@ class Sample:
 
 
 class ExpertCounts:
-    """Sums over all routings in this run, from which `statistics` computes the statistics file."""
+    """Sums over all routings in this run, from which `statistics` computes statistics of experts."""
 
     def __init__(self) -> None:
         # For each language pair and layer, a tensor [3, E] with three sums per expert: the tokens whose
@@ -57,7 +57,7 @@ class ExpertCounts:
         self._sums: dict[str, dict[str, torch.Tensor]] = {}
 
     def add(self, pair: str, layer: MoEFeedForward, routing: Routing) -> None:
-        """Count a layer's routing of a batch with one language pair."""
+        """Add a layer's routing of a batch to the sums of the language pair."""
         probs_TE = routing.probs_TE.double()
         num_experts = probs_TE.shape[1]
         # If experts choose tokens, the columns of expert_ids_TK are not sorted by score.
@@ -100,7 +100,7 @@ def _statistics(sums_3E: torch.Tensor) -> LayerStatistics:
 
 
 class Recorder:
-    """Routes like a MoE layer's router, and stores the last routing, also as arrays [batch, T, K]."""
+    """A router that stores a layer's last routing, with expert IDs and weights as arrays [batch, T, K]."""
 
     def __init__(self, layer: MoEFeedForward) -> None:
         self.layer, self.before = layer, layer.router
@@ -109,7 +109,7 @@ class Recorder:
         self.weights: np.ndarray | None = None
 
     def routing_of(self, layer: MoELayer, x_TD: Tensor, call: Call) -> Routing:
-        """Route tokens without a change, and store their expert IDs and weights."""
+        """Route tokens as without a recorder, and store their expert IDs and weights."""
         route = layer.route if self.before is None else partial(self.before.routing_of, layer)
         self.routing = routing = route(x_TD, call)
         used = routing.expert_ids_TK.where(routing.row_of_TK >= 0, -1)
@@ -141,7 +141,7 @@ def of_texts(model: Any, opened: Any, texts: Sequence[str], counts: ExpertCounts
 
     Args:
         model: the model of `opened`.
-        opened: an interface from `from_checkpoint`.
+        opened: the Python interface that `from_checkpoint` returned.
         texts: sentences; the decoder of a translation model reads the model's translation.
         counts: counts the choices of all gates.
     """

@@ -23,7 +23,7 @@ class LayerStatistics:
         load_E: each expert's fraction of all assignments.
         typical: for each expert, pairs (token, fraction of the token's assignments), most typical first.
         languages: the languages of the samples, or [] if there is only one.
-        parts_LE: each expert's fraction of the assignments of a language.
+        parts_LE: for each language, each expert's fraction of the language's assignments.
     """
 
     load_E: np.ndarray
@@ -74,7 +74,7 @@ def _typical(names: np.ndarray, counts_VE: np.ndarray, load_E: np.ndarray) -> li
     """Return each expert's most typical tokens, with the expert's fraction of the token's assignments."""
     total_V = counts_VE.sum(1)
     part_VE = counts_VE / np.maximum(1, total_V)[:, None]
-    # score = count * log(expert's fraction of the token's assignments / of all assignments)
+    # score = count * log(expert's fraction of token's assignments / expert's fraction of all assignments)
     with np.errstate(divide="ignore", invalid="ignore"):
         score_VE = np.nan_to_num(counts_VE * np.log(part_VE / load_E), nan=0.0, neginf=0.0)
     score_VE[total_V < LEAST_OFTEN] = 0

@@ -48,7 +48,7 @@ FIXED = {
 
 
 def sparse_layers(side: str, sparse: bool = True) -> Callable[[Mapping[str, Any]], list[int]]:
-    """Return a function that maps options to the indices of a side's layers with (or without) experts."""
+    """Return a function from options to the indices of the `side` layers with (or without) experts."""
 
     def of(options: Mapping[str, Any]) -> list[int]:
         indices = range(options[f"{side}_layers"])
@@ -90,10 +90,10 @@ def _layer(side: str) -> list[Names]:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEFamily(Family):
-    """A family with experts, in which `rows` excludes the experts' tensors, and `stacks` has them."""
+    """A model family with experts: `stacks` names the experts' tensors, and `rows` all other tensors."""
 
     def stacks(self, options: Mapping[str, Any]) -> dict[str, tuple[list[str], tuple[int, ...]]]:
-        """Return transformers' names of the E tensors of each stacked tensor, and one expert's shape."""
+        """For each stacked tensor, return transformers' names of its E tensors, and one tensor's shape."""
         found = {}
         for side in SIDES:
             model_dim, hidden_dim = options[f"{side}_embed_dim"], options[f"{side}_ffn_embed_dim"]
@@ -113,7 +113,7 @@ class MoEFamily(Family):
             ValueError: a value in config.json has no counterpart in fairseq.
         """
         found = super().read_options(config)
-        for side in SIDES:  # In transformers, a step below 0 means no experts.
+        for side in SIDES:  # In transformers, a sparse step below 0 means no experts.
             found[f"{side}_moe_freq"] = max(0, found[f"{side}_moe_freq"])
         experts = config.get("num_experts", 128)
         if type(experts) is not int or not TOP_K <= experts <= MOST_EXPERTS:
@@ -191,10 +191,10 @@ class MoEFamily(Family):
 
 
 def _read_capacity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return capacity options of fairseq that give the same capacity as transformers in evaluation.
+    """Return fairseq_tutel's options for the evaluation capacity that a config.json describes.
 
-    In training, fairseq's capacity is twice the mean load, as in Meta's branch. The training capacity of
-    transformers is constant.
+    In training, an expert has 2 * ceil(tokens / experts) slots, as in Meta's branch. In transformers, the
+    number of slots in training is constant.
     """
     fraction, slots = config.get("moe_eval_capacity_token_fraction", 1.0), config.get("expert_capacity", 64)
     training = {"moe_capacity_factor": 1.0}
@@ -216,10 +216,10 @@ def _read_capacity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_capacity(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return capacity options of transformers that give the same capacity as fairseq in evaluation.
+    """Return transformers' options for the evaluation capacity that fairseq_tutel's options describe.
 
     Raises:
-        ValueError: transformers has no equal capacity.
+        ValueError: transformers has no options for an equal capacity.
     """
     fraction, factor = options["moe_eval_capacity_token_fraction"], options["moe_eval_capacity_factor"]
     least = options["moe_min_capacity"]
