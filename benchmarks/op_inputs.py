@@ -190,6 +190,11 @@ def _assign_rows(t: Tensors) -> Call:
     return Call(arguments=(t.ids_TK, len(t.fc1)), work=5 * t.ids_TK.nbytes)
 
 
+def _token_sums(t: Tensors) -> Call:
+    probs_TE = t.logits_TE.softmax(dim=1)
+    return Call(arguments=(probs_TE, t.weights_TK, None), work=_bytes(probs_TE, t.weights_TK))
+
+
 def _load_loss(t: Tensors) -> Call:
     mass_E = t.logits_TE.softmax(dim=1).sum(dim=0)
     num_tokens = torch.full((), len(t.x_TD), device=mass_E.device)
@@ -239,6 +244,7 @@ CALLS: dict[str, Callable[[Tensors], Call]] = {
     "softmax_top_k": _softmax_top_k,
     "softmax_top_k_backward": _softmax_top_k_backward,
     "assign_rows": _assign_rows,
+    "token_sums": _token_sums,
     "load_loss": _load_loss,
     "grouped_linear": _grouped_linear,
     "grouped_weight_grad": _grouped_weight_grad,

@@ -18,6 +18,7 @@ OPS = (
     "softmax_top_k",
     "softmax_top_k_backward",
     "assign_rows",
+    "token_sums",
     "load_loss",
     "grouped_linear",
     "grouped_weight_grad",

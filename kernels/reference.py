@@ -20,6 +20,7 @@ from fairseq_tutel.kernels.reference_route import assign_rows as assign_rows
 from fairseq_tutel.kernels.reference_route import load_loss as load_loss
 from fairseq_tutel.kernels.reference_route import softmax_top_k as softmax_top_k
 from fairseq_tutel.kernels.reference_route import softmax_top_k_backward as softmax_top_k_backward
+from fairseq_tutel.kernels.reference_route import token_sums as token_sums
 
 # For these dtypes, torch's embedding_bag sums rows without copying every row.
 BAG_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

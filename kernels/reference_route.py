@@ -212,6 +212,23 @@ def token_of(source_of_R: Tensor, top_k: int) -> Tensor:
     return source_of_R.div(top_k, rounding_mode="floor")
 
 
+def token_sums(probs_TE: Tensor, weights_TK: Tensor, real_T: Tensor | None) -> Tensor:
+    """Return sums over tokens, [E + 1 + K] in at least fp32, for balance losses and metrics.
+
+    The sums are each expert's probabilities, the entropy of the probabilities, and each choice's weights.
+    Padding tokens (False in real_T) are left out.
+    """
+    wide = torch.promote_types(probs_TE.dtype, torch.float32)  # half precision cannot hold these sums
+    probs_TE, weights_TK = probs_TE.to(wide), weights_TK.to(wide)
+    if real_T is not None:
+        real_T1 = real_T.unsqueeze(1)
+        probs_TE, weights_TK = (torch.where(real_T1, values, 0.0) for values in (probs_TE, weights_TK))
+    # A clamped logarithm and a dot product take half the time of torch.special.entr.
+    logs_TE = probs_TE.clamp_min(torch.finfo(wide).tiny).log_()
+    entropy = -torch.dot(probs_TE.flatten(), logs_TE.flatten())
+    return torch.hstack([probs_TE.sum(dim=0), entropy, weights_TK.sum(dim=0)])
+
+
 def load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return a GShard balance loss, E * sum_e share_e * mass_e / tokens, and its gradient for mass_E.
 

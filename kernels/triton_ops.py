@@ -5,6 +5,7 @@ import functools
 from fairseq_tutel.kernels import OPS
 from fairseq_tutel.kernels.ffn_by_products import by_products
 from fairseq_tutel.kernels.triton_balance import load_loss as load_loss
+from fairseq_tutel.kernels.triton_balance import token_sums as token_sums
 from fairseq_tutel.kernels.triton_dispatch import gather_dot as gather_dot
 from fairseq_tutel.kernels.triton_dispatch import gather_gradients as gather_gradients
 from fairseq_tutel.kernels.triton_dispatch import gather_rows as gather_rows

@@ -121,25 +121,37 @@ def z_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
 def _load_times_probability(routing: Routing, load_E: Tensor, gate: GateOutput | None) -> Tensor:
     """Return E * sum_e (expert e's share of the load) * (expert e's mean probability)."""
-    mass_E = _real_probs(routing).sum(dim=0)
-    ops = kernels.ops("auto" if gate is None else gate.backend, mass_E.device)
+    ops = kernels.ops("auto" if gate is None else gate.backend, load_E.device)
     if ops is kernels.reference:
-        return ops.load_loss(mass_E, load_E, routing.num_tokens)[0]
-    return _LoadLoss.apply(mass_E, load_E, routing.num_tokens, ops)
+        return ops.load_loss(_real_probs(routing).sum(dim=0), load_E, routing.num_tokens)[0]
+    mass_E = routing.sums[: load_E.shape[0]]
+    return _LoadLoss.apply(routing.probs_TE, routing.real_T, mass_E, load_E, routing.num_tokens, ops)
 
 
 class _LoadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mass_E: Tensor, load_E: Tensor, num_tokens: Tensor, ops: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        probs_TE: Tensor,
+        real_T: Tensor | None,
+        mass_E: Tensor,
+        load_E: Tensor,
+        num_tokens: Tensor,
+        ops: Any,
+    ) -> Tensor:
         loss, gradient_E = ops.load_loss(mass_E, load_E, num_tokens)
-        ctx.save_for_backward(gradient_E)
+        ctx.save_for_backward(gradient_E, real_T)
+        ctx.shape, ctx.dtype = probs_TE.shape, probs_TE.dtype
         return loss
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient_E,) = ctx.saved_tensors
-        return dloss * gradient_E, None, None, None
+        gradient_E, real_T = ctx.saved_tensors
+        dprobs_TE = (dloss * gradient_E).to(ctx.dtype).expand(ctx.shape)
+        if real_T is not None:
+            dprobs_TE = dprobs_TE.masked_fill(~real_T.unsqueeze(1), 0.0)
+        return dprobs_TE, None, None, None, None, None
 
 
 def _cv_squared(routing: Routing, values_TE: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ class MoEOutput:
     @cached_property
     def balance_loss(self) -> Tensor:
         """The weighted sum of all balance losses."""
-        weighted = [self.balance_weights[name] * loss for name, loss in self.losses.items()]
+        weights = self.balance_weights
+        weighted = [x if weights[name] == 1 else weights[name] * x for name, x in self.losses.items()]
         return reduce(torch.add, weighted) if weighted else self.routing.probs_TE.new_zeros(())
 
     @cached_property

@@ -1,8 +1,8 @@
 """The table `METRICS` defines the routing metrics for logs and docs.
 
-Each layer sums a token metric over tokens in its forward. A count metric is a function of assignment
-counts, computed once per micro-batch for all layers. No metric is read on the host. Shapes use T for
-tokens, E for experts, K for top_k, L for layers, S for a layer's token sums and N for a layer's metrics.
+A metric is the mean of a sum over tokens (`Routing.sums`), or a function of assignment counts. It is
+computed once per micro-batch for all layers. No metric is read on the host. Shapes use T for tokens, E for
+experts, K for top_k, L for layers, S for a layer's token sums and N for a layer's metrics.
 """
 
 import math
@@ -27,7 +27,7 @@ class RoutingCounts(NamedTuple):
     assigned_KE: Tensor  # Assignments (int64) of each choice to each expert, also dropped ones.
     kept_E: Tensor  # For each expert, the assignments (int64) with a slot.
     dropped_K: Tensor  # For each choice, the assignments (int64) without a slot.
-    sums_S: Tensor  # The sum over tokens of each token metric, in the order of `METRICS`.
+    sums_S: Tensor  # The sums over tokens of the metrics without `of_counts`, in the order of `METRICS`.
 
     @property
     def load(self) -> Tensor:
@@ -42,14 +42,13 @@ class RoutingCounts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A metric of a layer that is logged. Either `token_sum` or `of_counts` computes the metric."""
+    """A metric of a layer that is logged."""
 
     name: str  # The metric's key in the log. A choice's number (from 1) replaces {} in the key.
     help: str  # The metric's meaning in the docs.
-    # A function that returns the sum of the metric over tokens, [] or [K]. The arguments are probs_TE and
-    # weights_TK, in at least fp32 with zeros for padding, and real_T.
-    token_sum: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-    of_counts: Callable[[RoutingCounts], Tensor] | None = None  # The metric of L layers, [L] or [L, K].
+    # A function that returns the metric of L layers, [L] or [L, K]. If None, the metric is the mean over
+    # tokens of the next numbers in `RoutingCounts.sums_S`.
+    of_counts: Callable[[RoutingCounts], Tensor] | None = None
     # The key under which the JSON log has a list with the metric's value for every layer; if empty, the log
     # has no list.
     layers: str = ""
@@ -63,12 +62,6 @@ class Metric:
     def is_per_choice(self) -> bool:
         """Whether the metric has one value for each choice of a token."""
         return "{}" in self.name
-
-
-def _entropies(probs_TE: Tensor, weights_TK: Tensor, real_T: Tensor | None) -> Tensor:
-    # A clamped logarithm and a dot product take half the time of torch.special.entr.
-    logs_TE = probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log_()
-    return -torch.dot(probs_TE.flatten(), logs_TE.flatten())
 
 
 def _fifth(counts: RoutingCounts, largest: bool) -> Tensor:
@@ -93,13 +86,11 @@ def _share(counts: RoutingCounts, values_L: Tensor) -> Tensor:
 # moe_max_violation is MaxVio of Wang et al. 2024 (Loss-Free Balancing) plus 1.
 METRICS = (
     Metric(
-        name="entropy_gating", layers="entropy", token_sum=_entropies,
+        name="entropy_gating", layers="entropy",
         help="entropy of the gate, in nats: from 0 to ln E",
     ),
     Metric(
-        name="expert{}_weight", layers="weight{}",
-        token_sum=lambda _, weights_TK, real_T: weights_TK.sum(dim=0),
-        help="mean weight of choice J",
+        name="expert{}_weight", layers="weight{}", help="mean weight of choice J",
     ),
     Metric(
         name="expert{}_balance_top", of_counts=lambda counts: _fifth(counts, largest=True),
@@ -138,24 +129,13 @@ METRICS = (
 
 @torch.no_grad()
 def count_routing(routing: Routing) -> RoutingCounts:
-    """Count the assignments of a routing, and sum the token metrics over its tokens."""
-    top_k = len(routing.dropped_K)
-    # The dtype is at least fp32, because half precision cannot hold sums over tokens.
-    dtype = torch.promote_types(routing.probs_TE.dtype, torch.float32)
-    # With expert choice, a token has one weight for each expert that chose it, which may be more than K.
-    probs_TE, weights_TK = routing.probs_TE.to(dtype), routing.weights_TK[:, :top_k]
-    if routing.real_T is not None:
-        real_T1 = routing.real_T.unsqueeze(1)
-        probs_TE = torch.where(real_T1, probs_TE, 0.0)
-        weights_TK = torch.where(real_T1, weights_TK, 0.0)
-    weights_TK, real_T = weights_TK.to(dtype), routing.real_T
-    sums = [m.token_sum(probs_TE, weights_TK, real_T) for m in METRICS if m.token_sum is not None]
+    """Return the assignment counts of a routing, and the sums over its tokens."""
     return RoutingCounts(
         num_tokens=routing.num_tokens,
         assigned_KE=routing.assigned_KE,
         kept_E=routing.counts_E,
         dropped_K=routing.dropped_K,
-        sums_S=torch.hstack(sums),
+        sums_S=routing.sums[routing.counts_E.shape[0] :],
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairseq_tutel import kernels
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.reference_route import normalized, row_maps, token_of
 from fairseq_tutel.moe.choice import (
@@ -100,6 +101,16 @@ class Routing:
     def num_tokens(self) -> Tensor:
         """The number of tokens without padding, [] int64."""
         return _count_tokens(self.expert_ids_TK, self.real_T)
+
+    @cached_property
+    def sums(self) -> Tensor:
+        """The sums over tokens that losses and metrics share, without gradients; see `token_sums`.
+
+        With expert choice, a token has a weight for each expert that chose it. Only the first K are summed.
+        """
+        ops = kernels.ops("auto" if self.gate is None else self.gate.backend, self.probs_TE.device)
+        weights_TK = self.weights_TK[:, : self.dropped_K.shape[0]].detach()
+        return ops.token_sums(self.probs_TE.detach(), weights_TK, self.real_T)
 
     @cached_property
     def groups(self) -> Groups:

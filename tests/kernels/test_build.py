@@ -23,7 +23,8 @@ MOST_SPILLED = {"3.6.0": 120, "3.7.0": 120, "3.8.0": 120}
 DESCRIBED = {"sm_90", "sm_100", "sm_120"}
 PRODUCTS = {"up", "hidden", "linear", "weight_grad"}
 KERNELS = {"count", "scan", "place", "gather_sum", "gather_dot",
-           "softmax_top_k", "softmax_top_k_backward", "load_loss", "row_tiles", *PRODUCTS}  # fmt: skip
+           "softmax_top_k", "softmax_top_k_backward", "token_sums", "load_loss", "row_tiles",
+           *PRODUCTS}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The tests compare the GShard loss of one kernel launch with the reference and finite differences."""
+"""The tests compare sums over tokens, and the GShard loss of these sums, with reference and formulas."""
+
+import math
 
 import pytest
 import torch
@@ -20,6 +22,43 @@ def compare(device: str) -> None:
             got, expected = ops.load_loss(*arguments), reference.load_loss(*arguments)
             assert all(t.dtype == dtype for t in got)
             torch.testing.assert_close(got, expected)
+
+
+def compare_sums(device: str) -> None:
+    ops, generator = kernels.ops("triton", torch.device(device)), torch.Generator().manual_seed(1)
+    # The largest case has more blocks of tokens than programs.
+    for num_tokens, num_experts, top_k in ((0, 3, 1), (1, 1, 1), (300, 5, 5), (70, 130, 3), (9000, 16, 2)):
+        probs_TE = torch.rand(num_tokens, num_experts, generator=generator).softmax(dim=1)
+        probs_TE[: num_tokens // 2, 0] = 0.0
+        weights_TK, real_T = probs_TE[:, :top_k], torch.rand(num_tokens, generator=generator) < 0.7
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            for real in (None, real_T.to(device)):
+                arguments = probs_TE.to(device, dtype), weights_TK.to(device, dtype), real
+                torch.testing.assert_close(ops.token_sums(*arguments), reference.token_sums(*arguments))
+
+
+def check_reference_sums() -> None:
+    probs_TE = torch.tensor([[0.5, 0.5, 0.0], [0.25, 0.25, 0.5], [0.1, 0.2, 0.7]], dtype=torch.float64)
+    weights_TK, real_T = (
+        torch.tensor([[0.5, 0.5], [0.5, 0.25], [0.7, 0.2]]),
+        torch.tensor([True, True, False]),
+    )
+    entropies = -sum(p * math.log(p) for p in (0.5, 0.5, 0.25, 0.25, 0.5))
+    got = reference.token_sums(probs_TE, weights_TK, real_T)
+    assert got.tolist() == pytest.approx([0.75, 0.75, 0.5, entropies, 1.0, 0.75])
+
+
+def test_the_reference_sums_over_tokens_equal_their_formulas():
+    check_reference_sums()
+
+
+def test_the_interpreted_sums_over_tokens_equal_the_reference(interpreter):
+    interpreter.run(compare_sums, "cpu")
+
+
+@pytest.mark.gpu
+def test_the_compiled_sums_over_tokens_equal_the_reference():
+    compare_sums("cuda")
 
 
 def check_reference() -> None:
