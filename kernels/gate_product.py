@@ -48,7 +48,8 @@ class _Gate(torch.autograd.Function):
             return None, logits_TE
         probs_TE, ids_TK, weights_TK = ops.softmax_top_k(logits_TE, top_k, normalize)
         ctx.save_for_backward(x_TD, weight_ED, probs_TE, ids_TK)
-        ctx.mark_non_differentiable(*((ids_TK,) if ctx.needs_input_grad[0] else (ids_TK, x_TD)))
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(x_TD)
         ctx.set_materialize_grads(False)
         ctx.ops, ctx.normalize = ops, normalize
         return x_TD, logits_TE, probs_TE, ids_TK, weights_TK

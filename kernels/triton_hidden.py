@@ -128,8 +128,9 @@ def triton_hidden(
     )
     if dh_RH.numel() == 0:
         return dh_RH, dg_RH, gated_RH, dgate_PR
-    index_R, gate_N, source_R, fc2_bias = contiguous(index_R, gate_N, source_R, fc2_bias)
-    a_RH, h_RH, g_RH = contiguous(a_RH, h_RH, g_RH)
+    index_R, gate_N, source_R, fc2_bias, a_RH, h_RH, g_RH = contiguous(
+        index_R, gate_N, source_R, fc2_bias, a_RH, h_RH, g_RH
+    )
     launch(
         _plan(product, has_dots, activation, torch.version.hip is None),
         dy_ND.device,

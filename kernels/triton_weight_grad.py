@@ -84,8 +84,9 @@ def triton_weight_grad(
     if dweight_EOI.numel() == 0:
         return dweight_EOI, dbias_EO
     dout_NO, rows_NI = dout_NO.contiguous(), rows_NI.contiguous()
-    dout_index_R, rows_index_R = contiguous(dout_index_R, rows_index_R)
-    bias_scale_N, bias_source_R = contiguous(bias_scale_N, bias_source_R)
+    dout_index_R, rows_index_R, bias_scale_N, bias_source_R = contiguous(
+        dout_index_R, rows_index_R, bias_scale_N, bias_source_R
+    )
 
     num_rows = (dout_NO if dout_index_R is None else dout_index_R).shape[0]
     shape = num_experts, rows_NI.shape[1], dout_NO.shape[1]

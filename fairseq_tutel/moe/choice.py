@@ -147,7 +147,6 @@ class _SoftmaxTopK(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         probs_TE, ids_TK, weights_TK = ops.softmax_top_k(logits_TE, top_k, normalize)
         ctx.save_for_backward(probs_TE, ids_TK)
-        ctx.mark_non_differentiable(ids_TK)
         ctx.set_materialize_grads(False)
         ctx.ops, ctx.normalize = ops, normalize
         return probs_TE, ids_TK, weights_TK

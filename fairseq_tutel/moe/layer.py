@@ -263,7 +263,8 @@ class MoELayer(nn.Module):
         """Return the balance losses of a routing from `route`. Some losses make this a collective call."""
         output = MoEOutput(routing, self.balance_weights)
         if not can_defer(self.training):  # compute losses now, with gradients
-            output.cmr_sum  # noqa: B018
+            if self.beside is not None:
+                output.cmr_sum  # noqa: B018
             if self.balance_weights:  # otherwise the loss is a constant, which may never be read
                 output.balance_loss  # noqa: B018
         return output
