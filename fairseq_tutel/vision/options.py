@@ -28,14 +28,14 @@ class ImageConfig:
 
     size: int = image_option(
         0,
-        "height and width to which images are resized and center-cropped; 0: those of the first training "
-        "image",
+        "height and width to which images are resized and center-cropped; 0: the size of the first "
+        "training image",
         unit="pixels",
         rule=AT_LEAST_0,
     )
     channels: int = image_option(
         0,
-        "channels of images from files: 1 (gray) or 3 (RGB); 0: the channels of the first training image",
+        "number of channels of an image: 1 (gray) or 3 (RGB); 0: as in the first training image",
         rule=(lambda v: v in (0, 1, 3), "give 0, 1 or 3"),
     )
     crop_padding: int = image_option(
@@ -90,14 +90,14 @@ class SwinConfig:
     )
     window: int = vision(
         12,
-        "height and width of an attention window; a smaller image is one window",
+        "height and width of an attention window; an image that is smaller is one window",
         unit="tokens",
         rule=AT_LEAST_1,
     )
     position_windows: str = vision(
         "0",
-        "window size with which the position bias was trained, if it differs from --swin-window: one "
-        "number, or one number per stage; 0: the value of --swin-window",
+        "window size with which the position bias was trained, if this size differs from --swin-window: "
+        "one number, or one number per stage; 0: the value of --swin-window",
         rule=_each(0, 'one number of tokens, or one per stage, such as "12,12,12,6"'),
     )
     mlp_ratio: float = vision(
@@ -106,8 +106,8 @@ class SwinConfig:
     dropout: float = vision(0.0, "dropout probability in the FFN and after attention", rule=PROBABILITY)
     drop_path: float = vision(
         0.2,
-        "stochastic depth in training: probability that an image skips the attention or the FFN of the "
-        "last block; this probability rises linearly from 0 in the first block",
+        "stochastic depth: probability in training that an image skips the attention or the FFN of the "
+        "last block; for earlier blocks, the probability is lower, down to 0 in the first block",
         rule=PROBABILITY,
     )
     init_std: float = vision(0.02, "standard deviation of initial weights of linear layers", rule=POSITIVE)
@@ -120,7 +120,7 @@ class SwinExpertsConfig:
     prefix: ClassVar[str] = "swin_"
     expert_stages: int = vision(
         2,
-        "number of stages with experts, counted from the last stage; --moe-freq counts blocks in a stage",
+        "number of last stages that have experts; --moe-freq counts the blocks of each stage separately",
         rule=whole(1),
     )
     expert_dropout: float = vision(
