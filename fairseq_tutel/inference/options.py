@@ -23,10 +23,10 @@ class StoreConfig:
     # fmt: off
     moe_expert_store: str = memory(
         "resident", choices=("resident", *STORE_POLICIES),
-        help="time when inference loads experts into memory: resident: all experts when the model is "
-        "opened; on-demand: a layer's chosen experts when the layer runs; pregated: a layer's chosen "
-        "experts while an earlier layer runs (needs --moe-pregate); prefetch-all: all experts of the next "
-        "layer",
+        help="when inference loads experts into memory: resident loads all experts when the model is "
+        "opened; on-demand loads a layer's chosen experts when the layer runs; pregated loads a layer's "
+        "chosen experts while an earlier layer runs (needs --moe-pregate); prefetch-all loads all experts "
+        "of the next layer",
     )
     moe_expert_tier: str = memory(
         "auto", choices=("auto", *STORE_TIERS),
@@ -36,8 +36,7 @@ class StoreConfig:
     moe_expert_cache: str = memory(
         "0", rule=(lambda v: v == AUTO or _limits_of(v) is not None, CACHE_SIZES),
         help="size of the cache that keeps used experts of all layers in memory: a number of experts, a "
-        "size with a unit, such as 2GiB, or auto, which is half of the memory that is free when the first "
-        "expert is loaded",
+        "size such as 2GiB, or auto, which is half of the memory that is free at the first load",
     )
     moe_expert_cache_policy: str = memory(
         "lfu", choices=EVICTIONS,

@@ -148,9 +148,8 @@ class MoEConfig:
     )
     choice: str = routing(
         "tokens", choices=("tokens", "experts"),
-        help="tokens: each token chooses its experts; experts: each expert chooses as many tokens as it "
-        "has slots, by the highest scores (expert choice); later tokens then affect a token's experts, so "
-        "this value is not for causal models",
+        help="tokens: each token chooses its experts; experts: each expert chooses the tokens with the "
+        "highest scores (expert choice), which is not for causal models",
     )
     gate_type: str | type = routing(  # noqa: RUF009
         "linear", rule=GATES, or_class=True,
@@ -171,8 +170,8 @@ class MoEConfig:
     )
     normalize_gate: str = routing(
         "before", choices=("before", "after", "none"),
-        help="when a token's weights are divided by their sum if top_k > 1: before dropping; after "
-        "dropping (by the sum of the weights that were not dropped); or none",
+        help="whether a token's weights are divided by their sum (if top_k > 1) before assignments are "
+        "dropped, after assignments are dropped, or not at all (none)",
     )
     routed_scaling_factor: float = routing(1.0, "factor for all weights after normalization", rule=POSITIVE)
     prescore: bool = routing(False, "multiply the experts' inputs, not their outputs, by the weights")
@@ -206,7 +205,8 @@ class MoEConfig:
     )
     gate_noise: float = routing(
         0.0, rule=NOT_NEGATIVE,
-        help="standard deviation of Gaussian noise on the logits in training, times the number of experts",
+        help="Gaussian noise on the logits in training; its standard deviation is this value divided by "
+        "the number of experts",
     )
     input_jitter: float = routing(
         0.0, rule=PROBABILITY,
@@ -220,7 +220,7 @@ class MoEConfig:
     balance_loss: str = balance(
         "gshard:1",
         help="balance losses of a layer and their relative weights, as name:weight separated by commas, or "
-        f"none; {', '.join(f'{name} ({text})' for name, text in BALANCE_LOSSES.items())}",
+        f"none; the losses are {', '.join(f'{name} ({text})' for name, text in BALANCE_LOSSES.items())}",
     )
     balance_bias: bool = balance(
         False,

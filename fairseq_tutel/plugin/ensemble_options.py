@@ -34,8 +34,7 @@ class CMCLConfig:
 
     cmcl_overlap: int = of_criterion(
         4,
-        "number of members that learn each sample, which are those with the lowest loss; the value of "
-        "--ensemble-size trains all members on every sample",
+        "number of members (those with the lowest loss) that learn each sample",
         rule=AT_LEAST_1,
     )
     cmcl_beta: float = of_criterion(

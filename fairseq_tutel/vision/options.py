@@ -78,7 +78,7 @@ class SwinConfig:
         4, "height and width of a patch; each patch is one token", unit="pixels", rule=AT_LEAST_1
     )
     embed_dim: int = vision(
-        96, "model dimension of the first stage; every stage doubles it", rule=AT_LEAST_1
+        96, "model dimension of the first stage; every later stage doubles the dimension", rule=AT_LEAST_1
     )
     depths: str = vision(
         "2,2,18,2", "number of blocks per stage", rule=_each(1, 'one number per stage, such as "2,2,18,2"')
@@ -96,8 +96,8 @@ class SwinConfig:
     )
     position_windows: str = vision(
         "0",
-        "window size with which the position bias was trained, if this size differs from --swin-window: "
-        "one number, or one number per stage; 0: the value of --swin-window",
+        "window size with which the position bias was trained: one number, or one number per stage; 0: "
+        "the value of --swin-window",
         rule=_each(0, 'one number of tokens, or one per stage, such as "12,12,12,6"'),
     )
     mlp_ratio: float = vision(

@@ -31,9 +31,9 @@ class TaskConfig:
     # fmt: off
     moe_micro_batches: int = parallelism(
         0, unit="micro-batches", rule=whole(0, unit="micro-batches"),
-        help="number N of micro-batches of an update, summed over all W ranks, so that an update has the "
-        "same batch for any W; --update-freq is set to N / W, rounded up, and some ranks may get empty "
-        "micro-batches; 0: --update-freq sets the number",
+        help="number N of micro-batches of an update, summed over all W ranks, so that the batch of an "
+        "update does not depend on W; --update-freq is set to N / W, rounded up; 0: --update-freq sets "
+        "the number",
     )
     moe_expert_parallel_size: int = parallelism(
         0, unit="ranks",
@@ -64,8 +64,8 @@ class TaskConfig:
     )
     moe_adaptive_window: int = parallelism(
         128, unit="slots per expert", rule=whole(1, unit="slots"),
-        help="--moe-adaptive auto chooses one strategy for each range of capacities; this is the width of "
-        "a range, which is also at least a quarter of the range's smallest capacity",
+        help="width of the ranges of capacities for which --moe-adaptive auto chooses separate "
+        "strategies; a range is at least a quarter of its smallest capacity wide",
     )
     moe_checkpoint: str = checkpoints(
         "full", choices=("full", "sharded"),
@@ -80,8 +80,8 @@ class TaskConfig:
     moe_zero_stage: int = memory(
         0, rule=ZERO_STAGE,
         help="ZeRO stage: 1 partitions optimizer state and fp32 master weights over the ranks that hold "
-        "the same parameters (all ranks; for experts, their EP replicas); 2 also reduces gradients during "
-        "the backward pass and partitions them; 0 partitions nothing",
+        "the same parameters; 2 also partitions gradients, which are then reduced during the backward "
+        "pass; 0 partitions nothing",
     )
     moe_offload_optimizer: bool = memory(
         False,
@@ -100,8 +100,8 @@ class TaskConfig:
     )
     record_a2a_perf_stats: bool = logging(
         False, unit="milliseconds",
-        help="log the time of all all-to-alls of an update as all_to_all_cpu_time_ms and, on a GPU, "
-        "all_to_all_cuda_time_ms; this option synchronizes with the GPU once per micro-batch",
+        help="log the time that all-to-alls take in an update as all_to_all_cpu_time_ms and, on a GPU, "
+        "all_to_all_cuda_time_ms, which needs one synchronization with the GPU per micro-batch",
     )
     # fmt: on
 
@@ -118,8 +118,8 @@ class PreemptionConfig:
     )
     moe_preemption_seconds: float = checkpoints(
         25.0, unit="seconds", rule=POSITIVE,
-        help="maximum time from a signal until a rank has saved and ended; a validation ends after half "
-        "of this time; launcher and scheduler must wait longer before they kill the rank",
+        help="maximum time from a signal until a rank has saved and ended (a validation ends after half "
+        "of this time); the launcher must wait longer before it kills the rank",
     )
     # fmt: on
 
