@@ -142,9 +142,9 @@ class MoEConfig:
     )
     drop_policy: str = capacity(
         "position", choices=("position", "bpr", "rts", "probability"),
-        help="assignments that get an expert's slots first: position: those of earlier tokens; bpr: those "
-        "of tokens with a larger best score; rts: those of random tokens (in training); probability: "
-        "those with a larger score",
+        help="which assignments get an expert's slots first: with position, those of earlier tokens; with "
+        "bpr, those of tokens with a larger best score; with rts, those of random tokens (in training); "
+        "with probability, those with a larger score",
     )
     choice: str = routing(
         "tokens", choices=("tokens", "experts"),
@@ -195,9 +195,9 @@ class MoEConfig:
     )
     second_expert_policy: str = routing(
         "all", choices=("all", "sampling", "random"),
-        help="how a token's second and later experts are chosen: all: by the best scores; sampling: "
-        "sampled by score in training; random: as all, but training keeps each with probability top_k * "
-        "weight",
+        help="choice of a token's second and later experts: all takes those with the best scores; "
+        "sampling samples by score in training; random takes those with the best scores, but training "
+        "keeps each with probability top_k * weight",
     )
     rsample: bool = routing(
         False,

@@ -70,8 +70,9 @@ class SwinConfig:
     prefix: ClassVar[str] = "swin_"  # The prefix of the keys of Swin options.
     form: str = vision(
         "v2",
-        "v2: cosine attention, position bias of at most 16, norms after attention and FFN (Swin V2); moe: "
-        "scaled dot-product attention, norms before attention and FFN (the released SwinV2-MoE)",
+        "v2 has cosine attention, position bias of at most 16, and norms after attention and FFN (Swin "
+        "V2); moe has scaled dot-product attention and norms before attention and FFN (the released "
+        "SwinV2-MoE)",
         choices=("v2", "moe"),
     )
     patch_size: int = vision(

@@ -39,8 +39,7 @@ class TaskConfig:
         0, unit="ranks",
         help="size of an expert-parallel (EP) group, whose ranks hold one set of experts and exchange "
         "tokens; the size must divide the number of ranks, and divide or be a multiple of every layer's "
-        "number of experts; 0: the greatest common divisor of these numbers in training, 1 (all experts on "
-        "every rank) in inference",
+        "number of experts; 0: the greatest common divisor of these numbers in training, 1 in inference",
     )
     moe_local_size: int = communication(
         0, unit="ranks", rule=(AT_LEAST_0[0], "give the ranks per node, or 0 for the launcher's value"),
