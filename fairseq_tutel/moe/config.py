@@ -224,7 +224,7 @@ class MoEConfig:
     )
     balance_bias: bool = balance(
         False,
-        help="balance the load by a bias on the scores, which affects only the choice of experts; after "
+        help="balance the load by a bias that is added to the scores only when experts are chosen; after "
         "every update, the bias rises for experts below the mean load and falls for experts above it",
     )
     bias_update_rate: float = balance(
