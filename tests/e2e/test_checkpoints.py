@@ -1,4 +1,4 @@
-"""If a training run fails, the last checkpoint stays; a bad checkpoint is refused."""
+"""A failed training run keeps its last checkpoint, and training refuses an unsuitable checkpoint."""
 
 import os
 import re

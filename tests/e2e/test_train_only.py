@@ -1,4 +1,4 @@
-"""--moe-train-only in fairseq-train: frozen weights keep their bits, on two ranks and after a resume."""
+"""With --moe-train-only, frozen weights keep their bits on two ranks and after a resume."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from models import dense_lm_args, mt_args
 
 from fairseq_tutel.checkpoint.shards import bind, unbind
 
-# Value of --moe-train-only -> (a part of the names of all trained parameters, the flags of the run).
+# Value of --moe-train-only -> (text in the names of all trained parameters, other flags of the run).
 CASES = {
     "gates": (".fc1.gate.", ("--bf16", "--moe-zero-stage", 1, "--checkpoint-activations")),
     "experts": (".experts.", ("--moe-checkpoint", "sharded", "--moe-zero-stage", 2, "--moe-balance-bias")),
