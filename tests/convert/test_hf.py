@@ -423,7 +423,7 @@ def test_bart_fills_masks_and_fsmt_and_mbart_translate_as_in_transformers(releas
     ):
         model, tokenizer, _, folder = released(name)
         interface = ft.from_checkpoint(folder, device="cpu")
-        # Fairseq never generates the start symbol as the first token, but a random model might.
+        # fairseq never generates the start symbol first, so transformers must not do it either.
         start = tokenizer.convert_tokens_to_ids("ro_RO") if name == "mbart" else 2
         for text in TEXT[:3]:
             inputs = tokenizer(text, return_tensors="pt")

@@ -5,7 +5,7 @@ import torch
 from moe_files import D, E, load, outputs, save
 from tool_in_process import refusal, tool
 
-# With this gate spread, nearly every token chooses only copies that have the same number.
+# With this gate spread, nearly no token chooses two copies of the same expert.
 SURE = ("--gate-spread", 300, "--expert-noise", 0)
 CASES = {
     "top-2": {},

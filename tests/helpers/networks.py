@@ -35,7 +35,7 @@ def random_network(random, most=10):
 
 
 def widest_cut(network):
-    """Compute ForestColl's optimum 1/x by brute force over all vertex sets with some but not all ranks."""
+    """Return the largest (ranks in a vertex set) / (bandwidth out of the set), by trying all sets."""
     ranks, size = range(network.ranks), len(network.vertices)
     best = Fraction(0)
     for number in range(1, size):

@@ -1,7 +1,7 @@
 """Runs a small collective plan in all interleavings of lanes and transfers, to test the plan checker.
 
 A channel is a queue of issued puts and signals. An issued put reads, writes, and then leaves the channel.
-Two memory accesses race if both may be the next action.
+Two accesses to a cell, of which one writes, race if either may be the next action.
 """
 
 from collections.abc import Iterator

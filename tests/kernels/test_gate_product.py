@@ -41,7 +41,7 @@ def compare(device: str) -> None:
         exact = torch.autograd.grad(expected_TE, wide, dlogits_TE.double())
         for grad, other in zip(got, exact, strict=True):
             assert grad.dtype == torch.bfloat16
-            # Half a unit of bf16, plus the error of 16-bit gradients in sums of terms of about 20.
+            # rtol is half a unit of bf16, and atol allows for rounded gradients times weights of about 20.
             torch.testing.assert_close(grad.double(), other, rtol=2**-8, atol=2e-2)
 
 

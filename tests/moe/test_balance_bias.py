@@ -77,7 +77,7 @@ def test_the_state_dict_contains_the_balance_bias_but_not_the_loads():
 
 
 @pytest.mark.parametrize("cast", ("half", "bfloat16", "double"))
-def test_casting_a_model_to_bf16_keeps_the_balance_bias_in_fp32(cast):
+def test_casting_a_model_to_another_dtype_keeps_the_balance_bias_in_fp32(cast):
     layer = build(gate_fp32=False)
     layer.balance_bias.bias.fill_(1.0)
     getattr(layer, cast)()

@@ -87,7 +87,7 @@ def decided(logits_TE: Tensor, rule: Capacity, real_T: Tensor):
 
 
 @pytest.mark.parametrize(
-    # The four capacities are 6, 4, 3 and 10 slots, and a buffer may have spare rows.
+    # The capacities are 6, 4, 3 and 10 slots; a buffer may have more rows per expert.
     "rule, rows",
     [
         (Capacity(), 8),

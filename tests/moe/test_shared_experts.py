@@ -21,7 +21,7 @@ T = 11
 def build(**options) -> MoELayer:
     layer = MoELayer(dataclasses.replace(CONFIG, **options), seed=5).double()
     for name, parameter in layer.named_parameters():
-        if "layer_norm" in name:  # Initial ones and zeros of norms would hide errors.
+        if "layer_norm" in name:  # A layer norm's initial ones and zeros hide errors.
             parameter.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
     return layer
 

@@ -147,7 +147,7 @@ def test_arguments_of_forward_override_constructor_options():
 
 
 @pytest.mark.parametrize("experts", (FFN, {**FFN, "has_fc2_bias": False}, custom()), ids=str)
-def test_scan_expert_func_and_result_func_and_get_parameter_iterator_work(experts):
+def test_scan_expert_func_and_result_func_and_get_parameter_iterator_work_as_in_tutel(experts):
     seen = []
     layer = build(
         experts=experts,

@@ -65,7 +65,7 @@ def compare(case: Case) -> int:
     members = list(range(4)) if group is None else dist.get_process_group_ranks(group)
     layer = build(case, group, case.per_device)
     whole = build(case, alone(), layer.num_global_experts)
-    # Each rank initializes all its custom experts at once, so initial values differ from one process.
+    # Each rank initializes all its custom experts at once, so they differ from those of one process.
     if case.kind == "custom":
         parts = [None] * len(members)
         dist.all_gather_object(parts, layer.experts.W.detach(), group=group)
@@ -125,7 +125,7 @@ def test_a_layer_on_a_process_group_equals_one_process_with_all_experts(ranks, k
 
 
 class Example(nn.Module):
-    """This model of Tutel's example program saves one file per rank."""
+    """The model of Tutel's example program, which saves one file per rank."""
 
     def __init__(self, kind: str, per_device: float, group=None):
         super().__init__()

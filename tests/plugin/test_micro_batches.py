@@ -29,8 +29,6 @@ class _Numbers(torch.utils.data.Dataset):
 
 
 class _Ranks:
-    """ """
-
     def __init__(self, ranks, micro_batches, state=None, fix=False, **options):
         self.fix, self.iterators = fix, []
         for rank in range(ranks):
