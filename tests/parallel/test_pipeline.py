@@ -51,7 +51,7 @@ def test_row_chunks_change_only_the_order_of_sums_over_rows(ranks, kept, overlap
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-# The first four strategies convert equal rows to the transfer dtype, so the test uses one of the four.
+# Other strategies convert the same rows to the transfer dtype, so the test needs only these two.
 WAYS = {
     "plain": ({}, Strategy()),
     "slices, all of it": (

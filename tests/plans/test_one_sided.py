@@ -1,4 +1,4 @@
-"""Plans through shared memory return the same bits as plans by messages, and copy only the plan's bytes."""
+"""Plans that copy through shared memory return the same bits as plans that send messages."""
 
 import errno
 import itertools
