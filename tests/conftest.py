@@ -9,7 +9,8 @@ from poison import poison_empty
 from rank_pool import Ranks
 
 torch.set_num_threads(1)
-gc.set_threshold(100_000, 50, 100)  # default thresholds cost a tenth of the test time
+# With Python's default thresholds, garbage collection took a tenth of the test time.
+gc.set_threshold(100_000, 50, 100)
 try:
     from hypothesis import settings
 except ImportError:  # tests of kernels can run without hypothesis

@@ -1,4 +1,4 @@
-"""Quantized experts have a rounding error of at most half a step, and every reader of shards reads them."""
+"""Quantized experts have a rounding error of at most half a step, and can be read like other experts."""
 
 import json
 

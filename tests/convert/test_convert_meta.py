@@ -124,7 +124,7 @@ NOTED = {
 }  # fmt: skip
 
 
-def test_convert_meta_prints_only_notes_on_differences(tmp_path):
+def test_convert_meta_prints_a_note_only_for_options_that_differ_in_the_plugin(tmp_path):
     printed, _ = converted(tmp_path, ranks=4)
     assert printed == f"wrote {tmp_path / 'ours.pt'}; start a new training run from it\n"
     for sentence, options in NOTED.items():

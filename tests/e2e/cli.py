@@ -157,7 +157,7 @@ def _child(command, argv, env, log, stdin):
 
     import torch
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background job, it is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
     torch.set_num_threads(1)
     os.environ.update(env)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

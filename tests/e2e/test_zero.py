@@ -31,7 +31,7 @@ def _same_training(expected, found, adam):
 
 @pytest.mark.long
 def test_zero_in_bf16_gives_the_master_weights_of_a_run_without_zero(lm_data, tmp_path):
-    # Without clipping, Adam and gradient accumulation, ZeRO adds gradients in the same order.
+    # Without clipping, Adam and gradient accumulation, runs with and without ZeRO add in the same order.
     steps = (*SGD, "--bf16", "--clip-norm", 0, "--update-freq", 1)
     flags = (*steps, "--moe-expert-parallel-size", 2)
     for folder, more in (("plain", ()), ("zero", ZERO_2)):

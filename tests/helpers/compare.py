@@ -10,7 +10,7 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-2, tor
 
 
 def close(got: Tensor, expected: Tensor, what: str, tolerance: float | None = None) -> None:
-    """Assert that two tensors agree to `tolerance` (default: by dtype); errors begin with `what`."""
+    """Assert that two tensors agree to `tolerance` (default: by dtype); `what` names them in errors."""
     tolerance = TOLERANCE[got.dtype] if tolerance is None else tolerance
     torch.testing.assert_close(
         got.double(), expected.double(), rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}"

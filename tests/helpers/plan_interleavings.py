@@ -25,7 +25,7 @@ class Interleavings:
 
     def __init__(self, plan: Plan, calls: int = 3) -> None:
         self.plan, self.calls = plan, calls
-        # These are the first all_reduce results by call and chunk; all ranks must get equal results.
+        # (call, chunk) -> the first rank's all_reduce result, which all other ranks must get too.
         self.sums = {}
         self.lanes = [(r, lane) for r, lanes in enumerate(plan.programs) for lane in range(len(lanes))]
 

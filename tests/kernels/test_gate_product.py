@@ -20,7 +20,7 @@ def operands(tokens: int, model_dim: int, experts: int, device: str) -> list[Ten
 
 
 def softmax_gradient(logits_TE: Tensor) -> Tensor:
-    """Return a gradient whose sum over the experts cancels, as the gradient through a softmax does."""
+    """Return a gradient whose sum over the experts is 0, like a gradient through a softmax."""
     generator = torch.Generator().manual_seed(5)
     drawn = torch.randn(logits_TE.shape, generator=generator)
     return (drawn - drawn.mean(dim=1, keepdim=True)).to(logits_TE.device)

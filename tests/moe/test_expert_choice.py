@@ -55,7 +55,7 @@ def taken(r) -> list[list[int]]:
     function=st.sampled_from(["softmax", "sigmoid"]),
 )
 def test_experts_choose_the_tokens_that_brute_force_chooses(rows, top_k, factor, pads, function):
-    # The logits have few different values, which causes ties, and padding may be at any position.
+    # Few different logits cause ties, and padding may be at any position.
     logits_TE = torch.tensor(rows, dtype=torch.float64).view(len(rows), 3)
     real = [(t * 7) % 4 >= pads for t in range(len(rows))]
     r = route(

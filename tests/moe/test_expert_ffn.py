@@ -40,7 +40,7 @@ def build(dtype: torch.dtype = torch.float64, **options) -> MoELayer:
 
 
 def check(monkeypatch, layer: MoELayer, num_tokens: int = 11, **more) -> None:
-    """Compare the FFN's autograd node (expert by expert, product by product) with separate operations."""
+    """Compare two versions of the FFN's autograd node with separate dispatch, FFN and combine."""
     assert layer.experts.is_one_node
     one_node = run(layer, num_tokens, **more)
     with monkeypatch.context() as patch:

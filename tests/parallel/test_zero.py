@@ -1,4 +1,4 @@
-"""Training with ZeRO or offload equals plain training, and its memory equals a formula."""
+"""Training with ZeRO or offload equals plain training, and needs as much memory as a formula says."""
 
 import dataclasses
 import functools

@@ -118,7 +118,7 @@ def test_a_run_may_resume_on_another_number_of_ranks_after_every_update(seed, or
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 0), (3, 4)), ((4, 6), (3, 8)), ((3, 6), (4, 0))])
-def test_a_run_resumed_with_other_micro_batches_starts_with_the_next_batch(before, after):
+def test_a_run_resumed_with_another_number_of_micro_batches_starts_with_the_next_batch(before, after):
     """`before` and `after` are (ranks, micro-batches), and 0 micro-batches means --update-freq 1."""
     in_order = list(itertools.chain(*map(_real, _Ranks(*before).take())))
     job = _Ranks(*before)
