@@ -61,7 +61,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("case", SIZES)
-def test_convert_meta_keeps_every_weight_and_starts_a_new_run(case, tmp_path):
+def test_convert_meta_keeps_every_weight_but_no_training_state(case, tmp_path):
     meta = Meta(WORDS, **SIZES[case])
     _, state = converted(tmp_path, meta)
     for name, tensor in state["model"].items():

@@ -121,7 +121,7 @@ def test_logits_are_equal_after_conversion_in_both_directions(name, released, tm
     assert own.keys() == theirs.keys()
     for key, tensor in theirs.items():
         if "token_type" in key or (name in ("roberta", "xlm_roberta") and "position_embeddings" in key):
-            continue  # Conversion adds the row of the token type to the position table.
+            continue  # Conversion adds the token-type embedding to the position table.
         assert torch.equal(own[key], tensor), key
 
 
@@ -363,7 +363,7 @@ class Harmful:
      "the closest family is fsmt: INPUT has share_all_embeddings True"),
     ("opt", {"scale_fc": True}, "is opt: INPUT has scale_fc True, but OPTForCausalLM has only False"),
 ])  # fmt: skip
-def test_an_error_names_a_model_without_a_transformers_class(name, change, sentence, released, tmp_path):
+def test_a_model_without_a_transformers_class_cannot_be_exported(name, change, sentence, released, tmp_path):
     saved = SavedModel.open(released(name)[3] / "model.pt")
     saved.options.update(change)
     with pytest.raises(ValueError) as error:

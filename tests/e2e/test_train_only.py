@@ -70,7 +70,7 @@ def test_a_dense_run_trains_only_embeddings_and_cannot_resume_with_all_parameter
 
 
 @pytest.mark.parametrize(("what", "code"), [("'expert:0,3'", 0), ("nothing", 1)])
-def test_fairseq_hydra_train_without_a_preloaded_plugin_reads_the_option(what, code, lm_data, tmp_path):
+def test_fairseq_hydra_train_reads_moe_train_only_without_a_preloaded_plugin(what, code, lm_data, tmp_path):
     words = (
         "--config-dir", HYDRA, "--config-name", "tiny_lm", f"task.data={lm_data}",
         f"common.user_dir={USER_DIR}",

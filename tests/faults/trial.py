@@ -206,7 +206,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def belongs(path: Path, checkpoint: Path) -> bool:
-    """Return whether a file is a checkpoint or a shard file that the checkpoint names."""
+    """Return whether `path` is the checkpoint itself or one of its shard files."""
     return path == checkpoint or path.parent.name in folders.mentions(checkpoint)
 
 

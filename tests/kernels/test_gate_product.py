@@ -45,7 +45,7 @@ def compare(device: str) -> None:
             torch.testing.assert_close(grad.double(), other, rtol=2**-8, atol=2e-2)
 
 
-def test_logits_and_gradients_equal_fp64():
+def test_the_logits_and_gradients_of_the_gate_product_equal_fp64():
     compare("cpu")
 
 
@@ -87,6 +87,6 @@ def compare_layers(options: dict, needs_dx: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_compiled_logits_and_gradients_equal_fp64():
+def test_the_compiled_gate_product_equals_fp64_in_logits_and_gradients():
     compare("cuda")
     assert gate_product.is_supported(*operands(2, 8, 4, "cuda"))

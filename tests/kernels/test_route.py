@@ -304,7 +304,7 @@ def test_interpreted_kernels_in_one_compiled_graph_have_eager_gradients(interpre
 
 @triton
 @pytest.mark.parametrize("time_first", (None, (2, 3)))
-def test_fake_tensors_pass_through_without_a_launch(time_first):
+def test_ops_on_fake_tensors_return_shapes_without_a_launch(time_first):
     gate = [((6, 5), "bfloat16"), ((6, 2), "int64"), ((6, 2), "bfloat16")]
     rows = [((6, 2), "int64"), ((2, 5), "int64"), ((5,), "int64"), ((2,), "int64"), ((6, 2), "int64"),
             ((12,), "int64"), ((12,), "int64"), ((96,), "int64")]  # fmt: skip

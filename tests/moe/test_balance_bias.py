@@ -40,7 +40,7 @@ def test_an_experts_bias_rises_if_its_load_is_below_the_mean_and_falls_if_it_is_
     assert not bias.load.any()
 
 
-def test_training_loads_count_assignments_of_real_tokens_before_dropping():
+def test_the_load_in_training_counts_assignments_of_real_tokens_before_dropping():
     layer = build(capacity_factor=0.5)
     mask = torch.arange(20) % 3 == 1
     load = torch.zeros(4, dtype=torch.int64)

@@ -120,7 +120,7 @@ def check_experts(layer, whole, world: int, group) -> None:
     ],
     ids=str,
 )
-def test_a_layer_on_a_process_group_equals_one_process_with_all_experts(ranks, kind, options, experts):
+def test_a_layer_on_a_process_group_equals_a_layer_in_one_process(ranks, kind, options, experts):
     assert ranks(4).run(compare, Case(kind=kind, **options)) == [experts] * 4
 
 

@@ -238,7 +238,7 @@ def gradient_bytes(zero):
 @pytest.mark.parametrize(("parallel", "stage", "offload"), [
     (2, 1, False), (2, 2, False), (1, 2, True),
 ])  # fmt: skip
-def test_the_memory_of_a_zero_rank_equals_the_formula(ranks, parallel, stage, offload, dtype):
+def test_the_memory_of_a_rank_that_uses_zero_equals_the_formula(ranks, parallel, stage, offload, dtype):
     sizes = {kind: [math.prod(s) for s in shapes] for kind, shapes in EVEN.items()}
     if parallel == 1:
         sizes = {"dense": sizes["dense"] + sizes["experts"], "experts": []}

@@ -160,7 +160,7 @@ def _root(count=8, freq=(1,), ranks=3):
 
 def test_update_freq_is_computed_from_micro_batches_and_ranks():
     root = _root()
-    for _ in range(2):  # calling set_update_freq twice changes nothing
+    for _ in range(2):  # the second call changes nothing
         set_update_freq(root, 3)
         assert list(root.optimization.update_freq) == [3]
     root = _root(count=0, freq=(2, 4))
