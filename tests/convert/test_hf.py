@@ -363,7 +363,7 @@ class Harmful:
      "the closest family is fsmt: INPUT has share_all_embeddings True"),
     ("opt", {"scale_fc": True}, "is opt: INPUT has scale_fc True, but OPTForCausalLM has only False"),
 ])  # fmt: skip
-def test_a_model_without_a_transformers_class_cannot_be_exported(name, change, sentence, released, tmp_path):
+def test_a_model_that_fits_no_transformers_class_is_refused(name, change, sentence, released, tmp_path):
     saved = SavedModel.open(released(name)[3] / "model.pt")
     saved.options.update(change)
     with pytest.raises(ValueError) as error:

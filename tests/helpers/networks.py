@@ -35,7 +35,7 @@ def random_network(random, most=10):
 
 
 def widest_cut(network):
-    """Return the largest (ranks in a vertex set) / (bandwidth out of the set), by trying all sets."""
+    """Try all vertex sets; return the largest ratio of ranks in a set to bandwidth that leaves the set."""
     ranks, size = range(network.ranks), len(network.vertices)
     best = Fraction(0)
     for number in range(1, size):
