@@ -92,7 +92,7 @@ def test_files_with_one_int4_scale_per_row_are_still_read(tmp_path, monkeypatch)
     (tmp_path / "new").mkdir()
     new = source_of(write(model, tmp_path / "new", "int4"))[0]["fc1_weight"]
     with monkeypatch.context() as patch:
-        patch.setattr(Quantized, "in_groups", False)  # Older versions wrote no groups.
+        patch.setattr(Quantized, "in_groups", False)  # Older versions wrote one scale per row.
         (tmp_path / "old").mkdir()
         write(model, tmp_path / "old", "int4")
     old = source_of(tmp_path / "old")[0]["fc1_weight"]

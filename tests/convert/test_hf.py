@@ -374,7 +374,7 @@ def test_a_model_that_fits_no_transformers_class_is_refused(name, change, senten
 
 @pytest.mark.parametrize("name", ["nllb", "fsmt"])
 def test_words_that_were_added_to_a_tokenizer_raise_an_error(name, released, copied, tmp_path):
-    """Only the library transformers finds added words in a text before it splits the text."""
+    """Unlike fairseq, transformers finds added words in a text before it splits the text."""
     source = copied(name)
     added = type(released(name)[1]).from_pretrained(source)
     added.add_tokens(["<marker>"], special_tokens=True)

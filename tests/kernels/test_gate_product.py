@@ -30,7 +30,7 @@ def compare(device: str) -> None:
     for shape in SHAPES:
         x_TD, weight_ED = operands(*shape, device)
         with torch.no_grad():
-            weight_ED += 20  # an equal summand for all experts cancels in the gradient of x
+            weight_ED += 20  # this sum leaves the exact gradient of x unchanged
         logits_TE = gate_product.product(x_TD, weight_ED)
         assert logits_TE.dtype == torch.float32
         wide = [t.detach().double().requires_grad_() for t in (x_TD, weight_ED)]
