@@ -193,7 +193,7 @@ def oracle(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     if "dgate" in results:
         results["dgate"] = results["dgate"][:used]
         results["gated"] = made["a"] * gate.unsqueeze(1)
-    for name in ("a", "out", "dx", "dh", "dg"):  # these results are 0 after the last group
+    for name in ("a", "out", "dx", "dh", "dg"):  # their rows after the last group are 0
         if name in results:
             results[name] = F.pad(results[name], (0, 0, 0, case.tail))
     return {name: tensor.detach() for name, tensor in results.items()}
