@@ -1,4 +1,4 @@
-"""The tests compare the GShard loss of one kernel launch with the reference and finite differences."""
+"""The tests compare the kernel of the GShard loss with the reference and with finite differences."""
 
 import pytest
 import torch
