@@ -47,7 +47,7 @@ class _Read:
 class _Refused(torch.autograd.Function):
     """An identity function whose backward raises an error, to prevent a double backward.
 
-    The function returns the first `number` tensors. In the autograd graph, they depend on all tensors.
+    The function returns the first `number` tensors. In the autograd graph, each depends on all tensors.
     """
 
     @staticmethod

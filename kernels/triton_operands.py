@@ -16,10 +16,10 @@ def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: 
         operand = rows
     else:
         r = first + tl.arange(0, BLOCK_M)
-        r = tl.where(r < end, r, first)  # Rows from `end` on read the row `first`, which avoids a mask.
+        r = tl.where(r < end, r, first)  # In place of rows from `end` on, the row `first` is read.
         if index is not None:
-            # For a tile after the last group of rows, index[r] may be -1. This does no harm, because such a
-            # tile loads no rows.
+            # In a tile after the last group of rows, index[r] may be -1, but `add_product` loads no rows of
+            # such a tile.
             r = tl.load(index + r).to(tl.int64)
         operand = rows + (r * K)[:, None]
     return operand
