@@ -46,7 +46,7 @@ class Block:
 
 
 def blocks_of(counts: Sequence[int], most: int) -> list[Block]:
-    """Split experts with rows into blocks of one expert, or of several with at most `most` rows in all."""
+    """Group experts with rows into blocks of one expert, or of several with at most `most` rows in all."""
     blocks, first, end = [], 0, 0
     inside: list[tuple[int, int]] = []
 
@@ -144,7 +144,7 @@ def ffn_backward(
     needs_dx: bool,
     needs_weights: bool,
 ) -> FFNGradients:
-    """Return the gradients of the FFN's input, gates and weights, as `ffn_by_products` does."""
+    """Return the gradients of input, gates and weights; the arguments are as in `ffn_by_products`."""
     w, blocks = weights, _blocks(weights, groups, x_ND)
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     kind = ACTIVATIONS["swish" if w.is_glu else activation]
@@ -179,7 +179,7 @@ def ffn_backward(
                     for e, dy, dgate in _by_expert(block, dy_nD, dgate_n):
                         dgate += dy @ of_each.fc2_bias[e]
                 da_nH.mul_(gate_Bn1[number])
-                dy_nD.mul_(gate_Bn1[number])  # in place: gates need an index, so dy_nD is a copy
+                dy_nD.mul_(gate_Bn1[number])  # in place, because with gates, dy_nD is a gathered copy
             if douts is not None:
                 _outer(dy_nD, a_nH, douts.fc2_weight, douts.fc2_bias, block)
             dg_nH = None
@@ -235,15 +235,15 @@ def _by_expert(block: Block, *rows: Tensor) -> Iterable[tuple[Any, ...]]:
 
 
 def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
-    """Return the blocks of rows that are computed together. With several threads, a block is one expert."""
+    """Return the blocks of rows to compute together. With several threads, each block has one expert."""
     row_bytes = weights.fc1_weight.shape[1] * x_ND.itemsize
     return blocks_of(groups.host, BLOCK_BYTES // row_bytes if torch.get_num_threads() == 1 else 0)
 
 
 def _row_work(x_ND: Tensor, hidden_dim: int) -> int:
-    """Return the multiplications of a row with a weight, or 0 on a GPU, where one thread runs all experts.
+    """Return the number of multiplications of a row with a weight. On a GPU, return 0 to use one thread.
 
-    Other threads would launch work on another stream than the caller's stream.
+    On a GPU, other threads would launch work on another stream than the caller's stream.
     """
     return x_ND.shape[1] * hidden_dim if x_ND.device.type == "cpu" else 0
 
