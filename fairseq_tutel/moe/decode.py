@@ -26,7 +26,7 @@ MOST_ASSIGNMENTS = 256
 
 
 def can_defer(training: bool) -> bool:
-    """Return False in training, autograd and torch.compile, which need losses and slots at once."""
+    """Return whether losses and slots can be computed later: not in training, autograd or torch.compile."""
     return not (training or torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
@@ -37,8 +37,9 @@ def _later(name: str) -> Any:
 class DecodeRouting(Routing):
     """The routing of a few tokens. Slots and rows are computed only at their first access.
 
-    Args: place: a function that returns the complete routing; None if `known` has all fields. known: fields
-        of `Routing` that are already computed, by name.
+    Args:
+        place: a function that returns the complete routing; None if `known` has all fields.
+        known: the fields of `Routing` that are already computed, by name.
     """
 
     def __init__(self, place: Callable[[], Routing] | None = None, **known: Any) -> None:
@@ -72,7 +73,7 @@ class DecodeRouting(Routing):
 
     @cached_property
     def groups(self) -> Groups:
-        """The groups of rows, as the number of rows of each expert."""
+        """The number of rows of each expert."""
         return Groups.of_host([len(own) for own in self.sources], self.expert_ids_TK.device)
 
 
@@ -104,7 +105,7 @@ def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: Ga
 
 
 def runs_few(experts: ExpertStack, routing: Routing) -> bool:
-    """Return whether `run_few` can run a routing: `decide_few` made it, and the experts can be fused."""
+    """Return whether `run_few` can run the experts: `decide_few` made the routing, and experts can fuse."""
     is_few = isinstance(routing, DecodeRouting) and routing.__dict__["place"] is not None
     return is_few and can_defer(experts.training) and experts.can_fuse
 
