@@ -1,7 +1,7 @@
 """The FFN of all experts on a CPU, computed expert by expert to keep each expert's data in cache.
 
 - Rows are gathered just before they are multiplied.
-- The gradient of h exists for one block at a time.
+- The gradient of the hidden rows exists for only one block at a time.
 - Every product writes directly into its output.
 - A block holds the rows of one expert, or of several experts with few rows. Elementwise operations run once
   per block.
@@ -26,7 +26,7 @@ from fairseq_tutel.kernels.opaque import untraced
 from fairseq_tutel.kernels.products import linear, weight_grad
 from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, SavedActivations
 
-# Maximum size of the hidden rows of a block, which should stay in cache between two products.
+# The largest size in bytes of a block's hidden rows, so that they stay in cache between two products.
 BLOCK_BYTES = 2**19
 
 
@@ -241,10 +241,7 @@ def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
 
 
 def _row_work(x_ND: Tensor, hidden_dim: int) -> int:
-    """Return the number of multiplications of a row with a weight. On a GPU, return 0 to use one thread.
-
-    On a GPU, other threads would launch work on another stream than the caller's stream.
-    """
+    """Return the multiplications of a row with a weight; 0 on a GPU, where threads use other streams."""
     return x_ND.shape[1] * hidden_dim if x_ND.device.type == "cpu" else 0
 
 
@@ -267,10 +264,10 @@ def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
 def _readers(
     x_ND: Tensor, index_R: Tensor | None, blocks: Sequence[Block]
 ) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory of functions that return the rows of the block with a given number.
+    """Return a factory. Each thread calls it once, and gets a function from a block's number to its rows.
 
-    Each thread calls the factory once. The thread's function gathers the rows of every block into the same
-    buffer, which stays in cache.
+    If the rows must be gathered, the function writes the rows of every block into the same buffer, which
+    stays in cache.
     """
     if index_R is None:
         x_BnD = _parts(x_ND, blocks)
@@ -285,9 +282,9 @@ def _readers(
 
 
 def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory of functions that return a buffer for the block with a given number.
+    """Return a factory. Each thread calls it once, and gets a function from a block's number to a buffer.
 
-    Each thread calls the factory once, and uses one buffer for all blocks. The buffer stays in cache.
+    A thread uses the same memory for all its blocks, so that it stays in cache.
     """
     sizes = _sizes(blocks)
 

@@ -47,8 +47,6 @@ def ffn_down_backward(
     """Compute the backward pass through the FFN's second linear map (fc2) and the activation.
 
     Returns (dh_RH, dg_RH, gated_RH, dgate_PR).
-
-    The formula of the gate's gradient is from SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3.
     """
     dh_RH, dg_RH, gated_RH, dgate_PR = triton_hidden(
         dy_ND,
@@ -88,7 +86,7 @@ def _hidden_shapes(
 
 
 def _summed(found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Sum the parts of the gate's gradient, because the number of parts depends on the tile sizes."""
+    """Sum the parts of the gate's gradient, because the operator must return one part, as its fake does."""
     return *found[:3], None if found[3] is None else found[3].sum(0, keepdim=True)
 
 
@@ -271,7 +269,7 @@ def _bias_dots(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return the dot product of each row of a tile, a row of dy, with the bias of the row's expert."""
+    """For each row of a tile, return the dot product of the row's dy with the bias of the row's expert."""
     dots = tl.zeros([BLOCK_M, BLOCK_K], dtype=ACC)
     dy_from = rows_operand(dy, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
     # Without `num_stages`, the compiler prefetches the loads of a loop only if it has matrix products.

@@ -20,7 +20,7 @@ except ImportError:  # an older Triton supports only plain loads
     TensorDescriptor = None
 
 DESCRIPTORS = ("sm_90", "sm_100", "sm_120")  # hardware with TMA
-ALIGNMENT = 16  # bytes; TMA requires it for a tensor's address and all strides except the innermost
+ALIGNMENT = 16  # in bytes; TMA requires this of a tensor's address and all strides except the innermost
 IS_HIP = torch.version.hip is not None
 
 
@@ -164,7 +164,7 @@ def has_descriptors(device: torch.device) -> bool:
 
 
 def input_precision_of(hardware: str, precision: str, dtype: torch.dtype) -> str:
-    """Return the precision constant of a kernel's matrix products. On a GPU, it affects only fp32."""
+    """Return the precision constant of a kernel's products. On a GPU, it affects only fp32 products."""
     if hardware == "interpreted" and dtype == torch.bfloat16:
         return "interpreted"
     return "ieee" if precision == "half" else precision

@@ -16,7 +16,7 @@ def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: 
         operand = rows
     else:
         r = first + tl.arange(0, BLOCK_M)
-        r = tl.where(r < end, r, first)  # In place of rows from `end` on, the row `first` is read.
+        r = tl.where(r < end, r, first)  # Rows from `end` on become row `first`, so loads need no mask.
         if index is not None:
             # In a tile after the last group of rows, index[r] may be -1, but `add_product` loads no rows of
             # such a tile.

@@ -108,7 +108,7 @@ def place_assignments(
     starts_BE, plan = _block_starts(ids_TK, asked, None, sizes, counts, limit)
     if order_N is not None:
         order_N = order_N.contiguous()
-        # In this order, a block may have first and second choices, so the call above counted each choice.
+        # In this order, a block can mix first and second choices. The call above has counted each choice.
         del starts_BE  # frees memory for the next tensor
         starts_BE, plan = _block_starts(ids_TK, asked, order_N, sizes, counts, limit)
     launch(
@@ -190,7 +190,7 @@ def _assignments_at(
     wanted = inside
     if asked is not None:
         wanted = inside & (tl.load(asked + sources, mask=inside, other=0) != 0)
-    # Comparisons of 32-bit experts need half as many instructions as of 64-bit experts.
+    # Comparing 32-bit numbers needs half as many instructions as comparing 64-bit numbers.
     return sources, tl.load(ids + sources, mask=wanted, other=num_experts).to(tl.int32)
 
 
@@ -304,7 +304,7 @@ def _place_kernel(
         _, theirs = _assignments_at(ids, asked, order, chain, peers, sizes)
         before = (own[:, None] == theirs[None, :]) & (peers[None, :] < positions[:, None])
         slots += tl.sum(before.to(tl.int32), axis=1)
-    offsets = tl.zeros([BLOCK], dtype=tl.int32)  # rows of all earlier experts, for each assignment
+    offsets = tl.zeros([BLOCK], dtype=tl.int32)  # for each assignment, the rows of all earlier experts
     total = tl.zeros([], dtype=tl.int32)
     for first_expert in range(0, num_experts, BLOCK_E):
         experts = first_expert + tl.arange(0, BLOCK_E)

@@ -32,8 +32,8 @@ def row_tiles(counts_E: Tensor, num_rows: int) -> Tensor:
         num_rows: R, at least the sum of the counts.
 
     Returns:
-        [E + 1 + 3 * tiles] int64: the first row of each expert, the end of the last expert, and a table [3,
-        tiles] for each number in BLOCKS_M.
+        [E + 1 + 3 * tiles] int64: the first row of each expert, the end of the last expert's rows, and a
+        table [3, tiles] for each number in BLOCKS_M.
     """
     tiles, num_experts = _fake_row_tiles(counts_E, num_rows), counts_E.shape[0]
     grid = (tile_programs(num_rows, num_experts),)

@@ -136,7 +136,7 @@ def _sources(index, r, end):
 def _load_transposed(x, source, r, end, columns, D):
     """Load a transposed tile [columns, rows] of x[source]. Rows from `end` on are zeros.
 
-    The tile is not transposed after the load, because not every GPU prefetches tiles that are transposed.
+    The load itself transposes the tile, because not every GPU prefetches tiles that are transposed later.
     """
     inside = (columns < D)[:, None] & (r < end)[None, :]
     return tl.load(x + source[None, :] * D + columns[:, None], mask=inside, other=0.0)

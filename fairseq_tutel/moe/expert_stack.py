@@ -223,8 +223,7 @@ class ExpertStack(nn.Module):
             if is_cut and name in names:
                 mark_slice(parameter, self.slice_of(name))
 
-    # A move from the meta device, a copy or an assigned state dict replaces parameters. The methods below
-    # mark the new parameters.
+    # A move from the meta device, a copy or a state dict may replace parameters; mark the new parameters.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if self._compute_device is None:

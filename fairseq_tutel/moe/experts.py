@@ -63,8 +63,7 @@ class Experts(ExpertStack):
             fan_in = self.whole_shape(f"{map_name}_weight")[1]
             for i in range(self.num_local):
                 generator = seeded_generator(seed, name, self.first + i, tensor)
-                # The complete expert is drawn and then split, so that initial values do not depend on the
-                # number of ranks.
+                # Complete experts are drawn, so that the values do not depend on the number of ranks.
                 whole = parameter.new_empty(self.whole_shape(tensor))
                 draw_linear(whole, fan_in, kind, self.config.init_std, generator)
                 parameter[i].copy_(self.own_part(tensor, whole.unsqueeze(0))[0])

@@ -70,8 +70,7 @@ class BiasedGate(LinearGate):
 class CosineGate(nn.Module):
     """A gate that scores a token by the cosine between its projection and one direction per expert.
 
-    The logits are exp(min(t, ln 100)) * normalize(W x + b) . normalize(s_e), with the direction s_e of
-    expert e. W, b, s_e and t are learned.
+    The logits are exp(min(t, ln 100)) * normalize(W x + b) . normalize(s_e), with learned W, b, s_e and t.
 
     The gate is from X-MoE (Chi et al. 2022, section 3.2), and is initialized as in Tutel.
     """
