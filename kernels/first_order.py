@@ -45,10 +45,7 @@ class _Read:
 
 
 class _Refused(torch.autograd.Function):
-    """An identity function whose backward raises an error, to prevent a double backward.
-
-    The function returns the first `number` tensors. In the autograd graph, each depends on all tensors.
-    """
+    """Returns the first `number` tensors as functions of all tensors. Its backward raises an error."""
 
     @staticmethod
     def forward(ctx: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -36,12 +36,12 @@ from fairseq_tutel.parallel.machine import Machine, typical
 from fairseq_tutel.parallel.strategy import Strategy, degree_of
 
 OPERATION = "the all-gather of expert weights"
-TOKENS = 4096  # The assumed number of tokens in a micro-batch of one rank.
+TOKENS = 4096  # The number of tokens in a rank's micro-batch for which times are predicted by default.
 WIRE_BYTES = {"bf16": 2, "fp8": 1}  # The bytes per element of each transfer dtype.
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
-    """Return the valid values of adaptive_r. With `whole_hidden`, a rank needs complete experts."""
+    """Return the valid values of adaptive_r. With `whole_hidden`, no rank may run a part of an expert."""
     divisors = (r for r in range(1, slices + 1) if slices % r == 0)
     return (0, 1) if whole_hidden else (0, *divisors)
 

@@ -103,7 +103,7 @@ def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
 def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """Return Tutel's variant of the load_importance loss.
 
-    Tutel subtracts the K-th largest noisy logit of all experts, and from a probability instead of a logit.
+    Tutel replaces logit_e by expert e's probability, and rival_e by the K-th largest of all noisy logits.
     """
     top_k = min(routing.assigned_KE.shape[0], routing.probs_TE.shape[1])
     probs_TE = torch.softmax(_wide(gate.clean_TE), dim=1)
@@ -210,7 +210,7 @@ class BalanceBias(nn.Module):
     @torch.no_grad()
     def update(self, load_E: Tensor) -> None:
         """Raise the bias of underloaded experts, lower that of overloaded experts, and reset all loads."""
-        # With integers, E * mean - E * load, every rank computes the same sign of mean - load.
+        # In integers, as E * mean - E * load, the sign of mean - load is the same on every rank.
         below_E = load_E.sum() - load_E * len(load_E)
         self.bias.add_(below_E.sign().to(self.bias.dtype), alpha=self.rate)
         self.load.zero_()

@@ -62,7 +62,7 @@ def hashed_seed(seed: int, name: str, expert: int, tensor: str) -> int:
 def draw_linear(
     target: Tensor, fan_in: int, kind: str, init_std: float, generator: torch.Generator
 ) -> None:
-    """Initialize a weight or bias as nn.Linear does. With `init_std` > 0, weights are normal, biases 0."""
+    """Draw a weight or bias as nn.Linear does. If `init_std` > 0, weights are normal, and biases are 0."""
     values = torch.zeros(target.shape, dtype=torch.float32)  # on the CPU, as `generator` is
     if init_std == 0:
         bound = 1 / math.sqrt(fan_in)

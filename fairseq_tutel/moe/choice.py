@@ -127,7 +127,7 @@ def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
 def softmax_top_k(
     logits_TE: Tensor, top_k: int, ops: Any, normalize: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose experts by softmax and top-k in one op and one autograd node, for default options.
+    """Choose experts by softmax and top-k in one kernel and one autograd node, for default options.
 
     With `normalize`, a token's weights are divided by their sum.
     """
@@ -216,8 +216,8 @@ def experts_choose(
 ) -> Tensor:
     """Let experts choose tokens; return each token's slot in each expert, or -1: slots_TE int64.
 
-    Each expert chooses `capacity` tokens and no padding. Among equal scores, the token that comes first in
-    `position_T` wins.
+    Each expert chooses `capacity` tokens and no padding. Among equal scores, the token wins that is first
+    in `position_T`, the (sentence, time) order.
 
     The method is from Zhou et al. 2022, Mixture-of-Experts with Expert Choice Routing, section 3.2.
     """

@@ -105,7 +105,7 @@ def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: Ga
 
 
 def runs_few(experts: ExpertStack, routing: Routing) -> bool:
-    """Return whether `run_few` can run the experts: `decide_few` made the routing, and experts can fuse."""
+    """Return whether `run_few` can be used: `decide_few` made the routing, and the experts can be fused."""
     is_few = isinstance(routing, DecodeRouting) and routing.__dict__["place"] is not None
     return is_few and can_defer(experts.training) and experts.can_fuse
 

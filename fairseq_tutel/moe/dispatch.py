@@ -91,7 +91,7 @@ def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: 
 
 
 class _Dispatch(torch.autograd.Function):
-    """Copy a token to each row: rows[r] = x[token of r], multiplied by the row's gate weight if given."""
+    """Copy a token to each row: rows[r] = x[token of r], multiplied by gate weights if they are given."""
 
     @staticmethod
     def forward(

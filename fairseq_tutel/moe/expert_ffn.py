@@ -26,10 +26,10 @@ class FFNCall:
     ops: Any  # namespace of kernels: `kernels.ops`
     groups: Groups
     activation: str  # activation between the two linear maps; ignored for `glu`
-    recompute: bool = False  # whether backward recomputes hidden rows that forward did not save
+    recompute: bool = False  # whether backward recomputes the hidden rows, which forward then does not save
 
 
-# weights_TK (None for weights of 1), row_of_TK, source_of_R and token_of_R of a `Routing`.
+# The tensors weights_TK (None for weights of 1), row_of_TK, source_of_R and token_of_R of a `Routing`.
 RowMaps = tuple[Tensor | None, Tensor, Tensor, Tensor]
 
 
@@ -43,7 +43,7 @@ def ffn(x_ND: Tensor, tensors: Tensors, call: FFNCall, maps: RowMaps | None = No
     given = maps or (None, None, None, None)
     if torch.is_grad_enabled():
         return _FFN.apply(call, x_ND, *given, *named)
-    # Without gradients, a weight may be an expert tensor list, which autograd cannot save.
+    # Without gradients, a weight may be an `ExpertTensorList`, which autograd cannot save.
     return _FFN.forward(_NoGraph(), call, x_ND, *given, *named)
 
 

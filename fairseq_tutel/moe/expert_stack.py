@@ -62,7 +62,7 @@ class StoredStack(Protocol):
     shape: tuple[int, ...]
 
     def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
-        """Read the tensors of `count` experts from expert `first` on, or with `slicing` shard `index`."""
+        """Read `count` experts from expert `first` on; with `slicing`, read only shard `index` of each."""
 
 
 class ExpertStack(nn.Module):

@@ -259,7 +259,7 @@ class MoELayer(nn.Module):
         return mask_outputs(y_TD, 1, self.config.fom, self.training)
 
     def balance(self, routing: Routing) -> MoEOutput:
-        """Return the balance losses of a routing from `route`. Some losses make this a collective call."""
+        """Return the balance losses of a routing from `route`. Some losses run a collective."""
         output = MoEOutput(routing, self.balance_weights)
         if not can_defer(self.training):  # compute losses now, with gradients
             output.cmr_sum  # noqa: B018

@@ -142,7 +142,7 @@ def count_routing(routing: Routing) -> RoutingCounts:
     top_k = len(routing.dropped_K)
     # The dtype is at least fp32, because half precision cannot hold sums over tokens.
     dtype = torch.promote_types(routing.probs_TE.dtype, torch.float32)
-    # If experts choose tokens, more than K experts may have chosen a token, and it has a weight for each.
+    # If experts choose tokens, a token can have more than K weights. Only the first K weights are counted.
     probs_TE, weights_TK = routing.probs_TE.to(dtype), routing.weights_TK[:, :top_k]
     if routing.real_T is not None:
         real_T1 = routing.real_T.unsqueeze(1)

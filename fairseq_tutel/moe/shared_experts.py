@@ -108,10 +108,7 @@ class SharedResidualExperts(nn.Module):
     def forward(
         self, x_TD: Tensor, routed_TD: Tensor, real_T: Tensor | None, cmr_T1: Tensor | None
     ) -> Tensor:
-        """Add the shared experts and the residual expert to the routed output; outputs of padding are 0.
-
-        `cmr_T1` is the gate that `cmr_gate_of` returned.
-        """
+        """Combine the routed output with shared and residual experts; `cmr_T1` is from `cmr_gate_of`."""
         y_TD = routed_TD
         if self.dense is not None:
             if self.mix is not None:

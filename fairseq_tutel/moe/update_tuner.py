@@ -99,7 +99,7 @@ class UpdateTuner:
         return self._tuner
 
     def begin(self, num_tokens: int) -> Strategy:
-        """Choose an update's strategy for the largest number of tokens in a rank's first micro-batch.
+        """Choose an update's strategy from the largest number of tokens in any rank's first micro-batch.
 
         The call is collective. It records the cost of the previous update if every rank called `end` for
         it.
@@ -141,7 +141,7 @@ class UpdateTuner:
         """Return the name of the bucket (range of expert capacities) to which a training update belongs.
 
         `tokens` is the largest number of tokens of any rank in the micro-batch. Without a capacity limit,
-        an expert's capacity is taken as its load if all experts have equal loads.
+        an even share of the assignments counts as an expert's capacity.
         """
         slots = max(
             layer.config.top_k
