@@ -28,7 +28,7 @@ OPS = (
 
 
 def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
-    """Return the backend for a choice of --moe-backend on this device, and the reason.
+    """Return the backend, "reference" or "triton", for a choice of --moe-backend, and the reason.
 
     Raises:
         ValueError: "triton" was requested but cannot run on this device.

@@ -228,7 +228,7 @@ def _outer(dout_nO: Tensor, rows_nI: Tensor, dweight_EOI: Any, dbias_EO: Any, bl
 
 
 def _by_expert(block: Block, *rows: Tensor) -> Iterable[tuple[Any, ...]]:
-    """Return each expert of a block, together with the expert's part of every tensor of rows."""
+    """Return each expert of a block, together with the expert's rows of every tensor."""
     if len(block.experts) == 1:
         return ((block.experts[0], *rows),)
     return zip(block.experts, *(each.split(block.counts) for each in rows), strict=True)
@@ -241,7 +241,7 @@ def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
 
 
 def _row_work(x_ND: Tensor, hidden_dim: int) -> int:
-    """Return the multiplications of a row with a weight; 0 on a GPU, where threads use other streams."""
+    """Return the multiplications of a row with a weight. On a GPU, 0 makes one thread run all experts."""
     return x_ND.shape[1] * hidden_dim if x_ND.device.type == "cpu" else 0
 
 

@@ -35,7 +35,7 @@ def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
 
 
 class _Read:
-    """A wrapper of an autograd context that reads the saved tensors once, as checkpointing requires."""
+    """A wrapper of an autograd context that reads saved tensors once, as activation checkpoints require."""
 
     def __init__(self, ctx: Any) -> None:
         self.ctx, self.saved_tensors = ctx, ctx.saved_tensors

@@ -13,7 +13,7 @@ from fairseq_tutel.kernels.first_order import first_order
 
 
 def is_supported(x_TD: Tensor, weight_ED: Tensor) -> bool:
-    """Return whether `product` can replace the product of fp32 copies: bf16 operands on an NVIDIA GPU."""
+    """Return whether `product` supports these operands: they must be bf16 and on an NVIDIA GPU."""
     return (
         x_TD.dtype == weight_ED.dtype == torch.bfloat16
         and x_TD.is_cuda

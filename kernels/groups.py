@@ -51,7 +51,7 @@ class Groups:
         return self._counts
 
     def tiles(self, num_rows: int) -> Tensor:
-        """The tables of row tiles, which Triton kernels of products read; see `triton_tiles.row_tiles`.
+        """The tables of row tiles, which the kernels of grouped products read; see `row_tiles`.
 
         The tables are computed at the first call, for all products of forward and backward.
         """

@@ -89,7 +89,7 @@ def _sum_of_bags(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None) 
 
 
 def gather_gradients(drows_RD: Tensor, row_of_TK: Tensor, dgate_PR: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of tokens (sums over a token's rows) and of gate weights (sums over P parts).
+    """Return the gradients of tokens (sums over rows) and of gate weights (sums over dgate's P parts).
 
     For an entry of -1 in `row_of_TK`, the summand and the gradient of the gate weight are 0.
 

@@ -65,7 +65,7 @@ BLOCKS_M = (16, 32, 64, 128, 256)
 
 
 def num_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Return the number of row tiles of `block_m` rows that cover the rows of all experts."""
+    """Return a number of row tiles of `block_m` rows that is enough for the rows of all experts."""
     return num_rows // block_m + num_experts + 1
 
 
@@ -88,7 +88,7 @@ PRECISIONS = "half tf32 tf32x3 ieee"
 COMPILED = "not measured: a large tile that compiles without spilled registers"
 NVIDIA, NEWER, GLU = "sm_80 sm_90 sm_100 sm_120", "sm_90 sm_100 sm_120", "glu_up glu_hidden"
 
-# A product uses the first row that fits. The rows of the H100 were measured on one H100 80GB in bf16 with
+# A product uses the first row that applies. The H100's rows were measured on one H100 80GB in bf16 with
 # the shapes A, C and E of benchmarks/layer_cases.py. The bounds on rows, n and k lie between these shapes.
 TABLE = (
     Row("sm_90", "half", "linear", Tile(256, 128, 64, 8, 3), "H100, C: 666 TFLOP/s",

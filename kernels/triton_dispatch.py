@@ -47,7 +47,7 @@ def _fake_gather_gradients(drows_RD: Tensor, row_of_TK: Tensor, dgate_PR: Tensor
 
 @opaque(_fake_gather_gradients)
 def gather_gradients(drows_RD: Tensor, row_of_TK: Tensor, dgate_PR: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of tokens (sums over a token's rows) and of gate weights (sums over P parts)."""
+    """Return the gradients of tokens (sums over rows) and of gate weights (sums over dgate's P parts)."""
     dx_TD, dweights_TK = _fake_gather_gradients(drows_RD, row_of_TK, dgate_PR)
     if dx_TD.numel():
         _launch_gather_sum(drows_RD, row_of_TK, None, dx_TD, dgate_PR.contiguous(), dweights_TK)

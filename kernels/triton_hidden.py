@@ -1,7 +1,7 @@
 """The backward pass through fc2 and the activation of all experts, in one Triton kernel.
 
-`ffn_down_backward` has the signature of the function in `reference`. The kernel gathers the output's
-gradient while it loads the operands of the product. The epilogue computes the gradient of each row's gate
+`ffn_down_backward` has the signature of the function in `reference`. The kernel gathers the gradient of the
+layer's output while it loads the product's operands. The epilogue computes the gradient of each row's gate
 weight, and applies the gate weight and the activation's derivative. The epilogue also writes the
 activation's output times the gate weight, from which the weight gradient of fc2 is computed later.
 """

@@ -16,7 +16,7 @@ from fairseq_tutel.kernels.tiles import Tile, cdiv, choose, num_tiles, table_sta
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # an older Triton supports only plain loads
+except ImportError:  # with an older Triton, all kernels load tiles through pointers
     TensorDescriptor = None
 
 DESCRIPTORS = ("sm_90", "sm_100", "sm_120")  # hardware with TMA
@@ -24,7 +24,7 @@ ALIGNMENT = 16  # in bytes; TMA requires this of a tensor's address and all stri
 IS_HIP = torch.version.hip is not None
 
 
-# Each thread's cache of compiled kernels. A key has all properties for which Triton specializes a kernel.
+# Each thread's compiled kernels, by all properties of a launch for which Triton compiles separate kernels.
 _COMPILED = threading.local()
 # The ID of each combination of a kernel, its constants, and the properties of its integer arguments.
 _NUMBERS: dict[tuple[Any, ...], int] = {}

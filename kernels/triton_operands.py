@@ -1,8 +1,8 @@
 """Loads the two operands of one row tile's matrix product: the rows and the expert's weight.
 
-The rows of a tile may be gathered. An operand is loaded with its tensor descriptor (TMA), or through
-pointers if there is no descriptor. A weight's descriptor has three dimensions, so that no tile reads from
-the next expert. Addresses are int64.
+With an index map, the rows of a tile are gathered. An operand is loaded with its tensor descriptor (TMA),
+or through pointers if there is no descriptor. A weight's descriptor has three dimensions, so that no tile
+reads from the next expert. Addresses are int64.
 """
 
 import triton

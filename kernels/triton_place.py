@@ -82,9 +82,10 @@ def place_assignments(
     time: int,
     batch: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the kernels of `assign_rows`; return slots_TK, row_of_TK, source_of_R, token_of_R, a buffer.
+    """Launch the kernels of `assign_rows`.
 
-    For K = 1, token_of_R is None, or empty under torch.compile. `_parts` splits the buffer.
+    Return slots_TK, row_of_TK, source_of_R, token_of_R, and a buffer that `_parts` splits. For K = 1,
+    token_of_R is None, or empty under torch.compile.
 
     Args:
         ids_TK: as in `assign_rows`.

@@ -61,7 +61,7 @@ class DecodeRouting(Routing):
 
     @cached_property
     def sources(self) -> list[list[int]]:
-        """Each expert's assignments t * K + j, except padding."""
+        """The assignments t * K + j of each expert, without those of padding."""
         num_experts, ids_TK = self.probs_TE.shape[1], self.expert_ids_TK
         if self.real_T is not None:
             ids_TK = torch.where(self.real_T.unsqueeze(1), ids_TK, num_experts)
@@ -78,7 +78,7 @@ class DecodeRouting(Routing):
 
 
 def are_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> bool:
-    """Return whether `decide_few` can route a micro-batch: few tokens on a CPU, without a capacity."""
+    """Return whether `decide_few` can route a micro-batch: few tokens on a CPU, and no capacity limit."""
     return (
         can_defer(batch.training)
         and 0 < len(logits_TE) * batch.top_k <= MOST_ASSIGNMENTS

@@ -45,7 +45,7 @@ class MoEOutput:
         routing: the assignments of tokens to experts.
         balance_weights: the weight of each balance loss, by name.
         losses: the unweighted balance losses by name, scalars.
-        balance_loss: a differentiable scalar in at least fp32: the weighted sum of `losses`, or 0 without.
+        balance_loss: a differentiable scalar in fp32 or fp64, the weighted sum of `losses`, 0 without losses.
         cmr_sum: a differentiable scalar: the CMR gate, summed over tokens except padding; None without CMR.
 
     Example:
@@ -72,7 +72,7 @@ class MoEOutput:
 
     @cached_property
     def cmr_sum(self) -> Tensor | None:
-        """The sum over tokens except padding of the CMR gate (--moe-cmr, conditional MoE routing)."""
+        """The CMR gate (--moe-cmr, conditional MoE routing), summed over all tokens except padding."""
         gate = self.routing.gate
         if gate is None or gate.cmr_T1 is None:
             return None

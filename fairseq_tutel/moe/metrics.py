@@ -42,7 +42,7 @@ class RoutingCounts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A metric of a layer that is logged. Either `token_sum` or `of_counts` computes the metric."""
+    """A logged metric of a layer. Either `token_sum` or `of_counts` computes the metric."""
 
     name: str  # The metric's key in the log. A choice's number (from 1) replaces {} in the key.
     help: str  # The metric's meaning in the docs.

@@ -97,7 +97,7 @@ class SharedResidualExperts(nn.Module):
     def cmr_gate_of(self, x_TD: Tensor) -> Tensor | None:
         """Return the CMR gate g [T, 1], the weight of the routed experts' output; None without `cmr`.
 
-        In training, dropout sets g to 0 for some tokens, and otherwise divides g by 1 - `cmr_gate_drop`.
+        In training, dropout sets g to 0 for some tokens, and divides all other g by 1 - `cmr_gate_drop`.
         """
         if self.cmr_gate is None:
             return None

@@ -1,4 +1,4 @@
-"""The capacity of an expert is its number of slots. A drop policy decides which assignments get slots.
+"""Capacity and drop policies: how many slots an expert has, and in which order assignments get slots.
 
 T is the number of tokens, E the number of experts, K is top_k, and N = K * T is the number of assignments.
 Index j * T + t is choice j of token t. Assignments get slots in the order of the drop policy, and the last
