@@ -15,8 +15,8 @@ from fairseq_tutel.kernels.quantized import QuantizedMatrix
 
 # If several rows (or one row) have at most this number of elements, weight @ rows.T is faster than rows @
 # weight.T. The times are for MKL 2024.2 on one core of an AMD EPYC with AVX-512, and a weight [2048, 512].
-# weight @ rows.T took 0.24 ms for 2 rows and 0.58 ms for 8 rows. rows @ weight.T took 1.06 and 0.66 ms. For
-# one row, weight @ rows.T with two copies of the row took 0.26 ms, and rows @ weight.T took 0.44 ms.
+# For 2 rows, weight @ rows.T took 0.24 ms and rows @ weight.T 1.06 ms; for 8 rows, 0.58 and 0.66 ms. For 1
+# row, weight @ rows.T with two copies of the row took 0.26 ms and rows @ weight.T 0.44 ms.
 FEW_ELEMENTS = 4096
 FEW_ELEMENTS_OF_ONE = 1024
 

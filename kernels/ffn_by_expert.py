@@ -32,7 +32,7 @@ BLOCK_BYTES = 2**19
 
 @dataclass(frozen=True)
 class Block:
-    """A block of rows that are computed together; they belong to one expert or to consecutive experts.
+    """A block of rows that are computed together. The rows belong to one or several consecutive experts.
 
     Attributes:
         rows: the rows of all experts of the block.
@@ -284,7 +284,7 @@ def _readers(
 def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], Callable[[int], Tensor]]:
     """Return a factory. Each thread calls it once, and gets a function from a block's number to a buffer.
 
-    A thread uses the same memory for all its blocks, so that it stays in cache.
+    A thread uses the same memory for all its blocks, so that this memory stays in cache.
     """
     sizes = _sizes(blocks)
 

@@ -89,8 +89,8 @@ def ffn_backward(
 
     Args:
         ops: a namespace with ffn_down_backward, ffn_up_backward and grouped_weight_grad.
-        dy_ND: [R, D] without gates. With gates, [N, D], the gradient of a tensor y, where forward added
-            gate[source[r]] times the output of row r to y[index[r]].
+        dy_ND: without gates, the gradient of the rows' outputs [R, D]. With gates, the gradient of a tensor
+            y [N, D], if forward added gate[source[r]] times the output of row r to y[index[r]].
         x_ND: as in forward.
         index_R: as in forward; required with gates.
         gate_N: gate weights, in dy's dtype or wider, or None.

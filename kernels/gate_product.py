@@ -64,7 +64,7 @@ class _Gate(torch.autograd.Function):
         if dlogits_TE is None:
             pair_TF, twice_FD = ctx.ops.gate_backward(*given, weight_ED)
         else:
-            if probs_TE is not None:  # a balance loss reads the logits
+            if probs_TE is not None:  # a balance loss has also read the logits
                 dlogits_TE = dlogits_TE + ctx.ops.softmax_top_k_backward(*given)
             pair_TF, twice_FD = _in_pairs(dlogits_TE, weight_ED.dtype), torch.cat((weight_ED, weight_ED))
         dweight_ED = None

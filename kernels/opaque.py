@@ -1,7 +1,7 @@
 """Hides kernel launches from torch.compile and fake tensors, behind custom torch operators.
 
-A launch cannot be traced, but an operator with a fake implementation can. The fake implementation returns
-empty tensors of the right shapes and dtypes.
+torch.compile cannot trace a launch, but can trace an operator that has a fake implementation. The fake
+implementation returns empty tensors of the right shapes and dtypes.
 """
 
 import functools

@@ -176,7 +176,7 @@ def _compacted(sources_N: Tensor, row_N: Tensor) -> Tensor:
 
 def _by_row(sources_N: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
     """Return each row's assignment, or -1 for an empty row. `row_N` is -1 for assignments without a row."""
-    # All assignments without a row write to one spare row after the last row. This row is then removed.
+    # All assignments without a row write to a spare row after the last row. The spare row is then removed.
     source_of_R = sources_N.new_full((num_rows + 1,), -1)
     return source_of_R.scatter_(0, row_N.where(row_N >= 0, num_rows), sources_N)[:num_rows]
 

@@ -28,8 +28,8 @@ def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work:
 
     Args:
         make_worker: a function that returns a worker function, which is called with an expert's number.
-            Each thread creates one worker with separate buffers, and calls it without gradients. Create
-            views beforehand, because every torch operation releases the GIL and has to acquire it again.
+            Each thread creates one worker function with separate buffers, and calls it without gradients.
+            Create views beforehand, because every torch operation releases and acquires the GIL.
         counts: the number of rows of each expert.
         row_work: the number of multiplications of one row with one weight.
 

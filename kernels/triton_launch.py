@@ -20,7 +20,7 @@ except ImportError:  # with an older Triton, all kernels load tiles through poin
     TensorDescriptor = None
 
 DESCRIPTORS = ("sm_90", "sm_100", "sm_120")  # hardware with TMA
-ALIGNMENT = 16  # in bytes; TMA requires this of a tensor's address and all strides except the innermost
+ALIGNMENT = 16  # bytes; TMA requires this alignment of a tensor's address and of all strides but the last
 IS_HIP = torch.version.hip is not None
 
 

@@ -1,8 +1,8 @@
 """Computes fc1, the first linear map, and the activation of all experts in one Triton kernel.
 
-The kernel gathers tokens while it loads the operands, and applies the activation in the epilogue. With fc3,
-both products share one read of the rows. The activation's input h is rounded to the rows' dtype, so that
-saved and recomputed activations are bit-identical.
+The kernel gathers tokens while it loads the operands, and applies the activation in the epilogue. The
+products of fc1 and fc3 share one read of the rows. The activation's input h is rounded to the rows' dtype,
+so that saved and recomputed activations are bit-identical.
 """
 
 import functools

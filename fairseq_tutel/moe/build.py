@@ -12,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 
 def load_class(name: str | type) -> Any:
-    """Return a class; text such as package.module.Class imports the class."""
+    """Return a class that is given directly, or by its name as in package.module.Class."""
     if isinstance(name, type):
         return name
     module_name, _, class_name = name.rpartition(".")

@@ -1,7 +1,7 @@
 """Dispatch, combine, and the dispatchers that send a layer's tokens to experts and back.
 
-Dispatch maps x_TD to rows_RD, and combine maps rows_RD to y_TD. Each one's backward has the form of the
-other's forward. All four passes are gathers by maps between assignments and rows, without scatters or
+Dispatch maps x_TD to rows_RD, and combine maps rows_RD to y_TD. Dispatch's backward is like combine's
+forward, and vice versa. All four passes gather by maps between assignments and rows, without scatters or
 atomics. Equal inputs therefore give bit-identical results.
 
 - `Local` is the dispatcher if all experts are on this rank.

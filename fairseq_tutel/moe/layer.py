@@ -45,8 +45,8 @@ class MoEOutput:
         routing: the assignments of tokens to experts.
         balance_weights: the weight of each balance loss, by name.
         losses: the unweighted balance losses by name, scalars.
-        balance_loss: a differentiable scalar in fp32 or fp64, the weighted sum of `losses`, 0 without losses.
-        cmr_sum: a differentiable scalar: the CMR gate, summed over tokens except padding; None without CMR.
+        balance_loss: the weighted sum of `losses`, differentiable, in fp32 or fp64; 0 without losses.
+        cmr_sum: the CMR gate, summed over tokens except padding, differentiable; None without CMR.
 
     Example:
         >>> layer = ft.MoELayer(ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8))

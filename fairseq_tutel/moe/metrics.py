@@ -49,7 +49,8 @@ class Metric:
     # A function that returns the sum of the metric over tokens, [] or [K]. The arguments are probs_TE and
     # weights_TK, in at least fp32 with zeros for padding, and real_T.
     token_sum: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-    of_counts: Callable[[RoutingCounts], Tensor] | None = None  # The metric of L layers, [L] or [L, K].
+    # A function that returns the metric of L layers, [L] or [L, K].
+    of_counts: Callable[[RoutingCounts], Tensor] | None = None
     # The key under which the JSON log has a list with the metric's value for every layer; if empty, the log
     # has no list.
     layers: str = ""

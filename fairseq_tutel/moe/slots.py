@@ -112,21 +112,21 @@ def capacity_of(
 
 
 def by_position(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """Order assignments by choice (first choices first), and within a choice by sentence and time."""
+    """Order assignments by choice (first choices first), then by the token's sentence and time."""
     return _choice_by_choice(position_T.expand(expert_ids_TK.shape[1], -1))
 
 
 def by_largest_score(
     scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool
 ) -> Tensor:
-    """Order assignments by choice, and within a choice by the token's best score (Riquelme et al. 2021)."""
+    """Order assignments by choice, then by the token's best score, largest first (Riquelme et al. 2021)."""
     importance_T = scores_TE.amax(dim=1)[position_T]
     position_T = position_T[importance_T.argsort(descending=True, stable=True)]
     return by_position(scores_TE, expert_ids_TK, position_T, training)
 
 
 def at_random(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """Order assignments by choice, and within a choice at random. In evaluation, use `by_position`.
+    """Order assignments by choice, then at random. In evaluation, return the order of `by_position`.
 
     The drop policy is from DeepSpeed-MoE (Rajbhandari et al. 2022).
     """
@@ -139,7 +139,7 @@ def at_random(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, trai
 
 
 def by_own_score(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """Order all assignments by the gate's score for their expert, first and later choices together."""
+    """Order all assignments by the gate's score for their expert, largest first, whatever their choice."""
     order_N = by_position(scores_TE, expert_ids_TK, position_T, training)
     scores_N = scores_TE.gather(1, expert_ids_TK).t().flatten()[order_N]
     return order_N[scores_N.argsort(descending=True, stable=True)]

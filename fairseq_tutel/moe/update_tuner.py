@@ -1,4 +1,4 @@
-"""Chooses a strategy for each training update, as Tutel does (Hwang et al. 2023, section 3.3)."""
+"""Chooses an execution strategy for each update, as Tutel does (Hwang et al. 2023, section 3.3)."""
 
 import logging
 import math
