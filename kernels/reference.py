@@ -232,8 +232,7 @@ def ffn_down_backward(
         h_RH: saved by `ffn_up`; None if the derivative is computed from a.
         g_RH: saved by `ffn_up`; None without fc3.
         groups: the number of rows of each expert. After the last group, dh and dg are 0, and gated and
-        dgate
-            are undefined.
+            dgate are undefined.
         activation: a name in ACTIVATIONS.
 
     The formula of the gate's gradient is from SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3.

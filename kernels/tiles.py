@@ -13,12 +13,12 @@ class Tile(NamedTuple):
     """The tile sizes and launch parameters of one kernel for grouped matrix products.
 
     Attributes:
-        block_m: the rows of an output tile, also of a weight gradient [O, I].
-        block_n: the columns of an output tile.
-        block_k: the elements that are summed in one step; for a weight gradient, the rows of an expert.
+        block_m: the number of rows of an output tile.
+        block_n: the number of columns of an output tile.
+        block_k: the number of elements that are summed in one step; for a weight gradient, rows.
         warps: warps per program.
         stages: pipeline stages, that is, steps whose loads are in flight at once.
-        group: row tiles whose columns are all computed before other row tiles, so that weights stay in L2.
+        group: the number of row tiles that are computed together, so that weights are read from L2.
     """
 
     block_m: int

@@ -16,7 +16,7 @@ from fairseq_tutel.kernels.tiles import cdiv, next_power_of_2
 from fairseq_tutel.kernels.triton_launch import Plan, accumulator_of, launch
 
 # The number of elements of a [tokens, experts] tile. With 4096, compiling the fp64 kernel for sm_80 takes
-# 25 s. With 1024, every kernel compiles in 1 s and needs at most 128 registers. The number is not tuned.
+# 25 s. With 1024, each kernel compiles in less than 1 s and needs at most 128 registers. TILE is not tuned.
 TILE = 1024
 
 

@@ -94,8 +94,7 @@ class FFNGradients(NamedTuple):
     Attributes:
         x_RD: [R, D] the gradient of every row's input, 0 after the last group; None if not needed.
         gate_PR: [P, R] P parts whose sum is the gradient of each row's gate weight, undefined after the
-        last
-            group; None without gates.
+            last group; None without gates.
         weights: the gradients of the weights; None if they are not needed.
     """
 

@@ -80,8 +80,7 @@ def weights_of(
     if degree > 1:
         part = experts.part.index // joined
         for name in filter(tensors.__contains__, experts.added):
-            # Of the r = `degree` ranks that get a row, each adds a different part of the bias to the
-            # output.
+            # Each of the `degree` ranks that get a row adds a different part of the bias to the output.
             width = tensors[name].shape[-1]
             tensors[name] = F.pad(tensors[name], (part * width, (degree - 1 - part) * width))
     return Weights(experts.prepared(tensors, device), of_all=degree == 0)

@@ -39,7 +39,7 @@ def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
 
 
 def gshard_all_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
-    """Return the GShard balance loss, but let f_e count all K choices instead of only first choices."""
+    """Return the GShard balance loss with a fraction f_e that counts all K choices, not only the first."""
     return _load_times_probability(routing, routing.assigned_KE.sum(dim=0), gate)
 
 

@@ -101,8 +101,7 @@ class UpdateTuner:
     def begin(self, num_tokens: int) -> Strategy:
         """Choose an update's strategy from the largest number of tokens in any rank's first micro-batch.
 
-        The call is collective. It records the cost of the previous update if every rank called `end` for
-        it.
+        The call is collective. If every rank called `end`, the cost of the previous update is recorded.
         """
         tokens, milliseconds, of_update = self._agreed(num_tokens)
         if math.isfinite(milliseconds):
