@@ -241,7 +241,7 @@ def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
 
 
 def _row_work(x_ND: Tensor, hidden_dim: int) -> int:
-    """Return the multiplications of a row with a weight. On a GPU, 0 makes one thread run all experts."""
+    """Return the multiplications per row and weight; on a GPU 0, so that one thread runs all experts."""
     return x_ND.shape[1] * hidden_dim if x_ND.device.type == "cpu" else 0
 
 

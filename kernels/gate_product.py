@@ -1,4 +1,4 @@
-"""The gate's matrix product of bf16 tokens and bf16 weights, with fp32 logits and no fp32 copies.
+"""The gate's matrix product of bf16 tokens and bf16 weights, with fp32 logits but no fp32 operands.
 
 The product of two bf16 numbers is exact in fp32. The logits therefore differ from a product of fp32 copies
 only in the rounding of the sums. T tokens, D model_dim, E experts.

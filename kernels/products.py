@@ -58,7 +58,7 @@ def weight_grad(dout_nO: Tensor, rows_nI: Tensor, dweight_OI: Tensor, dbias_O: T
 
 def _cleared_and_added(dout_nO: Tensor, rows_nI: Tensor, dweight_OI: Tensor) -> None:
     out_dim, in_dim = dweight_OI.shape
-    if len(rows_nI) == 2:  # For [1024, 512], two outer products take 0.21 ms, and addmm_ takes 0.28 ms.
+    if len(rows_nI) == 2:  # For a gradient [1024, 512], outer products took 0.21 ms, and addmm_ 0.28 ms.
         torch.mul(dout_nO[0].unsqueeze(1), rows_nI[0], out=dweight_OI).addr_(dout_nO[1], rows_nI[1])
         return
     step = out_dim

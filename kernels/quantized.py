@@ -49,8 +49,8 @@ class QuantizedMatrix:
     def linear(self, x_nI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """Return x @ matrix.T + bias, with shape [n, O] and the dtype of x.
 
-        If torch has a kernel for this kind of matrix, x, the result and converted int4 blocks are rounded
-        to bf16. The norm of the rounding error is then about 0.3 % of the result's norm.
+        If torch has a kernel for this kind of matrix, this method rounds x, the result and converted int4
+        blocks to bf16. The norm of the rounding error is then about 0.3 % of the result's norm.
         """
         kind = "int8" if self.values.dtype == torch.int8 else "int4"
         in_bf16 = has_kernel(kind)

@@ -15,7 +15,7 @@ class Tile(NamedTuple):
     Attributes:
         block_m: the number of rows of an output tile.
         block_n: the number of columns of an output tile.
-        block_k: the number of elements that are summed in one step; for a weight gradient, rows.
+        block_k: the number of elements (for a weight gradient, rows) that are summed in one step.
         warps: warps per program.
         stages: pipeline stages, that is, steps whose loads are in flight at once.
         group: the number of row tiles that are computed together, so that weights are read from L2.

@@ -111,7 +111,7 @@ def runs_few(experts: ExpertStack, routing: Routing) -> bool:
 
 
 def run_few(experts: ExpertStack, x_TD: Tensor, routing: Any, weights: Weights) -> Tensor:
-    """Run the experts that have rows one by one; return each token's weighted sum of outputs [T, D]."""
+    """Run each expert that has rows, one at a time; return each token's weighted sum of outputs [T, D]."""
     weights_TK, own = routing.weights_TK, [sources for sources in routing.sources if sources]
     top_k, of_each = weights_TK.shape[1], weights.of_each(experts, routing.groups)
     rows = (x_TD[[source // top_k for source in sources]] if len(x_TD) > 1 else x_TD for sources in own)

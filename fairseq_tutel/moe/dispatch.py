@@ -1,8 +1,8 @@
 """Dispatch, combine, and the dispatchers that send a layer's tokens to experts and back.
 
 Dispatch maps x_TD to rows_RD, and combine maps rows_RD to y_TD. Dispatch's backward is like combine's
-forward, and vice versa. All four passes gather by maps between assignments and rows, without scatters or
-atomics. Equal inputs therefore give bit-identical results.
+forward, and vice versa. All four passes gather rows by index maps, without scatters or atomics. Equal
+inputs therefore give bit-identical results.
 
 - `Local` is the dispatcher if all experts are on this rank.
 - `Gathering` gathers the weights of all experts on every rank for one forward pass (adaptive_r = 0).

@@ -148,10 +148,10 @@ def _decide_by_experts(
 ) -> Routing:
     """Let every expert choose tokens, and return the routing, without empty rows between experts.
 
-    The K' columns of a token are the experts that chose it, with the lowest ID first. On the CPU, K' is the
-    largest number of experts that chose one token, but at least K. On other devices K' is E, which avoids
-    a device-to-host read. `assigned_KE[0]` counts all assignments. `dropped_K[0]` counts the tokens,
-    without padding, that no expert chose. All other entries of `assigned_KE` and `dropped_K` are 0.
+    A token has K' columns: the experts that chose it (lowest ID first), then experts that did not. On the
+    CPU, K' is the largest number of experts that chose one token, but at least K. On other devices K' is E,
+    which avoids a device-to-host read. `assigned_KE[0]` counts all assignments. `dropped_K[0]` counts the
+    tokens, without padding, that no expert chose. All other entries of `assigned_KE` and `dropped_K` are 0.
     """
     length, num_experts = logits_TE.shape
     top_k, capacity, real_T = batch.top_k, batch.capacity, batch.real_T

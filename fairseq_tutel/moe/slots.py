@@ -139,7 +139,7 @@ def at_random(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, trai
 
 
 def by_own_score(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """Order all assignments by the gate's score for their expert, largest first, whatever their choice."""
+    """Order the assignments of all choices together by the gate's score for their expert, largest first."""
     order_N = by_position(scores_TE, expert_ids_TK, position_T, training)
     scores_N = scores_TE.gather(1, expert_ids_TK).t().flatten()[order_N]
     return order_N[scores_N.argsort(descending=True, stable=True)]

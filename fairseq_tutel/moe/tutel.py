@@ -147,9 +147,9 @@ class TutelMoELayer(nn.Module):
         """Route every token of the input [..., D] through its experts.
 
         Return `result_func(y)`, or y in the dtype of the input without a `result_func`. `y.l_aux` is the
-        balance loss, a scalar with gradient. As in Tutel, later calls keep the values of
-        `a2a_ffn_overlap_degree` and `adaptive_r`. `inequivalent_tokens` has no effect, because ranks may
-        always have different numbers of tokens.
+        balance loss, a scalar with gradient. As in Tutel, `a2a_ffn_overlap_degree` and `adaptive_r` also
+        apply to later calls. `inequivalent_tokens` has no effect, because ranks may always have different
+        numbers of tokens.
         """
         self._follow(a2a_ffn_overlap_degree, adaptive_r)
         x = input if torch.is_autocast_enabled(input.device.type) else input.to(self.experts.dtype)
