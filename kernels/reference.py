@@ -1,4 +1,4 @@
-"""All kernels in plain torch: the specification, the CPU version and the reference of the tests.
+"""All kernels in plain torch. CPUs use these functions, and tests compare Triton kernels with them.
 
 T tokens, D model_dim, K top_k, R rows, N source rows, E experts, H hidden_dim, I and O the input and output
 dimensions of a linear map. An index of -1 marks an empty row, which is read as zero. Rows are sorted by

@@ -121,8 +121,8 @@ def assign_rows(
         asked_TK: bool, in any strides; False leaves an assignment out. None: no assignment is left out.
         order_N: [K * T] int64, the assignments in the order in which they take slots; assignment j * T + t
             is choice j of token t. None: first choices before second choices, each in token order.
-        time_first: (time, batch) if token t is step t // batch of sentence t % batch. Token order is then
-            by sentence and by time in a sentence. Must be None if `order_N` is given.
+        time_first: (time, batch) if token t is step t // batch of sentence t % batch. Tokens are then
+            in the order of (sentence, time). Must be None if `order_N` is given.
         limit: [] int64, the number of slots of an expert; later assignments are dropped. None: no limit.
     """
     num_tokens, top_k = ids_TK.shape

@@ -149,7 +149,7 @@ def choose(kind: str, hardware: str, precision: str, rows: int, experts: int, n:
     return _chosen(kind, hardware, precision, _covering(rows // experts), n, k)
 
 
-@functools.cache  # one entry for each product of a model and each power of two that `rows` can be
+@functools.cache  # has few entries, because `rows` is a power of two
 def _chosen(kind: str, hardware: str, precision: str, rows: int, n: int, k: int) -> Tile:
     found = rows_of(kind, hardware, precision)
     tile = next(row.tile for row in found if row.where is None or row.where(rows, n, k))

@@ -20,7 +20,7 @@ from fairseq_tutel.kernels.tiles import BLOCKS_M, cdiv, table_start
 from fairseq_tutel.kernels.triton_launch import Plan, launch
 from fairseq_tutel.kernels.triton_tiles import CONSTANTS, tile_programs, write_tiles
 
-# A block has BLOCK_N assignments. `_place_kernel` compares each assignment with all assignments of its block,
+# A block has BLOCK_N assignments. `_place_kernel` compares each of them with all assignments of the block,
 # PEERS at a time. Comparing 32 at a time spills scalar registers on gfx90a. The numbers are not tuned.
 BLOCK_N, PEERS = 128, 16
 # The number of experts that a program counts or sums at a time.
