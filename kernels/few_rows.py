@@ -13,10 +13,10 @@ from torch import Tensor
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.quantized import QuantizedMatrix
 
-# If several rows (or one row) have at most this number of elements, weight @ rows.T is faster than rows @
-# weight.T. The times are for MKL 2024.2 on one core of an AMD EPYC with AVX-512, and a weight [2048, 512].
-# For 2 rows, weight @ rows.T took 0.24 ms and rows @ weight.T 1.06 ms; for 8 rows, 0.58 and 0.66 ms. For 1
-# row, weight @ rows.T with two copies of the row took 0.26 ms and rows @ weight.T 0.44 ms.
+# With at most FEW_ELEMENTS elements in several rows, or FEW_ELEMENTS_OF_ONE in one row, weight @ rows.T is
+# faster than rows @ weight.T. The times are for MKL 2024.2 on one core of an AMD EPYC with AVX-512, and a
+# weight [2048, 512]. For 2 rows, weight @ rows.T took 0.24 ms and rows @ weight.T 1.06 ms; for 8 rows, 0.58
+# and 0.66 ms. For 1 row, weight @ rows.T with a second copy took 0.26 ms and rows @ weight.T 0.44 ms.
 FEW_ELEMENTS = 4096
 FEW_ELEMENTS_OF_ONE = 1024
 

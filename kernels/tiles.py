@@ -144,7 +144,7 @@ def choose(kind: str, hardware: str, precision: str, rows: int, experts: int, n:
         rows: the total rows of all experts.
         experts: the number of experts.
         n: the columns of the result.
-        k: the dimension that is summed over; for a weight gradient [O, I], O.
+        k: the dimension that is summed over, or O for a weight gradient [O, I].
     """
     return _chosen(kind, hardware, precision, _covering(rows // experts), n, k)
 
