@@ -60,6 +60,6 @@ class Groups:
         from fairseq_tutel.kernels.triton_tiles import row_tiles
 
         tiles = row_tiles(self.counts, num_rows)
-        if not torch.compiler.is_compiling():  # Under torch.compile, autograd nodes must not set attributes.
+        if not torch.compiler.is_compiling():  # Under torch.compile, autograd nodes cannot set attributes.
             self._tiles = num_rows, tiles
         return tiles
