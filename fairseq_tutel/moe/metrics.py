@@ -51,8 +51,8 @@ class Metric:
     token_sum: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
     # A function that returns the metric of L layers, [L] or [L, K].
     of_counts: Callable[[RoutingCounts], Tensor] | None = None
-    # The key under which the JSON log has a list with the metric's value for every layer; if empty, the log
-    # has no list.
+    # The key under which the JSON log has a list with the metric's value for every layer. If the key is
+    # empty, the log has no list.
     layers: str = ""
 
     def names(self, top_k: int, name: str | None = None) -> list[str]:

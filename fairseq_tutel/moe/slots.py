@@ -1,8 +1,8 @@
 """Capacity and drop policies: how many slots an expert has, and in which order assignments get slots.
 
 T is the number of tokens, E the number of experts, K is top_k, and N = K * T is the number of assignments.
-Index j * T + t is choice j of token t. Assignments get slots in the order of the drop policy, and the last
-assignments are dropped. The kernel `assign_rows` numbers each expert's assignments in this order.
+Index j * T + t is choice j of token t. Assignments get slots in the order of the drop policy. Assignments
+beyond the capacity are dropped. The kernel `assign_rows` numbers each expert's assignments in this order.
 """
 
 from dataclasses import dataclass

@@ -198,8 +198,8 @@ class UpdateTuner:
     def _degrees(self) -> tuple[int, ...]:
         """Return the values of adaptive_r that the layers allow and for which memory suffices.
 
-        Gathered weights and their gradients may take as many bytes as with the configured adaptive_r, plus
-        half of the free memory of the rank with the least free memory.
+        Gathered weights and their gradients may take more memory than with the configured adaptive_r. This
+        increase is at most half of the free memory of the rank with the least free memory.
         """
         every: set[int] = set()
         for layer in self.layers:
