@@ -135,7 +135,7 @@ TABLE = (
 
 @functools.lru_cache(maxsize=1024)
 def choose(kind: str, hardware: str, precision: str, rows: int, experts: int, n: int, k: int) -> Tile:
-    """Return the tile of a grouped matrix product, no larger than its matrices.
+    """Return the tile sizes of a grouped matrix product, limited to the sizes of its matrices.
 
     Args:
         kind: one of KINDS.
