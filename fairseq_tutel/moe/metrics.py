@@ -1,8 +1,8 @@
 """The table `METRICS` defines the routing metrics for logs and docs.
 
-Each layer sums a token metric over tokens in its forward. A count metric is a function of assignment
-counts, computed once per micro-batch for all layers. No metric is read on the host. Shapes use T for
-tokens, E for experts, K for top_k, L for layers, S for a layer's token sums and N for a layer's metrics.
+A token metric is a sum over tokens, which each layer computes in its forward pass. A count metric is a
+function of assignment counts, which is computed once per micro-batch for all layers. No value is read on
+the host. T tokens, E experts, K top_k, L layers, S token sums of a layer, N metrics of a layer.
 """
 
 import math
@@ -24,34 +24,35 @@ class RoutingCounts(NamedTuple):
     """
 
     num_tokens: Tensor  # The number [] int64 of tokens except padding.
-    assigned_KE: Tensor  # Assignments (int64) of each choice to each expert, also dropped ones.
-    kept_E: Tensor  # For each expert, the assignments (int64) with a slot.
-    dropped_K: Tensor  # For each choice, the assignments (int64) without a slot.
+    assigned_KE: Tensor  # The number (int64) of assignments of each choice to each expert, before dropping.
+    kept_E: Tensor  # For each expert, the number (int64) of assignments that are not dropped.
+    dropped_K: Tensor  # For each choice, the number (int64) of dropped assignments.
     sums_S: Tensor  # The sum over tokens of each token metric, in the order of `METRICS`.
 
     @property
     def load(self) -> Tensor:
-        """The numbers of assignments of all choices to each expert of L layers, [L, E]."""
+        """Each expert's number of assignments, over all choices, in L layers: [L, E]."""
         return self.assigned_KE.sum(dim=1)
 
     @property
     def per_token(self) -> Tensor:
-        """The number of tokens, but at least 1, by which sums over tokens are divided, [L, 1]."""
+        """The number of tokens, but at least 1, as the divisor of sums over tokens: [L, 1]."""
         return self.num_tokens.unsqueeze(1).clamp_min(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A metric of a layer that is logged. Either `token_sum` or `of_counts` computes the metric."""
+    """A logged metric of a layer. Either `token_sum` or `of_counts` computes the metric."""
 
     name: str  # The metric's key in the log. A choice's number (from 1) replaces {} in the key.
     help: str  # The metric's meaning in the docs.
     # A function that returns the sum of the metric over tokens, [] or [K]. The arguments are probs_TE and
     # weights_TK, in at least fp32 with zeros for padding, and real_T.
     token_sum: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-    of_counts: Callable[[RoutingCounts], Tensor] | None = None  # The metric of L layers, [L] or [L, K].
-    # The key under which the JSON log has a list with the metric's value for every layer; if empty, the log
-    # has no list.
+    # A function that returns the metric of L layers, [L] or [L, K].
+    of_counts: Callable[[RoutingCounts], Tensor] | None = None
+    # The key under which the JSON log has a list with the metric's value for every layer. If the key is
+    # empty, the log has no list.
     layers: str = ""
 
     def names(self, top_k: int, name: str | None = None) -> list[str]:
@@ -78,8 +79,8 @@ def _fifth(counts: RoutingCounts, largest: bool) -> Tensor:
 
 
 def _overflow(counts: RoutingCounts) -> Tensor:
-    # Every token has a first choice, so the number of first choices is the number of tokens. With expert
-    # choice, a token that no expert chose counts as dropped.
+    # Every token has a first choice, so there are as many first choices as tokens. If experts choose
+    # tokens, `dropped_K` counts the tokens that no expert chose.
     later_LK = counts.assigned_KE[:, 1:].sum(dim=2)
     asked_LK = torch.cat([counts.num_tokens.unsqueeze(1), later_LK], dim=1)
     return 100 * counts.dropped_K / asked_LK.clamp_min(1)
@@ -142,7 +143,7 @@ def count_routing(routing: Routing) -> RoutingCounts:
     top_k = len(routing.dropped_K)
     # The dtype is at least fp32, because half precision cannot hold sums over tokens.
     dtype = torch.promote_types(routing.probs_TE.dtype, torch.float32)
-    # With expert choice, a token has one weight for each expert that chose it, which may be more than K.
+    # If experts choose tokens, a token can have more than K weights. Only the first K weights are counted.
     probs_TE, weights_TK = routing.probs_TE.to(dtype), routing.weights_TK[:, :top_k]
     if routing.real_T is not None:
         real_T1 = routing.real_T.unsqueeze(1)
