@@ -1,6 +1,6 @@
-"""Kernels of the MoE layer. Every op has a version in plain torch (`reference`) and a version in Triton.
+"""Kernels of the MoE layer. Every kernel has a version in plain torch (`reference`) and one in Triton.
 
-`OPS` lists the ops, whose versions have equal signatures. `backend_for` selects the version for a device.
+`OPS` lists the kernels. Both versions of a kernel have the same signature. `backend_for` selects a version.
 """
 
 import functools
@@ -29,7 +29,7 @@ OPS = (
 
 
 def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
-    """Return the backend for a choice of --moe-backend on this device, and the reason.
+    """Return the backend, "reference" or "triton", for a choice of --moe-backend, and the reason.
 
     Raises:
         ValueError: "triton" was requested but cannot run on this device.
@@ -64,7 +64,7 @@ def ops(
     Args:
         requested: a choice of --moe-backend.
         device: the device of the tensors.
-        dtype: the dtype of the experts' products. With fp64, torch computes the products.
+        dtype: the dtype of the experts' matrix products. On a GPU, fp64 selects the reference backend.
         fp32_products: a choice of --moe-fp32-products.
     """
     backend, _ = backend_for(requested, device)
@@ -82,7 +82,7 @@ def _lacks_triton() -> str:
         import triton
     except ImportError:
         return "Triton is not installed"
-    # The attribute `triton.knobs` exists since Triton 3.4.
+    # The kernels need the module `triton.knobs`, which exists since Triton 3.4.
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):
         return f"Triton {triton.__version__} is older than 3.4"
     return ""

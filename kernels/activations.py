@@ -19,8 +19,8 @@ class Activation:
     """An activation function with its derivative.
 
     Attributes:
-        forward: computes h -> a, in place where autograd allows it.
-        backward: computes (da, saved tensor) -> dh, and may overwrite da.
+        forward: computes a from h, and overwrites h if `keeps_output` is set.
+        backward: computes the gradient dh from the gradient da and the saved tensor; may overwrite da.
         keeps_output: whether a is saved for backward; otherwise h is saved.
     """
 

@@ -1,7 +1,7 @@
 """The FFN of all experts on a CPU, computed expert by expert to keep each expert's data in cache.
 
 - Rows are gathered just before they are multiplied.
-- The gradient of h exists for one block at a time.
+- The gradient of the hidden rows exists for only one block at a time.
 - Every product writes directly into its output.
 - A block holds the rows of one expert, or of several experts with few rows. Elementwise operations run once
   per block.
@@ -26,13 +26,13 @@ from fairseq_tutel.kernels.opaque import untraced
 from fairseq_tutel.kernels.products import linear, weight_grad
 from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, SavedActivations
 
-# Maximum size of the hidden rows of a block, which should stay in cache between two products.
+# The largest size in bytes of a block's hidden rows, so that they stay in cache between two products.
 BLOCK_BYTES = 2**19
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of rows that are computed together; they belong to one expert or to consecutive experts.
+    """A block of rows that are computed together. The rows belong to one or several consecutive experts.
 
     Attributes:
         rows: the rows of all experts of the block.
@@ -46,7 +46,7 @@ class Block:
 
 
 def blocks_of(counts: Sequence[int], most: int) -> list[Block]:
-    """Split experts with rows into blocks of one expert, or of several with at most `most` rows in all."""
+    """Group experts with rows into blocks of one expert, or of several with at most `most` rows in all."""
     blocks, first, end = [], 0, 0
     inside: list[tuple[int, int]] = []
 
@@ -144,7 +144,7 @@ def ffn_backward(
     needs_dx: bool,
     needs_weights: bool,
 ) -> FFNGradients:
-    """Return the gradients of the FFN's input, gates and weights, as `ffn_by_products` does."""
+    """Return the gradients of input, gates and weights; the arguments are as in `ffn_by_products`."""
     w, blocks = weights, _blocks(weights, groups, x_ND)
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     kind = ACTIVATIONS["swish" if w.is_glu else activation]
@@ -179,7 +179,7 @@ def ffn_backward(
                     for e, dy, dgate in _by_expert(block, dy_nD, dgate_n):
                         dgate += dy @ of_each.fc2_bias[e]
                 da_nH.mul_(gate_Bn1[number])
-                dy_nD.mul_(gate_Bn1[number])  # in place: gates need an index, so dy_nD is a copy
+                dy_nD.mul_(gate_Bn1[number])  # in place, because with gates, dy_nD is a gathered copy
             if douts is not None:
                 _outer(dy_nD, a_nH, douts.fc2_weight, douts.fc2_bias, block)
             dg_nH = None
@@ -228,23 +228,20 @@ def _outer(dout_nO: Tensor, rows_nI: Tensor, dweight_EOI: Any, dbias_EO: Any, bl
 
 
 def _by_expert(block: Block, *rows: Tensor) -> Iterable[tuple[Any, ...]]:
-    """Return each expert of a block, together with the expert's part of every tensor of rows."""
+    """Return each expert of a block, together with the expert's rows of every tensor."""
     if len(block.experts) == 1:
         return ((block.experts[0], *rows),)
     return zip(block.experts, *(each.split(block.counts) for each in rows), strict=True)
 
 
 def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
-    """Return the blocks of rows that are computed together. With several threads, a block is one expert."""
+    """Return the blocks of rows to compute together. With several threads, each block has one expert."""
     row_bytes = weights.fc1_weight.shape[1] * x_ND.itemsize
     return blocks_of(groups.host, BLOCK_BYTES // row_bytes if torch.get_num_threads() == 1 else 0)
 
 
 def _row_work(x_ND: Tensor, hidden_dim: int) -> int:
-    """Return the multiplications of a row with a weight, or 0 on a GPU, where one thread runs all experts.
-
-    Other threads would launch work on another stream than the caller's stream.
-    """
+    """Return the multiplications per row and weight; on a GPU 0, so that one thread runs all experts."""
     return x_ND.shape[1] * hidden_dim if x_ND.device.type == "cpu" else 0
 
 
@@ -267,10 +264,10 @@ def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
 def _readers(
     x_ND: Tensor, index_R: Tensor | None, blocks: Sequence[Block]
 ) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory of functions that return the rows of the block with a given number.
+    """Return a factory. Each thread calls it once, and gets a function from a block's number to its rows.
 
-    Each thread calls the factory once. The thread's function gathers the rows of every block into the same
-    buffer, which stays in cache.
+    If the rows must be gathered, the function writes the rows of every block into the same buffer, which
+    stays in cache.
     """
     if index_R is None:
         x_BnD = _parts(x_ND, blocks)
@@ -285,9 +282,9 @@ def _readers(
 
 
 def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory of functions that return a buffer for the block with a given number.
+    """Return a factory. Each thread calls it once, and gets a function from a block's number to a buffer.
 
-    Each thread calls the factory once, and uses one buffer for all blocks. The buffer stays in cache.
+    A thread uses the same memory for all its blocks, so that this memory stays in cache.
     """
     sizes = _sizes(blocks)
 

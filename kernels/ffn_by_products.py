@@ -39,7 +39,7 @@ def ffn_forward(
         x_ND: [R, D], or [N, D] if `index_R` gives each row's source.
         index_R: [R] int64; -1 only in the tail.
         weights: the experts' weights, in x's dtype.
-        groups: the groups of the R rows.
+        groups: the number of rows of each expert.
         activation: a name in ACTIVATIONS; gated experts ignore it.
         keep: whether to save activations for backward.
     """
@@ -89,12 +89,12 @@ def ffn_backward(
 
     Args:
         ops: a namespace with ffn_down_backward, ffn_up_backward and grouped_weight_grad.
-        dy_ND: [R, D] without gates. With gates [N, D], the gradient of a tensor to whose row index[r]
-            forward added gate[source[r]] times the output of row r.
+        dy_ND: without gates, the gradient of the rows' outputs [R, D]. With gates, the gradient of a tensor
+            y [N, D], if forward added gate[source[r]] times the output of row r to y[index[r]].
         x_ND: as in forward.
         index_R: as in forward; required with gates.
-        gate_N: in dy's dtype or wider, or None.
-        source_R: [R] int64, whose tail is not read; None without gates.
+        gate_N: gate weights, in dy's dtype or wider, or None.
+        source_R: [R] int64, each row's index in gate; not read in the tail; None without gates.
         weights: as in forward.
         saved: the activations that forward saved.
         groups: as in forward.

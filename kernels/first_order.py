@@ -35,7 +35,7 @@ def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
 
 
 class _Read:
-    """A wrapper of an autograd context that reads the saved tensors once, as checkpointing requires."""
+    """A wrapper of an autograd context that reads saved tensors once, as activation checkpoints require."""
 
     def __init__(self, ctx: Any) -> None:
         self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -45,10 +45,7 @@ class _Read:
 
 
 class _Refused(torch.autograd.Function):
-    """An identity function whose backward raises an error, to prevent a double backward.
-
-    The function returns the first `number` tensors. In the autograd graph, they depend on all tensors.
-    """
+    """Returns the first `number` tensors as functions of all tensors. Its backward raises an error."""
 
     @staticmethod
     def forward(ctx: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:

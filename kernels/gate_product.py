@@ -1,7 +1,7 @@
-"""The gate's product of bf16 tokens and bf16 weights, with fp32 results and no fp32 copies of its operands.
+"""The gate's matrix product of bf16 tokens and bf16 weights, with fp32 logits but no fp32 operands.
 
-Products of bf16 numbers are exact in fp32, so the logits differ from the product of fp32 copies only in the
-rounding of the sums. T tokens, D model_dim, E experts.
+The product of two bf16 numbers is exact in fp32. The logits therefore differ from a product of fp32 copies
+only in the rounding of the sums. T tokens, D model_dim, E experts.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from fairseq_tutel.kernels.first_order import first_order
 
 
 def is_supported(x_TD: Tensor, weight_ED: Tensor) -> bool:
-    """Return whether `product` can replace the product of fp32 copies: bf16 operands on an NVIDIA GPU."""
+    """Return whether `product` supports these operands: they must be bf16 and on an NVIDIA GPU."""
     return (
         x_TD.dtype == weight_ED.dtype == torch.bfloat16
         and x_TD.is_cuda
@@ -25,8 +25,8 @@ def is_supported(x_TD: Tensor, weight_ED: Tensor) -> bool:
 def product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """Return x @ weight.T in fp32 for bf16 operands, differentiable once.
 
-    Backward splits the gradient of the logits into a bf16 number and the bf16 rest, which together have 16
-    significant bits. One bf16 number would be inexact where the terms of a softmax gradient cancel.
+    Backward splits the gradient of each logit into a bf16 number and a bf16 remainder, which together have
+    16 significant bits. One bf16 number would be too inexact if the terms of a softmax gradient cancel.
     """
     return _Gate.apply(x_TD, weight_ED, 0, None, False)[1]
 
@@ -34,8 +34,8 @@ def product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 class _Gate(torch.autograd.Function):
     """Autograd function of the gate: it returns x, the logits, and the results of `softmax_top_k`.
 
-    Backward adds the gradient of the returned x into the gate's gradient of x, in place. Only functions
-    whose backward returns a new tensor may therefore read the returned x.
+    Backward adds the gate's gradient of x to the gradient of the returned x in place. Therefore the
+    returned x may be read only by functions whose backward returns a new tensor.
     """
 
     @staticmethod
@@ -43,7 +43,7 @@ class _Gate(torch.autograd.Function):
         ctx: Any, x_TD: Tensor, weight_ED: Tensor, top_k: int, ops: Any, normalize: bool
     ) -> tuple[Tensor | None, ...]:
         logits_TE = _in_fp32(x_TD, weight_ED.t())
-        if top_k == 0:  # only the logits
+        if top_k == 0:  # the caller needs only the logits
             ctx.save_for_backward(x_TD, weight_ED, None, None)
             return None, logits_TE
         probs_TE, ids_TK, weights_TK = ops.softmax_top_k(logits_TE, top_k, normalize)
@@ -65,7 +65,7 @@ class _Gate(torch.autograd.Function):
         if dlogits_TE is None:
             pair_TF, twice_FD = ctx.ops.gate_backward(*given, weight_ED)
         else:
-            if probs_TE is not None:  # a balance loss reads the logits
+            if probs_TE is not None:  # a balance loss has also read the logits
                 dlogits_TE = dlogits_TE + ctx.ops.softmax_top_k_backward(*given)
             pair_TF, twice_FD = _in_pairs(dlogits_TE, weight_ED.dtype), torch.cat((weight_ED, weight_ED))
         dweight_ED = None
@@ -77,11 +77,11 @@ class _Gate(torch.autograd.Function):
         return dx_TD, dweight_ED, None, None, None
 
 
-choice = _Gate.apply  # no wrapper function, because each call takes time
+choice = _Gate.apply  # not wrapped in a Python function, because the additional call would take time
 
 
 def _in_pairs(dlogits_TE: Tensor, dtype: torch.dtype) -> Tensor:
-    """Split values into numbers of a narrower dtype and remainders of this dtype, as columns: [T, 2 E]."""
+    """Split the logits' gradients into values of a narrower dtype and remainders, as columns: [T, 2 E]."""
     num_tokens, num_experts = dlogits_TE.shape
     pair_TF = dlogits_TE.new_empty(num_tokens, 2 * num_experts, dtype=dtype)
     high_TE, low_TE = pair_TF.split(num_experts, 1)
@@ -91,7 +91,7 @@ def _in_pairs(dlogits_TE: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b with fp32 sums and results. On a CPU, which only tests use, multiply fp32 copies."""
+    """Return a @ b with fp32 sums and results. On a CPU, where only tests call it, multiply fp32 copies."""
     if a.device.type == "cpu":
         return torch.mm(a.float(), b.float())
     return torch.mm(a, b, out_dtype=torch.float32)

@@ -22,7 +22,7 @@ class Groups:
     def of_tensor(cls, counts_E: Tensor, tiles: Tensor | None = None, num_rows: int = 0) -> "Groups":
         """Create groups of rows from a tensor of row counts, [e] int64 on the device of the rows.
 
-        `tiles` are the tables of row tiles for `num_rows` rows, if they exist.
+        `tiles` are the tables of row tiles for `num_rows` rows, if a kernel has already written the tables.
         """
         groups = cls(counts_E, None)
         groups._tiles = None if tiles is None else (num_rows, tiles)
@@ -51,7 +51,7 @@ class Groups:
         return self._counts
 
     def tiles(self, num_rows: int) -> Tensor:
-        """The tables of row tiles for R rows that Triton kernels read; see `triton_tiles.row_tiles`.
+        """The tables of row tiles, which the kernels of grouped products read; see `row_tiles`.
 
         The tables are computed at the first call, for all products of forward and backward.
         """
@@ -60,6 +60,6 @@ class Groups:
         from fairseq_tutel.kernels.triton_tiles import row_tiles
 
         tiles = row_tiles(self.counts, num_rows)
-        if not torch.compiler.is_compiling():  # A compiled autograd node must not change other objects.
+        if not torch.compiler.is_compiling():  # Under torch.compile, autograd nodes cannot set attributes.
             self._tiles = num_rows, tiles
         return tiles

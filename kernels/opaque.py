@@ -1,7 +1,7 @@
 """Hides kernel launches from torch.compile and fake tensors, behind custom torch operators.
 
-A launch cannot be traced, but an operator with a fake implementation can. The fake implementation returns
-empty tensors of the right shapes and dtypes.
+torch.compile cannot trace a launch, but can trace an operator that has a fake implementation. The fake
+implementation returns empty tensors of the right shapes and dtypes.
 """
 
 import functools
@@ -61,8 +61,8 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Exclude a function, and all functions that it calls, from tracing by torch.compile.
 
     The control flow of such functions depends on values that change in every micro-batch. Since
-    torch.compiler.disable imports the compiler, the function is disabled only if the compiler is already
-    imported.
+    torch.compiler.disable imports the compiler, which takes time, the function is disabled only if the
+    compiler is already imported.
     """
 
     @functools.cache

@@ -2,7 +2,7 @@
 
 For few rows, torch's kernels read the stored integers. torch's kernels take rows in bf16, add the products
 in fp32, and round the results to bf16. For more rows, blocks of the matrix are converted to bf16 and
-multiplied while the blocks are in the cache. On CPUs without int8 or int4 kernels, blocks become fp32.
+multiplied while the blocks are in the cache. On CPUs for which torch has no kernel, blocks become fp32.
 
 O and I are the output and input dimensions of the matrix. n is the number of rows, G the number of groups
 in a row of the matrix, and b the number of blocks of an int4 matrix.
@@ -22,8 +22,8 @@ ZERO = 8  # The nibble (4 bits) that stores the int4 value 0.
 # 14 ms for 8 rows and 61 ms for 32 rows; converting took 19 and 26 ms. With int4, torch's kernel took 33 ms
 # for 32 rows and 102 ms for 128 rows; converting took 59 and 86 ms.
 MOST_ROWS = {"int8": 16, "int4": 64}
-# torch's int8 kernel reads this number of input dimensions at a time. With unaligned addresses, torch's
-# int8 kernel would crash or give wrong results.
+# torch's int8 kernel reads LANES input dimensions at a time. It can crash or give wrong results if the rows
+# or the matrix do not start at a multiple of ALIGNMENT elements in memory.
 LANES, ALIGNMENT = 16, 16
 CONVERTED = 2**19  # This many values of a matrix are converted at a time.
 
@@ -49,8 +49,8 @@ class QuantizedMatrix:
     def linear(self, x_nI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """Return x @ matrix.T + bias, with shape [n, O] and the dtype of x.
 
-        If torch has a kernel for this kind of matrix, x, the result and converted int4 blocks are rounded
-        to bf16. The relative error of the result's norm is about 0.3 %.
+        If torch has a kernel for this kind of matrix, this method rounds x, the result and converted int4
+        blocks to bf16. The norm of the rounding error is then about 0.3 % of the result's norm.
         """
         kind = "int8" if self.values.dtype == torch.int8 else "int4"
         in_bf16 = has_kernel(kind)
@@ -97,7 +97,7 @@ def packed_int4(nibbles_OI: Tensor) -> Tensor:
 
 
 def unpacked_int4(values: Tensor, scales_GO: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Convert blocks [b, I, 32] of an int4 matrix to transposed blocks of numbers, [b, I, 64]."""
+    """Convert b blocks [b, I, 32] of an int4 matrix to their values: transposed blocks [b, I, 64]."""
     blocks, in_dim, half = values.shape
     wide = values.new_empty(blocks, in_dim, 2 * half, dtype=dtype)
     wide[..., :half] = values & 15
@@ -109,7 +109,7 @@ def unpacked_int4(values: Tensor, scales_GO: Tensor, dtype: torch.dtype = torch.
 
 
 def _int8_by_kernel(x_nI: Tensor, values_OI: Tensor, scales_O: Tensor) -> Tensor:
-    # torch's kernel would round the scales to bf16.
+    # The scales are applied to the result, because torch's kernel would round the scales to bf16.
     ones_O = torch.ones(len(values_OI), dtype=x_nI.dtype)
     return torch._weight_int8pack_mm(x_nI, values_OI, ones_O).float().mul_(scales_O)
 
@@ -123,7 +123,7 @@ def _int8_by_blocks(x_nI: Tensor, values_OI: Tensor, scales_O: Tensor) -> Tensor
 
 
 def _int4_by_kernel(x_nI: Tensor, values: Tensor, scales_GO: Tensor) -> Tensor:
-    # torch's kernel reads pairs (scale, offset). The bits of a scale, as int32, are the pair (scale, 0).
+    # torch's kernel reads bf16 pairs (scale, offset). A scale's 16 bits, widened to int32, are (scale, 0).
     pairs = scales_GO.view(torch.uint16).to(torch.int32).view(x_nI.dtype).view(*scales_GO.shape, 2)
     packed = values.view(scales_GO.shape[1], -1)
     return torch._weight_int4pack_mm_for_cpu(x_nI, packed, GROUP, pairs).float()
@@ -140,5 +140,5 @@ def _int4_by_blocks(x_nI: Tensor, values: Tensor, scales_GO: Tensor) -> Tensor:
     return out.view(len(x_nI), scales_GO.shape[1]).float()
 
 
-# This table maps each kind of matrix to a product by torch's kernel and a product by converted blocks.
+# For each kind of matrix, the function that uses torch's kernel and the function that converts blocks.
 PRODUCTS = {"int8": (_int8_by_kernel, _int8_by_blocks), "int4": (_int4_by_kernel, _int4_by_blocks)}

@@ -1,8 +1,8 @@
-"""All kernels in plain torch: the specification, the CPU version and the reference of the tests.
+"""All kernels in plain torch. CPUs use these functions, and tests compare Triton kernels with them.
 
 T tokens, D model_dim, K top_k, R rows, N source rows, E experts, H hidden_dim, I and O the input and output
-dimensions of a linear map. An index of -1 marks an empty row, which is read as zero. Rows are grouped by
-expert: expert e has the next counts[e] rows. The tail is the rows after the last group, which belong to no
+dimensions of a linear map. An index of -1 marks an empty row, which is read as zero. Rows are sorted by
+expert, and group e is the rows of expert e. The tail is the rows after the last group, which belong to no
 expert.
 """
 
@@ -34,7 +34,7 @@ def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) ->
     Args:
         x_TD: [T, D], any float dtype.
         index_R: [R] int64 in -1 .. T - 1.
-        scale_R: [R] or None; entries where index is -1 are not read.
+        scale_R: [R], or None for factors of 1. If index[r] is -1, scale[r] has no effect.
     """
     if len(x_TD) == 0:
         return x_TD.new_zeros(len(index_R), x_TD.shape[1])
@@ -54,7 +54,7 @@ def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = N
     Args:
         rows_RD: [R, D], any float dtype.
         row_of_TK: [T, K] int64 in -1 .. R - 1.
-        weights_TK: [T, K] in rows' dtype or wider, or None for ones.
+        weights_TK: [T, K] in rows' dtype or wider, or None for weights of 1.
     """
     num_tokens, top_k = row_of_TK.shape
     if top_k > 1 and rows_RD.device.type == "cpu" and rows_RD.dtype in BAG_DTYPES and len(rows_RD):
@@ -65,7 +65,7 @@ def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = N
     copies_TKD = copies_ND.view(num_tokens, top_k, rows_RD.shape[1])
     if weights_TK is None:
         return copies_TKD.sum(dim=1)
-    # A batched 1 x K product needs one pass, and accumulates half dtypes in fp32.
+    # A batched matrix product reads the rows once, and sums half-precision products in fp32.
     return torch.bmm(weights_TK.to(rows_RD.dtype).unsqueeze(1), copies_TKD).squeeze(1)
 
 
@@ -90,14 +90,14 @@ def _sum_of_bags(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None) 
 
 
 def gather_gradients(drows_RD: Tensor, row_of_TK: Tensor, dgate_PR: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of tokens (sums over a token's rows) and of gate weights (sums over P parts).
+    """Return the gradients of tokens (sums over rows) and of gate weights (sums over dgate's P parts).
 
-    Entries of -1 in `row_of_TK` give 0.
+    For an entry of -1 in `row_of_TK`, the summand and the gradient of the gate weight are 0.
 
     Args:
         drows_RD: [R, D], any float dtype.
         row_of_TK: [T, K] int64 in -1 .. R - 1.
-        dgate_PR: [P, R] fp32, or wider.
+        dgate_PR: [P, R] fp32 or fp64, P parts whose sum is the gradient of each row's gate weight.
     """
     dgate_R = dgate_PR[0] if len(dgate_PR) == 1 else dgate_PR.sum(0)
     dweights_N1 = gather_rows(dgate_R.unsqueeze(1), row_of_TK.reshape(-1))
@@ -113,13 +113,13 @@ def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
 def grouped_linear(rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups) -> Tensor:
     """Multiply each row of group e by its expert's weight: out[r] = rows[r] @ weight[e].T + bias[e].
 
-    The tail of the result is 0.
+    The result is 0 in the rows after the last group.
 
     Args:
         rows_RI: [R, I], any float dtype.
         weight_EOI: [E, O, I] in rows' dtype, any strides.
         bias_EO: [E, O] in rows' dtype, or None.
-        groups: the groups of the rows.
+        groups: the number of rows of each expert.
     """
     out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_EOI.shape[1])
     for e, own in enumerate(_slices(groups)):
@@ -140,18 +140,18 @@ def grouped_weight_grad(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of each expert's weight and bias, summed over the expert's rows.
 
-    dweight[e] is the sum over group e of dout[r] x rows[r].
+    dweight[e] is the sum of the outer products dout[r] x rows[r] over the rows r of expert e.
 
     Args:
         dout_NO: [R, O], or [N, O] if `dout_index_R` gives each row's source.
         rows_NI: [R, I], or [N, I] if `rows_index_R` gives each row's source.
-        groups: the groups of the R rows; an empty group has gradient 0.
+        groups: the number of rows of each expert; the gradients of an expert without rows are 0.
         dout_index_R: [R] int64.
         rows_index_R: [R] int64.
-        bias: whether to compute dbias[e], the sum of scale[source[r]] dout[r] over group e; otherwise it is
-            None.
-        bias_scale_N: scale, in dout's dtype or wider, or None for ones.
-        bias_source_R: source, [R] int64, whose tail is not read; None without a scale.
+        bias: whether to compute dbias[e], the sum of scale[source[r]] * dout[r] over the rows r of expert
+            e; otherwise dbias is None.
+        bias_scale_N: `scale` in this sum, in dout's dtype or wider; None for factors of 1.
+        bias_source_R: `source` in this sum, [R] int64, not read after the last group; None without scale.
     """
     num_experts = len(groups.host)
     dweight_EOI = dout_NO.new_empty(num_experts, dout_NO.shape[1], rows_NI.shape[1])
@@ -189,9 +189,9 @@ def ffn_up(
         fc1_bias: [E, H] or None.
         fc3_weight: [E, H, D] for gated experts, which ignore `activation`; else None.
         fc3_bias: [E, H] or None.
-        groups: the groups of the R rows; a's tail is 0.
+        groups: the number of rows of each expert. After the last group, a is 0.
         activation: a name in ACTIVATIONS.
-        keep: whether to return g, and h if the derivative cannot be computed from a; else they are None.
+        keep: whether to return h and g for backward. If the derivative is computed from a, h is None.
     """
     rows_RD = x_ND if index_R is None else gather_rows(x_ND, index_R)
     h_RH = grouped_linear(rows_RD, fc1_weight, fc1_bias, groups)
@@ -218,24 +218,25 @@ def ffn_down_backward(
     """Compute the backward pass through the FFN's second linear map (fc2) and the activation.
 
     Returns (dh_RH, dg_RH, gated_RH, dgate_PR). The forward pass computed y = a @ fc2.T + bias and added
-    gate[source[r]] * y[r] to row index[r] of a tensor, whose gradient is dy. gated[r] = gate[source[r]] *
-    a[r] gives fc2's weight gradient, dy[index].T @ gated. The gradient of a row's gate is computed without
-    y: <dy, y> = <dy @ fc2, a> + <dy, bias>. This gradient is the sum of the P parts in dgate.
+    gate[source[r]] * y[r] to row index[r] of its output, whose gradient is dy. gated[r] is gate[source[r]]
+    * a[r], so that fc2's weight gradient is dy[index].T @ gated. The gradient of a row's gate is computed
+    without y: <dy, y> = <dy @ fc2, a> + <dy, bias>. dgate has P parts, whose sum is this gradient.
 
     Args:
         dy_ND: [R, D], or [N, D] if `index_R` gives each row's source.
         index_R: [R] int64; -1 only in the tail.
-        gate_N: in dy's dtype or wider. None: every gate is 1, and dgate is None.
-        source_R: [R] int64, whose tail is not read; None without gates.
+        gate_N: gate weights, in dy's dtype or wider. None: every gate weight is 1, and dgate is None.
+        source_R: [R] int64, each row's index in gate; not read after the last group; None without gate.
         fc2_weight: [E, D, H] in dy's dtype.
         fc2_bias: [E, D] or None.
         a_RH: saved by `ffn_up`; None to recompute it from h and g.
         h_RH: saved by `ffn_up`; None if the derivative is computed from a.
         g_RH: saved by `ffn_up`; None without fc3.
-        groups: the groups of the R rows; the tails of dh and dg are 0, other tails are undefined.
+        groups: the number of rows of each expert. After the last group, dh and dg are 0, and gated and
+            dgate are undefined.
         activation: a name in ACTIVATIONS.
 
-    Source: SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3, for the gate's gradient.
+    The formula of the gate's gradient is from SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3.
     """
     kind = ACTIVATIONS[activation if g_RH is None else "swish"]
     dy_RD = dy_ND if index_R is None else gather_rows(dy_ND, index_R)
@@ -266,14 +267,14 @@ def ffn_up_backward(
 ) -> Tensor:
     """Compute the gradient of the FFN's input rows from the gradients of fc1's and fc3's outputs.
 
-    The tail of the result is 0.
+    The result is 0 in the rows after the last group.
 
     Args:
         dh_RH: [R, H].
         fc1_weight: [E, H, D] in dh's dtype.
         dg_RH: [R, H] or None.
         fc3_weight: [E, H, D] or None.
-        groups: the groups of the R rows.
+        groups: the number of rows of each expert.
     """
     dx_RD = grouped_linear(dh_RH, fc1_weight.mT, None, groups)
     if dg_RH is not None and fc3_weight is not None:

@@ -31,8 +31,8 @@ def choose_experts(scores_TE: Tensor, top_k: int) -> Tensor:
 def row_softmax(logits_TE: Tensor) -> Tensor:
     """Compute softmax over the experts of each token.
 
-    On a CPU, torch does not vectorize rows of fewer than 16 fp32 numbers. For [1024, 8], softmax
-    took 146 µs, and softmax of the transposed logits 30 µs.
+    On a CPU, torch does not vectorize rows of fewer than 16 fp32 numbers. For logits [1024, 8], softmax
+    took 146 µs, and softmax of the transposed logits took 30 µs.
     """
     num_tokens, num_experts = logits_TE.shape
     is_slow = num_experts < 16 and num_tokens >= 64 and logits_TE.dtype == torch.float32
@@ -85,7 +85,7 @@ def softmax_top_k_backward(
 
 
 def _normalized_backward(weights_TK: Tensor, dnormalized_TK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of the weights in `normalized`, whose sums were rounded to `dtype`."""
+    """Return the gradient of the input of `normalized`, which computed the sums in `dtype`."""
     tiny = torch.finfo(dtype).tiny
     total_T1 = weights_TK.sum(dim=1, keepdim=True).to(dtype).to(weights_TK.dtype)
     shift_T1 = (dnormalized_TK * weights_TK).sum(dim=1, keepdim=True) / total_T1
@@ -120,17 +120,17 @@ def assign_rows(
         num_experts: E.
         asked_TK: bool, in any strides; False leaves an assignment out. None: no assignment is left out.
         order_N: [K * T] int64, the assignments in the order in which they take slots; assignment j * T + t
-            is choice j of token t. None: first choices before second choices, then in token order.
-        time_first: (time, batch) if token t is (t // batch, t % batch). The token order is then (sentence,
-            time). None with `order_N`.
+            is choice j of token t. None: first choices before second choices, each in token order.
+        time_first: (time, batch) if token t is step t // batch of sentence t % batch. Tokens are then
+            in the order of (sentence, time). Must be None if `order_N` is given.
         limit: [] int64, the number of slots of an expert; later assignments are dropped. None: no limit.
     """
     num_tokens, top_k = ids_TK.shape
     ids_KT = ids_TK.t() if asked_TK is None else torch.where(asked_TK.t(), ids_TK.t(), num_experts)
     sources_KT = torch.arange(ids_TK.numel(), device=ids_TK.device).view(num_tokens, top_k).t()
-    # In slot order, each assignment's expert and its number t * K + j.
+    # The expert and the number t * K + j of each assignment, in the order in which assignments take slots.
     ids_N, sources_N = (_in_order(values_KT, order_N, time_first) for values_KT in (ids_KT, sources_KT))
-    # After sorting, each expert's assignments are adjacent, and the assignments without an expert are last.
+    # After sorting, each expert's assignments are adjacent, and assignments that are left out come last.
     ids_N, where_N = ids_N.sort(stable=True)
     sources_N, places_N = sources_N.gather(0, where_N), torch.arange(len(ids_N), device=ids_N.device)
     starts_E = torch.searchsorted(ids_N, torch.arange(num_experts + 1, device=ids_N.device))
@@ -166,8 +166,8 @@ def _in_order(values_KT: Tensor, order_N: Tensor | None, time_first: tuple[int, 
 def _compacted(sources_N: Tensor, row_N: Tensor) -> Tensor:
     """Return the entries of `sources_N` whose assignments have a row, in the order of the rows.
 
-    On a GPU, there are as many rows as assignments, and the unused rows at the end have source -1. The
-    exact number, which the CPU uses, would need a device-to-host read.
+    On a GPU, the result has as many entries as there are assignments, and the unused entries at the end
+    are -1. Computing the exact number of rows would need a device-to-host read.
     """
     if row_N.device.type == "cpu":
         return sources_N[row_N >= 0]
@@ -175,8 +175,8 @@ def _compacted(sources_N: Tensor, row_N: Tensor) -> Tensor:
 
 
 def _by_row(sources_N: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
-    """Return each row's assignment, or -1 for an empty row. -1 in `row_N`: the assignment has no row."""
-    # All assignments without a row write to one spare row after the last row. This row is then removed.
+    """Return each row's assignment, or -1 for an empty row. `row_N` is -1 for assignments without a row."""
+    # All assignments without a row write to a spare row after the last row. The spare row is then removed.
     source_of_R = sources_N.new_full((num_rows + 1,), -1)
     return source_of_R.scatter_(0, row_N.where(row_N >= 0, num_rows), sources_N)[:num_rows]
 
@@ -191,7 +191,8 @@ def row_maps(
 ) -> tuple[Tensor, Tensor]:
     """Return the row of each kept assignment and the assignment of each row: row_of_TK, source_of_R.
 
-    On a GPU, the compact layout has `most_rows` rows, and the unused rows at the end have source -1.
+    With a capacity, every expert has `capacity` rows. Without a capacity, no row between experts is unused.
+    On a GPU, there are then `most_rows` rows, and the unused rows at the end have source -1.
     """
     if capacity is None:
         offsets_E = counts_E.cumsum(0) - counts_E
@@ -230,11 +231,11 @@ def token_sums(probs_TE: Tensor, weights_TK: Tensor, real_T: Tensor | None) -> T
 
 
 def load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a GShard balance loss, E * sum_e share_e * mass_e / tokens, and its gradient for mass_E.
+    """Return a GShard balance loss, E * sum_e share_e * mass_e / tokens, and the gradient of mass_E.
 
     Args:
         mass_E: the sum of each expert's probabilities over all tokens, fp32 or fp64.
-        load_E: int64, the number of assignments of each expert; share is load divided by the sum of load.
+        load_E: int64, the number of assignments of each expert; share_e is load_e divided by sum_e load_e.
         num_tokens: [] int64.
     """
     num_experts, dtype = len(mass_E), mass_E.dtype

@@ -1,11 +1,11 @@
-"""Splits the rows of a table [N, V] into chunks, so that intermediate results are small."""
+"""Splits the N rows of a table [N, V] into chunks, so that intermediate results are small."""
 
 from collections.abc import Iterator
 
 from torch import Tensor
 
-# This is the number of elements of a row chunk on each type of device. On a CPU, a row chunk fits into the
-# L2 cache. On a GPU, a row chunk uses all multiprocessors.
+# The largest number of elements of a row chunk, by type of device. On a CPU, a row chunk fits into the L2
+# cache. On a GPU, a row chunk is large enough to use all multiprocessors.
 ELEMENTS = {"cpu": 2**18}
 ELEMENTS_ELSEWHERE = 2**26
 

@@ -28,8 +28,8 @@ def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work:
 
     Args:
         make_worker: a function that returns a worker function, which is called with an expert's number.
-            Each thread creates one worker with separate buffers, and calls it without gradients. Create
-            views beforehand, because every torch operation releases the GIL and has to acquire it again.
+            Each thread creates one worker function with separate buffers, and calls it without gradients.
+            Create views beforehand, because every torch operation releases and acquires the GIL.
         counts: the number of rows of each expert.
         row_work: the number of multiplications of one row with one weight.
 
@@ -46,7 +46,7 @@ def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work:
 
 
 def _shares(counts: Sequence[int], row_work: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the experts that all threads compute together, and the experts for single threads."""
+    """Return the experts that all threads compute together, and the experts that single threads compute."""
     threads, all_experts = torch.get_num_threads(), range(len(counts))
     busy = sum(count > 0 for count in counts)
     work = (sum(counts) + ROWS_OF_READING * busy) * row_work
@@ -54,7 +54,7 @@ def _shares(counts: Sequence[int], row_work: int) -> tuple[Sequence[int], Sequen
         return all_experts, ()
     experts = sorted(all_experts, key=lambda expert: -counts[expert])
     rest, first = sum(counts), 0
-    # Other threads would have to wait for an expert with more than an even part of the rows.
+    # If one thread computed an expert with more than an even part of the rows, other threads would wait.
     while first < len(experts) and counts[experts[first]] * threads > rest:
         rest, first = rest - counts[experts[first]], first + 1
     loads = [0] * threads

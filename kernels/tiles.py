@@ -13,12 +13,12 @@ class Tile(NamedTuple):
     """The tile sizes and launch parameters of one kernel for grouped matrix products.
 
     Attributes:
-        block_m: rows of an output tile (O for a weight gradient, which has shape [O, I]).
-        block_n: columns of an output tile (I for a weight gradient).
-        block_k: elements summed per step (rows for a weight gradient).
+        block_m: the number of rows of an output tile.
+        block_n: the number of columns of an output tile.
+        block_k: the number of elements (for a weight gradient, rows) that are summed in one step.
         warps: warps per program.
         stages: pipeline stages, that is, steps whose loads are in flight at once.
-        group: row tiles that are processed together for all columns, so that weights are read from L2.
+        group: the number of row tiles that are computed together, so that weights are read from L2.
     """
 
     block_m: int
@@ -48,8 +48,8 @@ class Row(NamedTuple):
         kinds: kinds of products, separated by spaces.
         tile: the tile of these products.
         reason: the device, shape and speed of the measurement that chose the tile, or COMPILED.
-        where: a function of (rows, n, k) that returns whether the row applies; None applies always. `rows`
-            is an expert's mean number of rows, rounded up to a power of two. `choose` defines n and k.
+        where: a function of (rows, n, k) that returns whether the row applies; None: always. `rows` is an
+            expert's mean number of rows, rounded up to a power of two. `choose` defines n and k.
     """
 
     hardware: str
@@ -65,31 +65,31 @@ BLOCKS_M = (16, 32, 64, 128, 256)
 
 
 def num_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Return the number of row tiles of `block_m` rows that cover the rows of all experts."""
+    """Return a number of row tiles of `block_m` rows that is enough for the rows of all experts."""
     return num_rows // block_m + num_experts + 1
 
 
 @functools.lru_cache(maxsize=1024)
 def table_start(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Return where `triton_tiles.row_tiles` puts the start of the table for tiles of `block_m` rows."""
+    """Return the index in the result of `row_tiles` at which the table for this `block_m` starts."""
     smaller = (num_tiles(num_rows, num_experts, block) for block in BLOCKS_M if block < block_m)
     return num_experts + 1 + 3 * sum(smaller)
 
 
-# up: x @ fc1.T with the activation; glu_up: also x @ fc3.T; linear: one product; dx, glu_dx: the gradient
-# of input rows, as one product or a sum of two; hidden, glu_hidden: the gradient of hidden rows; weight: a
-# weight gradient; relu_up, relu_hidden: up and hidden with relu, which needs the fewest registers.
+# up: x @ fc1.T and the activation. linear: a product. dx: the gradient of input rows. hidden: the
+# gradient of hidden rows. weight: a weight gradient. A prefix glu_ means gated experts, whose fc3 needs
+# more products. A prefix relu_ means the activation relu, which needs the fewest registers.
 KINDS = "up relu_up glu_up linear dx glu_dx hidden relu_hidden glu_hidden weight"
-# sm_80: all NVIDIA GPUs before sm_90; also sm_86 and sm_89, which have 99 KiB of shared memory.
+# sm_80 stands for all NVIDIA GPUs before sm_90. Of these, sm_86 and sm_89 have 99 KiB of shared memory.
 HARDWARE = "sm_80 sm_90 sm_100 sm_120 amd"
-# half: fp16 and bf16; tf32; tf32x3: fp32 as three TF32 products; ieee: fp32 without tensor cores.
+# half: fp16 and bf16. The others compute fp32 in TF32, as three TF32 products, or without tensor cores.
 PRECISIONS = "half tf32 tf32x3 ieee"
 
 COMPILED = "not measured: a large tile that compiles without spilled registers"
 NVIDIA, NEWER, GLU = "sm_80 sm_90 sm_100 sm_120", "sm_90 sm_100 sm_120", "glu_up glu_hidden"
 
-# A product uses the first row that fits. The rows of the H100 were measured on one H100 80GB in bf16 with
-# the shapes A, C and E of benchmarks/layer_cases.py. The bounds in the conditions lie between these shapes.
+# A product uses the first row that applies. The H100's rows were measured on one H100 80GB in bf16 with
+# the shapes A, C and E of benchmarks/layer_cases.py. The bounds on rows, n and k lie between these shapes.
 TABLE = (
     Row("sm_90", "half", "linear", Tile(256, 128, 64, 8, 3), "H100, C: 666 TFLOP/s",
         lambda rows, n, k: rows >= 1024 and k >= 8192),
@@ -120,7 +120,7 @@ TABLE = (
     # These tiles are small, because each operand becomes two TF32 numbers.
     Row("sm_80 sm_120", "tf32x3", "glu_up", Tile(64, 32, 32, 4, 3), COMPILED),
     Row(NVIDIA, "tf32x3", KINDS, Tile(64, 64, 32, 4, 3), COMPILED),
-    # These tiles are small, because a thread holds its operands in registers without matrix instructions.
+    # These tiles are small, because without matrix instructions, threads hold all operands in registers.
     Row(NVIDIA, "ieee", "glu_up", Tile(64, 32, 16, 8, 3), COMPILED),
     Row(NVIDIA, "ieee", KINDS, Tile(64, 64, 16, 8, 3), COMPILED),
     # These tiles need at most 64 KiB of shared memory.
@@ -128,15 +128,14 @@ TABLE = (
     Row("amd", "half", KINDS, Tile(128, 128, 64, 8, 2), COMPILED),
     Row("amd", "ieee", GLU, Tile(128, 64, 32, 8, 2), COMPILED),
     Row("amd", "ieee", KINDS, Tile(128, 128, 32, 8, 2), COMPILED),
-    # Small tiles, so that tests cover the edges of tiles. The cost of an interpreted program hardly depends
-    # on its tile size.
+    # These tiles are small, so that the small matrices of tests have several tiles and incomplete tiles.
     Row("interpreted", PRECISIONS, KINDS, Tile(64, 16, 16, 1, 1, 2), "for tests"),
 )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
 def choose(kind: str, hardware: str, precision: str, rows: int, experts: int, n: int, k: int) -> Tile:
-    """Return the tile of a grouped matrix product, no larger than its matrices.
+    """Return the tile sizes of a grouped matrix product, limited to the sizes of its matrices.
 
     Args:
         kind: one of KINDS.
@@ -144,13 +143,13 @@ def choose(kind: str, hardware: str, precision: str, rows: int, experts: int, n:
         precision: one of PRECISIONS.
         rows: the total rows of all experts.
         experts: the number of experts.
-        n: columns of the result (I for a weight gradient).
-        k: the dimension that is summed over (O for a weight gradient).
+        n: the columns of the result.
+        k: the dimension that is summed over, or O for a weight gradient [O, I].
     """
     return _chosen(kind, hardware, precision, _covering(rows // experts), n, k)
 
 
-@functools.cache  # one entry per product of a model and power of two of an expert's rows
+@functools.cache  # has few entries, because `rows` is a power of two
 def _chosen(kind: str, hardware: str, precision: str, rows: int, n: int, k: int) -> Tile:
     found = rows_of(kind, hardware, precision)
     tile = next(row.tile for row in found if row.where is None or row.where(rows, n, k))

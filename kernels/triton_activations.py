@@ -51,7 +51,7 @@ def activate(h, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_backward(da, kept, ACTIVATION: tl.constexpr):
-    """Return an activation's input gradient. `da` is the output's gradient, `kept` the output or input."""
+    """Return the gradient of an activation's input. `kept` is the input or output that forward saved."""
     if ACTIVATION == "relu":
         dh = tl.where(kept <= 0, 0.0, da)
     elif ACTIVATION == "relu_squared":

@@ -96,7 +96,7 @@ def _fake_load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple
 
 @opaque(_fake_load_loss)
 def load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a GShard balance loss and its gradient with respect to mass_E, the sums of probabilities."""
+    """Return a GShard balance loss and the gradient of mass_E, each expert's sum of probabilities."""
     mass_E, load_E = mass_E.contiguous(), load_E.contiguous()
     loss, gradient_E = _fake_load_loss(mass_E, load_E, num_tokens)
     plan = _plan(mass_E.shape[0], mass_E.dtype)

@@ -19,7 +19,7 @@ from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles import cdiv, next_power_of_2
 from fairseq_tutel.kernels.triton_launch import Plan, accumulator_of, launch
 
-# Maximum columns per program. One or two programs cover common model dimensions. The value is not tuned.
+# The largest number of a row's columns that one program computes. The number is not tuned for speed.
 MAX_BLOCK_D = 1024
 
 
@@ -47,7 +47,7 @@ def _fake_gather_gradients(drows_RD: Tensor, row_of_TK: Tensor, dgate_PR: Tensor
 
 @opaque(_fake_gather_gradients)
 def gather_gradients(drows_RD: Tensor, row_of_TK: Tensor, dgate_PR: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of tokens (sums over a token's rows) and of gate weights (sums over P parts)."""
+    """Return the gradients of tokens (sums over rows) and of gate weights (sums over dgate's P parts)."""
     dx_TD, dweights_TK = _fake_gather_gradients(drows_RD, row_of_TK, dgate_PR)
     if dx_TD.numel():
         _launch_gather_sum(drows_RD, row_of_TK, None, dx_TD, dgate_PR.contiguous(), dweights_TK)
@@ -137,7 +137,7 @@ def _gather_sum_kernel(
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < model_dim
     total = tl.zeros([BLOCK_D], dtype=ACC)
-    # The loop is unrolled by BLOCK_K, so that several rows are loaded at the same time.
+    # The inner loop is unrolled, so that BLOCK_K rows are loaded at the same time.
     for first in range(0, top_k, BLOCK_K):
         for offset in tl.static_range(BLOCK_K):
             j = first + offset

@@ -1,4 +1,4 @@
-"""Multiplies each row by its expert's weight (grouped matrix product) in Triton, and can add two products.
+"""Grouped matrix products in Triton: each row is multiplied by its expert's weight.
 
 The functions have the signatures of `reference`. Sums are computed in fp32, or in fp64 for fp64 tensors,
 which only the interpreter supports. One program writes each output element, so results are deterministic.

@@ -1,9 +1,9 @@
 """The backward pass through fc2 and the activation of all experts, in one Triton kernel.
 
-`ffn_down_backward` has the signature of the function in `reference`. The kernel gathers the output's
-gradient while it loads the operands of the product. The epilogue computes the gate's gradient, and applies
-the gate's weight and the activation's derivative. The epilogue also writes the activation's output times
-the gate's weight. The weight gradient of fc2 is the product of the output's gradient and these rows.
+`ffn_down_backward` has the signature of the function in `reference`. The kernel gathers the gradient of the
+layer's output while it loads the product's operands. The epilogue computes the gradient of each row's gate
+weight, and applies the gate weight and the activation's derivative. The epilogue also writes the
+activation's output times the gate weight, from which the weight gradient of fc2 is computed later.
 """
 
 import functools
@@ -47,8 +47,6 @@ def ffn_down_backward(
     """Compute the backward pass through the FFN's second linear map (fc2) and the activation.
 
     Returns (dh_RH, dg_RH, gated_RH, dgate_PR).
-
-    Source: SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3, for the gate's gradient.
     """
     dh_RH, dg_RH, gated_RH, dgate_PR = triton_hidden(
         dy_ND,
@@ -88,7 +86,7 @@ def _hidden_shapes(
 
 
 def _summed(found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace the parts of the gate's gradient by their sum, because their number depends on the tile."""
+    """Sum the parts of the gate's gradient, because the operator must return one part, as its fake does."""
     return *found[:3], None if found[3] is None else found[3].sum(0, keepdim=True)
 
 
@@ -110,7 +108,7 @@ def triton_hidden(
     """Launch the kernel of `ffn_down_backward`. Unneeded results are None, or empty under torch.compile.
 
     The arguments are those of `ffn_down_backward`, with the tables of `row_tiles` in place of groups.
-    `activation` is the function that was applied to h. With g, it must be "swish".
+    `activation` is the function that was applied to h. If `g_RH` is given, `activation` must be "swish".
     """
     num_rows = (dy_ND if index_R is None else index_R).shape[0]
     weight_EHD = fc2_weight.mT
@@ -154,7 +152,7 @@ def triton_hidden(
 
 @functools.lru_cache(maxsize=1024)
 def _plan(product: Product, has_dots: bool, activation: str, is_cuda: bool) -> Plan:
-    # On AMD, the epilogue splits a tile into only two parts, because four need twice the shared memory.
+    # On AMD, the epilogue splits a tile into two parts, because four parts need twice the shared memory.
     constants = {"ACTIVATION": activation, "IS_CUDA": is_cuda}
     return product.plan(_hidden_kernel, has_dots, (product.num_rows,), **constants)
 
@@ -253,7 +251,7 @@ def _hidden_kernel(
         part_at = parts + n_tile.to(tl.int64) * num_rows
         if IS_CUDA:
             tl.store(part_at + first + rows, part, mask=rows < count)
-        else:  # on gfx950, the CUDA code adds 23 instructions to the main loop
+        else:  # on gfx950, the line above would add 23 instructions to the main loop
             tl.store(part_at + (first + rows), part, mask=first + rows < end)
 
 
@@ -271,10 +269,10 @@ def _bias_dots(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return each row's dot product <dy, bias> with its expert's bias, for one tile."""
+    """For each row of a tile, return the dot product of the row's dy with the bias of the row's expert."""
     dots = tl.zeros([BLOCK_M, BLOCK_K], dtype=ACC)
     dy_from = rows_operand(dy, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
-    # Explicit stages make the compiler prefetch a loop without matrix products.
+    # Without `num_stages`, the compiler prefetches the loads of a loop only if it has matrix products.
     for k in tl.range(0, tl.where(expert < 0, 0, K), BLOCK_K, num_stages=2):
         rows = load_rows(dy_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
         b = load_bias(bias, expert, k + tl.arange(0, BLOCK_K), K)

@@ -17,15 +17,15 @@ from fairseq_tutel.kernels.tiles import Tile, cdiv, choose, num_tiles, table_sta
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # an older Triton supports only plain loads
+except ImportError:  # with an older Triton, all kernels load tiles through pointers
     TensorDescriptor = None
 
 DESCRIPTORS = ("sm_90", "sm_100", "sm_120")  # hardware with TMA
-ALIGNMENT = 16  # bytes; TMA requires it for a tensor's address and all strides except the innermost
+ALIGNMENT = 16  # bytes; TMA requires this alignment of a tensor's address and of all strides but the last
 IS_HIP = torch.version.hip is not None
 
 
-# Each thread's cache of compiled kernels. A key has all properties for which Triton compiles a kernel anew.
+# Each thread's compiled kernels, by all properties of a launch for which Triton compiles separate kernels.
 _COMPILED = threading.local()
 # The ID of each combination of a kernel, its constants, and the properties of its integer arguments.
 _NUMBERS: dict[tuple[Any, ...], int] = {}
@@ -33,7 +33,7 @@ _COUNTER = itertools.count()
 
 
 class Plan:
-    """A launch's kernel, grid and arguments except tensors. Callers cache plans by sizes and dtypes.
+    """A kernel launch without its tensors. Callers cache the plans of each combination of sizes and dtypes.
 
     Args:
         kernel: a function decorated with triton.jit.
@@ -49,7 +49,7 @@ class Plan:
         self.kernel, self.numbers, self.constants = kernel, numbers, constants
         self.grid = (*grid, 1, 1)[:3]
         self.rest = *numbers, *(constants[name] for name in kernel.arg_names if name in constants)
-        # Triton compiles special kernels for 1, for multiples of 16, and for numbers of more than 32 bits.
+        # Triton specializes kernels for numbers that are 1, a multiple of 16, or wider than 32 bits.
         kinds = ((n == 1, n >> 31, n % ALIGNMENT == 0) for n in numbers)
         self.key = _NUMBERS.setdefault((kernel.fn, *constants.values(), *kinds), next(_COUNTER))
 
@@ -57,8 +57,8 @@ class Plan:
 def launch(plan: Plan, device: torch.device, *tensors: Any) -> None:
     """Launch a Triton kernel on the current stream of a device; all kernels are launched by this function.
 
-    Triton takes several times as long to find a compiled kernel as to launch it. Therefore the first launch
-    caches the compiled kernel by all properties for which Triton specializes kernels.
+    Finding a compiled kernel takes Triton several times as long as launching the kernel. Therefore the
+    first launch caches the compiled kernel by all properties for which Triton specializes kernels.
 
     Args:
         plan: the kernel, its grid and its other arguments.
@@ -111,7 +111,7 @@ def is_direct(device: torch.device) -> bool:
 
 @functools.cache
 def hardware_of(device: torch.device) -> str:
-    """Return the hardware class of a device: a member of HARDWARE in tiles, or "interpreted"."""
+    """Return the hardware class of a device: one of `tiles.HARDWARE`, or "interpreted"."""
     if interpreted():
         return "interpreted"
     if torch.version.hip is not None:
@@ -129,9 +129,9 @@ def hardware_class(major: int) -> str:
 
 
 def precision_of(dtype: torch.dtype, tf32x3: bool = False) -> str:
-    """Return the precision of a dtype's matrix products: one of PRECISIONS in tiles.
+    """Return the precision of a dtype's matrix products: "half" for fp16 and bf16, otherwise "ieee".
 
-    fp32 is "ieee", or "tf32" if torch allows TF32. With `tf32x3`, fp32 is "tf32x3" on an NVIDIA GPU.
+    On NVIDIA GPUs, fp32 has precision "tf32x3" if `tf32x3` is set, or else "tf32" if torch allows TF32.
     """
     if dtype in (torch.float16, torch.bfloat16):
         return "half"
@@ -159,7 +159,7 @@ def accumulator_of(dtype: torch.dtype) -> tl.dtype:
 
 
 def input_precision_of(hardware: str, precision: str, dtype: torch.dtype) -> str:
-    """Return the precision constant for the kernels' matrix products. On a GPU, it affects only fp32."""
+    """Return the precision constant of a kernel's products. On a GPU, it affects only fp32 products."""
     if hardware == "interpreted" and dtype == torch.bfloat16:
         return "interpreted"
     return "ieee" if precision == "half" else precision
@@ -171,7 +171,7 @@ class Product:
 
     tile: Tile
     precision: str  # precision of the matrix instructions
-    num_rows: int  # rows of the result
+    num_rows: int  # the number of rows of the result
     shape: torch.Size  # the shape of the weights: E, N, K
     strides: tuple[int, ...]  # the strides of the weights
     dtype: torch.dtype
@@ -181,7 +181,7 @@ class Product:
     def plan(
         self, kernel: Any, more_columns: int = 0, numbers: tuple[int, ...] = (), **constants: Any
     ) -> Plan:
-        """Return a kernel's plan: one program per tile, and `more_columns` more programs per row tile."""
+        """Return a kernel's plan, with one program per tile and `more_columns` more per row tile."""
         tile, (num_experts, *sizes) = self.tile, self.shape
         columns = cdiv(sizes[0], tile.block_n) + more_columns
         tiles_m = num_tiles(self.num_rows, num_experts, tile.block_m)
@@ -255,7 +255,7 @@ def operands(
 ) -> tuple[list[Any], list[Any], Product]:
     """Return the rows and the weights in the form that the kernel reads, and the product's properties.
 
-    The rows are TMA descriptors if all of them support TMA, else tensors. The same holds for the weights.
+    If all tensors of rows support TMA, they are returned as descriptors. The same holds for the weights.
 
     Args:
         kind: the kind of the product; see KINDS in tiles.

@@ -1,8 +1,8 @@
 """Loads the two operands of one row tile's matrix product: the rows and the expert's weight.
 
-The rows of a tile may be gathered. An operand is loaded with its tensor descriptor (TMA), or through
-pointers if there is no descriptor. A weight's descriptor has three dimensions, so that no tile reads from
-the next expert. Addresses are int64.
+With an index map, the rows of a tile are gathered. An operand is loaded with its tensor descriptor (TMA),
+or through pointers if there is no descriptor. A weight's descriptor has three dimensions, so that no tile
+reads from the next expert. Addresses are int64.
 """
 
 import triton
@@ -16,10 +16,10 @@ def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: 
         operand = rows
     else:
         r = first + tl.arange(0, BLOCK_M)
-        r = tl.where(r < end, r, first)  # Rows from `end` on read the row `first`, which avoids a mask.
+        r = tl.where(r < end, r, first)  # Rows from `end` on become row `first`, so loads need no mask.
         if index is not None:
-            # For a tile after the last group of rows, index[r] may be -1. This does no harm, because such a
-            # tile loads no rows.
+            # In a tile after the last group of rows, index[r] may be -1, but `add_product` loads no rows of
+            # such a tile.
             r = tl.load(index + r).to(tl.int64)
         operand = rows + (r * K)[:, None]
     return operand

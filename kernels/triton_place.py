@@ -20,13 +20,12 @@ from fairseq_tutel.kernels.tiles import BLOCKS_M, cdiv, table_start
 from fairseq_tutel.kernels.triton_launch import Plan, launch
 from fairseq_tutel.kernels.triton_tiles import CONSTANTS, tile_programs, write_tiles
 
-# Assignments per block. A slot needs BLOCK_N comparisons, and the scan has N / BLOCK_N steps. PEERS
-# assignments are compared at a time, because comparing 32 at once spills scalar registers on gfx90a. The
-# numbers are not tuned.
+# A block has BLOCK_N assignments. `_place_kernel` compares each of them with all assignments of the block,
+# PEERS at a time. Comparing 32 at a time spills scalar registers on gfx90a. The numbers are not tuned.
 BLOCK_N, PEERS = 128, 16
-# Number of experts that are compared at a time.
+# The number of experts that a program counts or sums at a time.
 COUNT_BLOCK_E = 32
-# Tile sizes of the scan over blocks. A tile has few experts, so that many tiles run in parallel.
+# Sizes of a [blocks, experts] tile of the scan. With few experts per tile, many tiles run in parallel.
 SCAN_BLOCK_B, SCAN_BLOCK_E = 256, 8
 
 
@@ -40,7 +39,7 @@ def assign_rows(
 ) -> Rows:
     """Number each expert's assignments, and assign rows to the kept assignments, expert by expert.
 
-    The number of rows is N, since the exact number would need a host read. Unused rows have source -1.
+    The row maps have N rows, since the exact number would need a host read. Unused rows have source -1.
     """
     time, batch = time_first or (1, ids_TK.shape[0])
     found = place_assignments(ids_TK, asked_TK, order_N, limit, num_experts, time, batch)
@@ -83,9 +82,10 @@ def place_assignments(
     time: int,
     batch: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the kernels of `assign_rows`; return slots_TK, row_of_TK, source_of_R, token_of_R, a buffer.
+    """Launch the kernels of `assign_rows`.
 
-    For K = 1, token_of_R is None, or empty under torch.compile. `_parts` splits the buffer.
+    Return slots_TK, row_of_TK, source_of_R, token_of_R, and a buffer that `_parts` splits. For K = 1,
+    token_of_R is None, or empty under torch.compile.
 
     Args:
         ids_TK: as in `assign_rows`.
@@ -94,7 +94,7 @@ def place_assignments(
             time).
         limit: as in `assign_rows`.
         num_experts: E.
-        time: the time steps of a time-first layout, where token t is (t // batch, t % batch); else 1.
+        time: the number of time steps if token t is (t // batch, t % batch); 1 if `time_first` is None.
         batch: T / time.
     """
     found = _fake_place_assignments(ids_TK, asked_TK, order_N, limit, num_experts)
@@ -109,7 +109,7 @@ def place_assignments(
     starts_BE, plan = _block_starts(ids_TK, asked, None, sizes, counts, limit)
     if order_N is not None:
         order_N = order_N.contiguous()
-        # With an order, a block may mix choices. Only the blocks above give the counts of each choice.
+        # In this order, a block can mix first and second choices. The call above has counted each choice.
         del starts_BE  # frees memory for the next tensor
         starts_BE, plan = _block_starts(ids_TK, asked, order_N, sizes, counts, limit)
     launch(
@@ -141,8 +141,8 @@ def _block_starts(
 ) -> tuple[Tensor, Plan]:
     """Return each expert's number of assignments before each block, and write the totals to `counts`.
 
-    The blocks split K chains of T assignments each, or one chain of N assignments if an order is given. The
-    first result is [chains * blocks, E] int32, chain by chain; the second is the plan of `_place_kernel`.
+    A chain is the T assignments of one choice, or all N assignments if an order is given. Blocks are parts
+    of a chain. The results are starts_BE, [chains * blocks, E] int32, and the plan of `_place_kernel`.
     """
     count, scan, place = _plans(sizes, order_N is not None)
     starts_BE = ids_TK.new_empty(count.grid[0], sizes[2], dtype=torch.int32)
@@ -178,7 +178,7 @@ def _assignments_at(
     positions,
     sizes,
 ):
-    """Return the assignments t * K + j at these positions, and their experts; E stands for no expert."""
+    """Return the assignments t * K + j at these positions, and their experts; E means no expert."""
     length, num_tokens, top_k, num_experts, time, batch = sizes
     inside = positions < length
     if order is not None:
@@ -191,7 +191,7 @@ def _assignments_at(
     wanted = inside
     if asked is not None:
         wanted = inside & (tl.load(asked + sources, mask=inside, other=0) != 0)
-    # Comparisons in 32 bits need half as many instructions.
+    # Comparing 32-bit numbers needs half as many instructions as comparing 64-bit numbers.
     return sources, tl.load(ids + sources, mask=wanted, other=num_experts).to(tl.int32)
 
 
@@ -235,7 +235,7 @@ def _scan_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Replace each block's expert counts by the sums of all earlier blocks, and write the totals."""
+    """Replace each block's count of each expert by the sum over all earlier blocks; write the totals."""
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     inside = experts < num_experts
     before = tl.zeros([BLOCK_E], dtype=tl.int32)
@@ -290,7 +290,7 @@ def _place_kernel(
 ):
     block = tl.program_id(0)
     kept = results + top_k * num_experts  # each expert's number of rows
-    if block >= programs:  # further programs write the tables of row tiles
+    if block >= programs:  # the remaining programs write the tables of row tiles
         num_rows, tiles = num_tokens * top_k, kept + num_experts + top_k
         write_tiles(block - programs, kept, tiles, num_rows, num_experts, SIZES, SMALLEST, TILES_E, BLOCK_T)
         return
@@ -305,7 +305,7 @@ def _place_kernel(
         _, theirs = _assignments_at(ids, asked, order, chain, peers, sizes)
         before = (own[:, None] == theirs[None, :]) & (peers[None, :] < positions[:, None])
         slots += tl.sum(before.to(tl.int32), axis=1)
-    offsets = tl.zeros([BLOCK], dtype=tl.int32)  # rows of all earlier experts, for each assignment
+    offsets = tl.zeros([BLOCK], dtype=tl.int32)  # for each assignment, the rows of all earlier experts
     total = tl.zeros([], dtype=tl.int32)
     for first_expert in range(0, num_experts, BLOCK_E):
         experts = first_expert + tl.arange(0, BLOCK_E)
@@ -320,7 +320,7 @@ def _place_kernel(
     tl.store(row_of + sources, tl.where(has_row, offsets + slots, -1), mask=inside)
     rows = (offsets + slots).to(tl.int64)
     tl.store(source_of + rows, sources, mask=has_row)
-    # Each program also clears its part of the unused rows at the end.
+    # Each program also writes -1 to its part of the unused rows at the end.
     unused = (chain * length + positions).to(tl.int64)
     is_unused = inside & (unused >= total)
     tl.store(source_of + unused, -1, mask=is_unused)

@@ -1,4 +1,4 @@
-"""Computes softmax with top-k and its gradient in Triton; replaces `reference_route` on GPUs.
+"""Computes softmax with top-k and its gradient in Triton, in place of `reference_route` on GPUs.
 
 T tokens, E experts, K top_k.
 """
@@ -15,8 +15,8 @@ from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles import cdiv, next_power_of_2
 from fairseq_tutel.kernels.triton_launch import Plan, accumulator_of, launch
 
-# Elements of a [tokens, experts] tile. With 4096 the fp64 kernel takes 25 s to compile for sm_80. With 1024
-# every kernel compiles in less than 1 s and needs at most 128 registers. The number is not tuned for speed.
+# The number of elements of a [tokens, experts] tile. With 4096, compiling the fp64 kernel for sm_80 takes
+# 25 s. With 1024, each kernel compiles in less than 1 s and needs at most 128 registers. TILE is not tuned.
 TILE = 1024
 
 
@@ -64,7 +64,11 @@ def gate_backward(
     normalize: bool,
     weight_ED: Tensor | None,
 ) -> tuple[Tensor, Any]:
-    """Return two factors of the gate's input gradient; without weight_ED, the logits' gradient and None."""
+    """Return the gradient of the logits and None, or with `weight_ED` two factors of the tokens' gradient.
+
+    The tokens' gradient is the matrix product of the factors. The factor [T, 2 E] has the logits' gradient,
+    rounded to the weight's dtype, and the remainders. The factor [2 E, D] has the weight twice.
+    """
     if dprobs_TE is not None and dprobs_TE.stride() not in ((0, 1), (probs_TE.shape[1], 1)):
         dprobs_TE = dprobs_TE.contiguous()  # a balance loss gives one row with stride 0 for all tokens
     num_tokens, num_experts = probs_TE.shape
@@ -96,9 +100,9 @@ def gate_backward(
 def _plan(
     shape: tuple[int, ...], top_k: int, normalize: bool, dtype: torch.dtype, backward: tuple[int, ...] = ()
 ) -> Plan:
-    """Return the forward kernel's plan; with `backward` (weight size, dprobs stride) the backward's."""
+    """Return the forward kernel's plan, or the backward's if `backward` is (weight size, dprobs stride)."""
     num_tokens, num_experts = shape
-    # A tile covers all experts; fp64 tiles have half the size.
+    # A tile covers all experts; an fp64 tile has half as many elements.
     block_e = max(next_power_of_2(num_experts), 16)
     block_t = max(TILE // (2 if dtype == torch.float64 else 1) // block_e, 1)
     constants = {
@@ -142,7 +146,7 @@ def _softmax_top_k_kernel(
     exps = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     probs = (exps / tl.sum(exps, axis=1)[:, None]).to(probs_ptr.dtype.element_ty)
     tl.store(probs_ptr + cells, probs, mask=inside)
-    # The rounded probabilities are compared, so that equal stored values are ties. NaN is replaced by the
+    # The keys are rounded probabilities, so that equal stored probabilities are ties. NaN becomes the
     # largest key, because a maximum may skip NaN.
     keys = probs.to(ACC)
     keys = tl.where(keys == keys, keys, 2.0)
@@ -188,7 +192,7 @@ def _softmax_top_k_backward_kernel(
 ):
     programs = tl.cdiv(num_tokens, BLOCK_T)
     if gate_ptr is not None:  # noqa: SIM102 (the first condition is evaluated at compile time)
-        if tl.program_id(0) >= programs:  # further programs copy the gate's weight
+        if tl.program_id(0) >= programs:  # the remaining programs copy the gate's weight twice
             copied = (tl.program_id(0) - programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
             values = tl.load(gate_ptr + copied, mask=copied < size)
             tl.store(twice_ptr + copied, values, mask=copied < size)

@@ -1,8 +1,8 @@
 """Assigns row tiles to programs on the device, so that the host does not read the row counts.
 
-The grid of a product has R // BLOCK_M + E + 1 row tiles, at least as many as are needed. Rows after the
-last group form an additional group with expert -1. A table holds (expert, first row, end of the group's
-rows) for each row tile. A tile that is not needed has no rows: its first row is not before the end.
+The grid for R rows and E experts has R // BLOCK_M + E + 1 row tiles, at least as many as are needed. Rows
+after the last group form an additional group with expert -1. A table holds (expert, first row, end of the
+group's rows) for each row tile. In a tile that is not needed, the first row is not before the end.
 """
 
 import triton
@@ -25,15 +25,15 @@ def _fake_row_tiles(counts_E: Tensor, num_rows: int) -> Tensor:
 
 @opaque(_fake_row_tiles)
 def row_tiles(counts_E: Tensor, num_rows: int) -> Tensor:
-    """Return the first row of every expert, and the tables of row tiles for all BLOCKS_M, in one tensor.
+    """Return the first row of every expert, and a table of row tiles for each BLOCK_M, in one tensor.
 
     Args:
         counts_E: [E] int64, the number of rows of each expert.
         num_rows: R, at least the sum of the counts.
 
     Returns:
-        [E + 1 + 3 * tiles] int64: the first row of each expert, the end of the last expert, and a table [3,
-        tiles] for each number in BLOCKS_M.
+        [E + 1 + 3 * tiles] int64: the first row of each expert, the end of the last expert's rows, and a
+        table [3, tiles] for each number in BLOCKS_M.
     """
     tiles, num_experts = _fake_row_tiles(counts_E, num_rows), counts_E.shape[0]
     grid = (tile_programs(num_rows, num_experts),)
@@ -61,7 +61,7 @@ def write_tiles(
     BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Write one program's part of the tables of `row_tiles`."""
-    # Each number in BLOCKS_M is twice the number before. Numbers of 32 bits need fewer registers.
+    # Each number in BLOCKS_M is twice the previous one. Numbers of 32 bits need fewer registers.
     block_m = tl.full([], SMALLEST, tl.int32)
     num_rows = tl.cast(num_rows, tl.int32)
     table = tiles + num_experts + 1

@@ -1,8 +1,8 @@
 """Computes fc1, the first linear map, and the activation of all experts in one Triton kernel.
 
-The kernel gathers tokens while it loads the operands, and applies the activation in the epilogue. With fc3,
-both products share one read of the rows. h is rounded to the rows' dtype before the activation, so that
-saved and recomputed activations are bit-identical.
+The kernel gathers tokens while it loads the operands, and applies the activation in the epilogue. The
+products of fc1 and fc3 share one read of the rows. The activation's input h is rounded to the rows' dtype,
+so that saved and recomputed activations are bit-identical.
 """
 
 import functools
@@ -92,8 +92,8 @@ def triton_up(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel of `ffn_up`. Under torch.compile, a result is empty where `ffn_up` returns None.
 
-    The arguments are those of `ffn_up`, with the tables of `row_tiles` in place of groups. `activation` is
-    applied to h. With fc3, it must be "swish". `keep_h`: whether to return h and, with fc3, g.
+    The arguments are those of `ffn_up`, with the tables of `row_tiles` in place of groups. If `fc3_weight`
+    is given, `activation` must be "swish". If `keep_h` is set, the kernel also returns h and, with fc3, g.
     """
     a_RH, h_RH, g_RH = _up_shapes(
         x_ND, index_R, fc1_weight, fc1_bias, fc3_weight, fc3_bias, tiles, activation, keep_h

@@ -73,10 +73,10 @@ def triton_weight_grad(
     bias_source_R: Tensor | None,
     tf32x3: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel of `grouped_weight_grad`; without `bias`, the bias gradient is None or empty.
+    """Launch the kernel of `grouped_weight_grad`.
 
-    The arguments are the arguments of `grouped_weight_grad`, with the tables of `row_tiles` and the number
-    of experts in place of groups.
+    The arguments are those of `grouped_weight_grad`, with the tables of `row_tiles` and the number of
+    experts in place of groups. Without `bias`, the bias gradient is None, or empty under torch.compile.
     """
     dweight_EOI, dbias_EO = _weight_grad_shapes(
         dout_NO, rows_NI, tiles, num_experts, dout_index_R, rows_index_R, bias
@@ -139,7 +139,7 @@ def _sources(index, r, end):
 def _load_transposed(x, source, r, end, columns, D):
     """Load a transposed tile [columns, rows] of x[source]. Rows from `end` on are zeros.
 
-    The tile is loaded in the layout of the product, because not every GPU prefetches transposed tiles.
+    The load itself transposes the tile, because not every GPU prefetches tiles that are transposed later.
     """
     inside = (columns < D)[:, None] & (r < end)[None, :]
     return tl.load(x + source[None, :] * D + columns[:, None], mask=inside, other=0.0)
@@ -149,10 +149,10 @@ def _load_transposed(x, source, r, end, columns, D):
 def _write_bias(
     dout, dout_index, scale, source, dbias, expert, first, end, o, OUT, ACC, BLOCK_R: tl.constexpr
 ):
-    """Write the sums of scale[source[r]] * dout[r] over an expert's rows to dbias, at the columns o."""
-    # Each element of a tile has its own sum. A sum over rows in each step would synchronize the warps.
+    """Sum scale[source[r]] * dout[r] over an expert's rows r, and write columns o of the sum to dbias."""
+    # Each element of a tile has a separate sum. A sum over rows in each step would synchronize the warps.
     sums = tl.zeros([o.shape[0], BLOCK_R], dtype=ACC)
-    # Explicit stages make the compiler prefetch a loop without matrix products.
+    # Without `num_stages`, the compiler prefetches the loads of a loop only if it has matrix products.
     for r_0 in tl.range(first, end, BLOCK_R, num_stages=2):
         r = r_0 + tl.arange(0, BLOCK_R)
         tile = _load_transposed(dout, _sources(dout_index, r, end), r, end, o, OUT).to(ACC)

@@ -33,7 +33,7 @@ class ExpertTensorList:
         return self.make(index)
 
     def unbind(self, dim: int) -> "ExpertTensorList":
-        """Return a sequence with one tensor per expert, which is created when it is read."""
+        """Return this list, in which an expert's tensor is created when it is read."""
         assert dim == 0
         return self
 
@@ -89,12 +89,12 @@ class SavedActivations(NamedTuple):
 
 
 class FFNGradients(NamedTuple):
-    """The gradients of the inputs, gates and weights of one FFN.
+    """The gradients of the inputs, gate weights and expert weights of the experts' FFNs.
 
     Attributes:
         x_RD: [R, D] the gradient of every row's input, 0 after the last group; None if not needed.
-        gate_PR: [P, R] parts whose sum is the gradient of each row's gate, undefined after the last group;
-            None without gates.
+        gate_PR: [P, R] P parts whose sum is the gradient of each row's gate weight, undefined after the
+            last group; None without gates.
         weights: the gradients of the weights; None if they are not needed.
     """
 

@@ -9,7 +9,8 @@ from poison import poison_empty
 from rank_pool import Ranks
 
 torch.set_num_threads(1)
-gc.set_threshold(100_000, 50, 100)  # garbage collection took a tenth of the test time
+# With Python's default thresholds, garbage collection took a tenth of the test time.
+gc.set_threshold(100_000, 50, 100)
 try:
     from hypothesis import settings
 except ImportError:  # tests of kernels can run without hypothesis
@@ -25,7 +26,7 @@ poison_empty()
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Return a function that returns the processes of a world size, which all tests share."""
+    """Return a function that starts `world_size` processes at its first call; all tests share them."""
     started: dict[tuple[int, bool], Ranks] = {}
 
     def of(world_size: int, on_gpus: bool = False) -> Ranks:

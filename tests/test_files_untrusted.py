@@ -1,4 +1,4 @@
-"""Untrusted small files: pipes, folders, devices, deeply nested and large files raise an error at once.
+"""Reading a pipe, folder, device, deeply nested or large file instead of a small file raises an error.
 
 Tools that print the content of a file must not send its control characters to the terminal.
 """

@@ -23,10 +23,10 @@ class StoreConfig:
     # fmt: off
     moe_expert_store: str = memory(
         "resident", choices=("resident", *STORE_POLICIES),
-        help="policy of loading experts into memory in inference: resident loads all experts when the "
-        "model is opened; on-demand loads experts with tokens when their layer runs; pregated loads "
-        "experts with tokens while an earlier layer runs, for models with --moe-pregate; prefetch-all "
-        "loads all experts of the next layer",
+        help="when inference loads experts into memory: resident loads all experts when the model is "
+        "opened; on-demand loads a layer's chosen experts when the layer runs; pregated loads a layer's "
+        "chosen experts while an earlier layer runs (needs --moe-pregate); prefetch-all loads all experts "
+        "of the next layer",
     )
     moe_expert_tier: str = memory(
         "auto", choices=("auto", *STORE_TIERS),
@@ -36,8 +36,7 @@ class StoreConfig:
     moe_expert_cache: str = memory(
         "0", rule=(lambda v: v == AUTO or _limits_of(v) is not None, CACHE_SIZES),
         help="size of the cache that keeps used experts of all layers in memory: a number of experts, a "
-        "size with a unit, such as 2GiB, or auto, which is half of the free memory at the first fetch; on "
-        "a CPU, the free memory is a rank's share of MemAvailable or of the cgroup limit",
+        "size such as 2GiB, or auto, which is half of the memory that is free at the first load",
     )
     moe_expert_cache_policy: str = memory(
         "lfu", choices=EVICTIONS,
@@ -45,14 +44,14 @@ class StoreConfig:
     )
     moe_expert_compute: str = memory(
         "quantized", choices=STORE_PRODUCTS,
-        help="multiplication of the int8 and int4 experts of --moe-expert-store on a CPU: quantized "
-        "multiplies with the stored integers, and rounds inputs and outputs to bf16; unpacked first "
-        "converts the experts to the model's dtype, which is slower",
+        help="how a CPU multiplies by the int8 and int4 experts of --moe-expert-store: quantized uses the "
+        "stored integers, and rounds inputs and outputs to bf16; unpacked first converts the experts to "
+        "the model's dtype, which is slower",
     )
     moe_inference_dtype: str = memory(
         "auto", choices=("auto", "bf16", "int8"),
         help="dtype of a model in inference: auto is the dtype that the command sets; bf16 takes half of "
-        "the memory of fp32; int8 is bf16 with the decoder's linear layers (without experts) in int8, "
+        "the memory of fp32; int8 is bf16, but int8 for the decoder's linear layers without experts, "
         "which is faster for few sentences on a CPU",
     )
     # fmt: on

@@ -8,9 +8,9 @@ expert (P = E * s, or s = 1). H is hidden_dim. Rank (e, q) stores shard q of exp
 Changing adaptive_r therefore moves no stored weights:
 
     r = 0  every rank gathers all experts; no row is sent
-    r = 1  an expert's ranks gather all its shards; each rank gets a part of the rows (expert + data)
-    r = s  no weights are gathered; every row is sent to all ranks of its expert (expert + model)
-    else   groups of s / r consecutive ranks gather H / r of the expert; every row is sent to r ranks
+    r = 1  each of an expert's s ranks gathers the complete expert, and gets a part of the expert's rows
+    r = s  no weights are gathered; every row is sent to all s ranks of its expert
+    else   each rank gathers H / r hidden dimensions of its expert; every row is sent to r ranks
 
 The rank that sent a row sums the partial outputs that r ranks return for this row.
 
@@ -36,12 +36,12 @@ from fairseq_tutel.parallel.machine import Machine, typical
 from fairseq_tutel.parallel.strategy import Strategy, degree_of
 
 OPERATION = "the all-gather of expert weights"
-TOKENS = 4096  # The default number of tokens in a micro-batch of one rank.
+TOKENS = 4096  # The number of tokens in a rank's micro-batch for which times are predicted by default.
 WIRE_BYTES = {"bf16": 2, "fp8": 1}  # The bytes per element of each transfer dtype.
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
-    """Return the valid values of adaptive_r; with `whole_hidden`, a rank needs the complete hidden_dim."""
+    """Return the valid values of adaptive_r. With `whole_hidden`, no rank may run a part of an expert."""
     divisors = (r for r in range(1, slices + 1) if slices % r == 0)
     return (0, 1) if whole_hidden else (0, *divisors)
 
@@ -80,7 +80,7 @@ def weights_of(
     if degree > 1:
         part = experts.part.index // joined
         for name in filter(tensors.__contains__, experts.added):
-            # Each of the r = `degree` ranks that get a row adds a different part of the bias to the output.
+            # Each of the `degree` ranks that get a row adds a different part of the bias to the output.
             width = tensors[name].shape[-1]
             tensors[name] = F.pad(tensors[name], (part * width, (degree - 1 - part) * width))
     return Weights(experts.prepared(tensors, device), of_all=degree == 0)

@@ -22,8 +22,9 @@ def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
     has no gradient. P_e is the mean probability of expert e, and is differentiable. The loss is 1 for equal
     expert loads and equal probabilities.
 
-    Args: routing: the assignments of the micro-batch. gate: the gate whose backend computes the loss; None
-        selects the best backend for the device.
+    Args:
+        routing: the assignments of the micro-batch.
+        gate: the gate output, whose `backend` computes the loss; None selects the best backend.
 
     Returns: a differentiable scalar in at least fp32.
 
@@ -38,7 +39,7 @@ def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
 
 
 def gshard_all_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
-    """Return the GShard balance loss of all K choices of each token, instead of only the first choice."""
+    """Return the GShard balance loss with a fraction f_e that counts all K choices, not only the first."""
     return _load_times_probability(routing, routing.assigned_KE.sum(dim=0), gate)
 
 
@@ -94,7 +95,7 @@ def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
     is_chosen_TE = noisy_TE > best_TK[:, top_k:]
     rival_TE = torch.where(is_chosen_TE, best_TK[:, top_k:], best_TK[:, top_k - 1 : top_k])
     ahead_TE = (clean_TE - rival_TE) / gate.noise
-    # An expert that a custom gate excludes has probability 0, for every value of rival_e.
+    # An expert with logit -inf, which a custom gate excludes, has probability 0 for every value of rival_e.
     chance_TE = _normal_cdf(ahead_TE.masked_fill(clean_TE == -math.inf, -math.inf))
     return (importance + _cv_squared(routing, chance_TE)) / 2
 
@@ -102,7 +103,7 @@ def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
 def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """Return Tutel's variant of the load_importance loss.
 
-    Tutel subtracts the K-th largest noisy logit of all experts from a probability instead of a logit.
+    Tutel replaces logit_e by expert e's probability, and rival_e by the K-th largest of all noisy logits.
     """
     top_k = min(routing.assigned_KE.shape[0], routing.probs_TE.shape[1])
     probs_TE = torch.softmax(_wide(gate.clean_TE), dim=1)
@@ -221,7 +222,7 @@ class BalanceBias(nn.Module):
     @torch.no_grad()
     def update(self, load_E: Tensor) -> None:
         """Raise the bias of underloaded experts, lower that of overloaded experts, and reset all loads."""
-        # Integers (E * mean and E * load) give the same sign(mean - load) on every rank.
+        # In integers, as E * mean - E * load, the sign of mean - load is the same on every rank.
         below_E = load_E.sum() - load_E * len(load_E)
         self.bias.add_(below_E.sign().to(self.bias.dtype), alpha=self.rate)
         self.load.zero_()

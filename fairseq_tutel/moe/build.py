@@ -12,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 
 def load_class(name: str | type) -> Any:
-    """Return a class; text such as package.module.Class imports the class."""
+    """Return a class that is given directly, or by its name as in package.module.Class."""
     if isinstance(name, type):
         return name
     module_name, _, class_name = name.rpartition(".")
@@ -20,7 +20,7 @@ def load_class(name: str | type) -> Any:
 
 
 def build_custom(name: str | type, config: Any) -> nn.Module:
-    """Build a module of the class and store its configuration, so that `redraw` can build it again."""
+    """Build a module of a custom class, and store `config` in it, so that `redraw` can build it again."""
     module: Any = load_class(name)(config)
     module.moe_config = config
     return module
@@ -62,7 +62,7 @@ def hashed_seed(seed: int, name: str, expert: int, tensor: str) -> int:
 def draw_linear(
     target: Tensor, fan_in: int, kind: str, init_std: float, generator: torch.Generator
 ) -> None:
-    """Initialize a weight or bias as nn.Linear does; with `init_std`, weights are normal, biases are 0."""
+    """Draw a weight or bias as nn.Linear does. If `init_std` > 0, weights are normal, and biases are 0."""
     values = torch.zeros(target.shape, dtype=torch.float32)  # on the CPU, as `generator` is
     if init_std == 0:
         bound = 1 / math.sqrt(fan_in)

@@ -13,15 +13,16 @@ from fairseq_tutel.moe.slots import Capacity, MicroBatch, capacity_of
 
 @dataclass(eq=False, kw_only=True)
 class Call:
-    """The arguments of one forward pass of a MoE layer, without tokens. None means the configured value."""
+    """The arguments of one forward pass of a MoE layer, except the tokens."""
 
     shape: tuple[int, ...]  # shape of x without D; T is the product of these sizes
-    time_first: bool = False  # x is [time, S, D]; token t is step t // S of sentence t % S
+    time_first: bool = False  # whether x is [time, S, D], so that token t is step t // S of sentence t % S
     padding_T: Tensor | None = None  # bool, True for padding; None if there is no padding
-    capacity_factor: float | Capacity | None = None  # a number (0 drops no assignment) or a complete rule
+    # If the next three are not None, they replace the configured values.
+    capacity_factor: float | Capacity | None = None
     top_k: int | None = None
     gate_index: int | None = None
-    is_new: bool = True  # False if the forward recomputes a micro-batch during the backward pass
+    is_new: bool = True  # False if the forward pass is a recomputation during backward
 
     @classmethod
     def of(
@@ -51,7 +52,7 @@ class Call:
         x_TD = x.reshape(-1, x.shape[-1])
         if self.padding_T is None:
             return x_TD
-        # Attention returns NaN for a sentence that is only padding. 0 * NaN would be NaN in the gradient.
+        # For a sentence of only padding, attention returns NaN, and in the gradient, 0 * NaN would be NaN.
         return x_TD.masked_fill(self.padding_T.unsqueeze(1), 0.0)
 
     def micro_batch(self, config: MoEConfig, training: bool, bias_E: Tensor | None = None) -> MicroBatch:

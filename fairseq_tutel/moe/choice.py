@@ -35,16 +35,15 @@ class Chosen:
     weights_TK: Tensor  # weights of all assignments
 
 
-# A function that returns new keys from keys_TE and logits_TE, all without gradients. A key of -inf excludes
-# an expert.
+# A function that returns new keys from keys_TE and logits_TE, without gradients. A token chooses the
+# experts with the K largest keys. A key of -inf excludes an expert.
 Way = Callable[[Tensor, Tensor], Tensor]
 
 
 def ways_of(config: MoEConfig, batch: MicroBatch) -> list[Way]:
     """Return, in order, the functions that change the experts' keys, which are initially the scores.
 
-    A token's experts are the experts with the K largest keys. The fused kernel runs only if the list is
-    empty.
+    The fused kernel of softmax and top-k runs only if the list is empty.
     """
     top_k, training, function = batch.top_k, batch.training, config.score_function
     bias_E: Any = batch.bias_E
@@ -85,9 +84,9 @@ def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
 def choose_from(
     gate: Any, x_TD: Tensor, config: MoEConfig, batch: MicroBatch
 ) -> tuple[Tensor, Tensor, Chosen] | None:
-    """Compute logits and choose experts in one autograd node; return None if an option prevents it.
+    """Compute logits and choose experts in one autograd node; return None if an option prevents this.
 
-    The results are the tokens as an output of the node, the logits, and the chosen experts.
+    The results are the tokens (as an output of the node), the logits, and the chosen experts.
     """
     can_fuse = (
         type(gate) is LinearGate
@@ -128,7 +127,7 @@ def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
 def softmax_top_k(
     logits_TE: Tensor, top_k: int, ops: Any, normalize: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose experts by softmax and top-k in one op and one autograd node, for default options.
+    """Choose experts by softmax and top-k in one kernel and one autograd node, for default options.
 
     With `normalize`, a token's weights are divided by their sum.
     """
@@ -179,17 +178,17 @@ def second_expert_policy_keys(keys_TE: Tensor, logits_TE: Tensor, score_function
 
 
 def _instead(keys_TE: Tensor, new_TE: Tensor) -> Tensor:
-    """Return the new keys, limited to finite numbers, but -inf for experts that the old keys exclude."""
+    """Return the new keys, with -inf only for the experts that the old keys exclude."""
     new_TE = new_TE.clamp_min(torch.finfo(new_TE.dtype).min)
     return new_TE.masked_fill(keys_TE.isneginf(), -math.inf)
 
 
 def mask_expert_groups(keys_TE: Tensor, groups: int, kept: int, top_k: int) -> Tensor:
-    """Set the keys of experts outside each token's `kept` best groups of neighbouring experts to -inf.
+    """For each token, set the keys of all experts outside its `kept` best groups to -inf.
 
-    A group's score is the sum of the max(K / kept, 1) largest keys in the group.
+    A group is E / groups neighbouring experts. Its score is the sum of its max(K / kept, 1) largest keys.
 
-    Source: DeepSeek-V3 (2024), section 2.1.2, which adds two scores per group for K = 8 and 4 groups.
+    The method is from DeepSeek-V3 (2024), section 2.1.2, which adds two keys per group (K = 8, kept = 4).
     """
     num_tokens, num_experts = keys_TE.shape
     by_group_TGe = keys_TE.view(num_tokens, groups, num_experts // groups)
@@ -216,9 +215,10 @@ def experts_choose(
 ) -> Tensor:
     """Let experts choose tokens; return each token's slot in each expert, or -1: slots_TE int64.
 
-    Each expert chooses `capacity` tokens and no padding. In a tie, the first token in `position_T` wins.
+    Each expert chooses `capacity` tokens and no padding. Among equal scores, the token wins that is first
+    in `position_T`, the (sentence, time) order.
 
-    Source: Zhou et al. 2022, Mixture-of-Experts with Expert Choice Routing, section 3.2.
+    The method is from Zhou et al. 2022, Mixture-of-Experts with Expert Choice Routing, section 3.2.
     """
     if real_T is not None:
         scores_TE = scores_TE.masked_fill(~real_T.unsqueeze(1), -math.inf)

@@ -1,7 +1,7 @@
 """The options of a MoE layer. Flags, hydra keys and docs/flags.md are made from `MoEConfig`.
 
-Options of a model change the result and are saved with the model. Options of a task change the execution,
-not the result. They may differ between runs that load the same checkpoint.
+Options of a model change the result and are saved with the model. Options of a task change only the
+execution, so runs that load the same checkpoint may have different options of a task.
 """
 
 import math
@@ -58,19 +58,19 @@ TEMPERATURE: Rule = (lambda v: 0.01 <= v < math.inf, "give a number of at least 
 
 # The help texts of the balance losses that --moe-balance-loss can name.
 BALANCE_LOSSES = {
-    "gshard": "fraction of first choices times mean probability, summed over experts",
+    "gshard": "an expert's fraction of first choices times its mean probability, summed over experts",
     "gshard_all": "gshard with the fraction of all choices",
-    "gshard_sequence": "gshard_all per sentence",
-    "gshard_global": "gshard_all with the fraction over all ranks",
-    "switch": "alias of gshard",
-    "load_importance": "variation of the experts' summed probabilities and of the experts' loads; needs "
-    "--moe-gate-noise",
+    "gshard_sequence": "mean of the gshard_all losses of the sentences",
+    "gshard_global": "gshard_all with fractions that are counted over all ranks",
+    "switch": "the same as gshard",
+    "load_importance": "squared coefficients of variation of the experts' summed probabilities and loads; "
+    "needs --moe-gate-noise",
     "load_importance_tutel": "Tutel's variant of load_importance",
-    "z": "squared logarithm of the sum of the logits' exponentials",
+    "z": "square of the logarithm of the sum of exponentials of a token's logits",
 }
 
 
-# Options that cannot be combined: an option, a test of its value, and the options that this value excludes.
+# Options that cannot be combined: an option, a test of its value, and the options that it then excludes.
 EXCLUDED: tuple[tuple[str, Callable[["MoEConfig"], object], tuple[str, ...]], ...] = (
     (
         "--moe-choice experts",
@@ -101,7 +101,7 @@ class MoEConfig:
 
     # fmt: off
     prefix: ClassVar[str] = "moe_"  # prefix of the keys
-    # Fields without `of` are set from options of the fairseq model or from ModelConfig.
+    # Fields without an owner (`of`) are set from options of the fairseq model or from ModelConfig.
     model_dim: int = option(
         MISSING, rule=AT_LEAST_1, flag="--decoder-embed-dim / --encoder-embed-dim",
         help="D, the width of a token",
@@ -115,139 +115,138 @@ class MoEConfig:
     top_k: int = routing(2, "experts per token, from 1 to the number of experts", rule=AT_LEAST_1)
     capacity_factor: float = capacity(
         0.0, rule=CAPACITY,
-        help="expert capacity in training: f gives top_k * ceil(|f| * tokens / experts) slots; 0 drops no "
-        "assignment; with f < 0, buffers are no larger than the busiest expert needs",
+        help="capacity factor f in training: an expert has top_k * ceil(|f| * tokens / experts) slots; 0: "
+        "no limit; f < 0: buffers are no larger than the busiest expert needs",
     )
     eval_capacity_factor: float = capacity(
         0.0, rule=CAPACITY,
-        help="capacity factor in evaluation and generation; 0 drops no assignment, so an output does not "
-        "depend on other sentences of the batch (with --moe-choice experts, 0 uses the training factor)",
+        help="capacity factor in evaluation and generation; 0: no limit, so an output does not depend on "
+        "other sentences of the batch (with --moe-choice experts, 0: the training factor)",
     )
     eval_capacity_token_fraction: float = capacity(
         0.0, rule=CAPACITY,
-        help="slots per expert in evaluation as a fraction of the micro-batch's tokens, rounded up; a "
-        "value below 0 uses the training capacity; 0 uses --moe-eval-capacity-factor",
+        help="slots per expert in evaluation as a fraction of the micro-batch's tokens, rounded up; below "
+        "0: the training capacity; 0: --moe-eval-capacity-factor gives the capacity",
     )
     eval_sentence_length: int = option(
         0, rule=AT_LEAST_0, unit="tokens", flag="--moe-eval-capacity-max-seqlen",
         help="length of every sentence for eval_capacity_token_fraction; 0 counts the real tokens",
     )
     min_capacity: int = capacity(
-        0, unit="tokens", rule=whole(0, MILLION), help="minimum slots per expert of a limited capacity",
+        0, unit="slots", rule=whole(0, MILLION), help="minimum slots per expert if the capacity is "
+        "limited",
     )
     capacity_multiple: int = capacity(
-        1, unit="tokens", rule=whole(1, MILLION),
-        help="round a limited capacity up to a multiple of this number",
+        1, unit="slots", rule=whole(1, MILLION),
+        help="a limited capacity is rounded up to a multiple of this number",
     )
     drop_policy: str = capacity(
         "position", choices=("position", "bpr", "rts", "probability"),
-        help="assignments that a full expert keeps: position keeps assignments of the earliest tokens; bpr "
-        "of the tokens with the largest probability; rts of random tokens in training; probability keeps "
-        "those with the largest probability",
+        help="which assignments get an expert's slots first: with position, those of earlier tokens; with "
+        "bpr, those of tokens with a larger best score; with rts, those of random tokens (in training); "
+        "with probability, those with a larger score",
     )
     choice: str = routing(
         "tokens", choices=("tokens", "experts"),
-        help="tokens: each token chooses its experts; experts: each expert chooses the top_k * ceil(f * "
-        "tokens / experts) tokens with the highest scores, with f = 1 if the capacity factor is 0 (expert "
-        "choice; a token's experts then depend on later tokens, so do not use it in causal models)",
+        help="tokens: each token chooses its experts; experts: each expert chooses the tokens with the "
+        "highest scores (expert choice), which is not for causal models",
     )
     gate_type: str | type = routing(  # noqa: RUF009
         "linear", rule=GATES, or_class=True,
-        help="function by which the gate scores tokens: linear, biased (linear with a bias per expert), "
-        "cosine (similarity of a projection and one vector per expert), or a custom package.module.Class "
-        "(in Python also the class); several names separated by commas give several gates for the same "
-        "experts",
+        help="type of the gate: linear; biased (linear with a bias per expert); cosine (cosine similarity "
+        "of the projected token and one vector per expert); or a custom package.module.Class; several "
+        "types separated by commas give several gates for the same experts",
     )
     gate_index: int = routing(0, "index of the gate to use if a layer has several gates", rule=AT_LEAST_0)
     gate_projection_dim: int = routing(
-        256, rule=AT_LEAST_1, help="dimension of the cosine gate's projection",
+        256, rule=AT_LEAST_1, help="dimension to which the cosine gate projects a token",
     )
     gate_temperature: float = routing(
-        0.5, rule=TEMPERATURE, help="initial value of the cosine gate's learned temperature, at least 0.01",
+        0.5, rule=TEMPERATURE, help="initial value of the cosine gate's learned temperature",
     )
     score_function: str = routing(
         "softmax", choices=("softmax", "sigmoid"),
-        help="function from logits to scores: softmax over the experts, or sigmoid of each logit",
+        help="how scores are computed from logits: softmax over the experts, or sigmoid of each logit",
     )
     normalize_gate: str = routing(
         "before", choices=("before", "after", "none"),
-        help="divide the weights of a token's experts by their sum if top_k > 1: before dropping, after "
-        "dropping (over the assignments that have a slot), or none",
+        help="whether a token's weights are divided by their sum (if top_k > 1) before assignments are "
+        "dropped, after assignments are dropped, or not at all (none)",
     )
-    routed_scaling_factor: float = routing(1.0, "factor for all weights, applied last", rule=POSITIVE)
+    routed_scaling_factor: float = routing(1.0, "factor for all weights after normalization", rule=POSITIVE)
     prescore: bool = routing(False, "multiply the experts' inputs, not their outputs, by the weights")
     eom: float = routing(
         0.0, rule=PROBABILITY,
-        help="expert output masking: probability that an assignment's output is set to 0 in training; "
-        "evaluation multiplies these outputs by 1 minus this probability",
+        help="expert output masking: probability in training that an expert's output for a token is set "
+        "to 0; evaluation multiplies experts' outputs by 1 minus this probability",
     )
     fom: float = routing(
         0.0, rule=PROBABILITY,
-        help="final output masking: probability that the MoE layer's output for a token is set to 0 in "
-        "training; evaluation multiplies the output by 1 minus this probability",
+        help="final output masking: probability in training that the MoE layer's output for a token is "
+        "set to 0; evaluation multiplies the output by 1 minus this probability",
     )
     expert_groups: int = routing(
         1, rule=AT_LEAST_1,
-        help="number of groups of consecutive experts; a token first chooses groups by the sum of the "
-        "best top_k / groups-per-token scores in a group, then experts within these groups",
+        help="number of groups of experts with consecutive IDs; a token first chooses "
+        "--moe-groups-per-token groups by the sum of their best scores, then experts in these groups",
     )
     groups_per_token: int = routing(
         1, rule=AT_LEAST_1, help="number of groups from which a token may choose experts",
     )
     second_expert_policy: str = routing(
         "all", choices=("all", "sampling", "random"),
-        help="choice of a token's experts after the first: all takes the best by score; sampling samples "
-        "by score in training; random keeps them in training with probability top_k times their weight",
+        help="choice of a token's second and later experts: all takes those with the best scores; "
+        "sampling samples by score in training; random takes those with the best scores, but training "
+        "keeps each with probability top_k * weight",
     )
     rsample: bool = routing(
         False,
-        help="choose experts by sampling in training (Gumbel noise on the choice); the weights have no "
-        "noise",
+        help="in training, sample each token's experts by score (Gumbel top-k); weights are the scores",
     )
     gate_noise: float = routing(
         0.0, rule=NOT_NEGATIVE,
-        help="standard deviation of Gaussian noise on the logits in training, times the number of experts",
+        help="Gaussian noise on the logits in training; its standard deviation is this value divided by "
+        "the number of experts",
     )
     input_jitter: float = routing(
         0.0, rule=PROBABILITY,
-        help="noise j on the gate's input in training: each element is multiplied by a random number "
+        help="jitter j of the gate's input in training: each element is multiplied by a random number "
         "from 1 - j to 1 + j",
     )
     input_dropout: float = routing(
-        0.0, rule=PROBABILITY, help="dropout probability of the gate's input",
+        0.0, rule=PROBABILITY, help="dropout probability of the gate's input in training",
     )
     gate_fp32: bool = option(True, "compute the gate and its softmax in fp32")
     balance_loss: str = balance(
         "gshard:1",
         help="balance losses of a layer and their relative weights, as name:weight separated by commas, or "
-        f"none; {', '.join(f'{name} ({text})' for name, text in BALANCE_LOSSES.items())}",
+        f"none; the losses are {', '.join(f'{name} ({text})' for name, text in BALANCE_LOSSES.items())}",
     )
     balance_bias: bool = balance(
         False,
-        help="balance the load by a bias on the scores, which affects only the choice of experts; after "
-        "every update, the bias rises for experts below the mean load and falls for other experts",
+        help="balance the load by a bias that is added to the scores only when experts are chosen; after "
+        "every update, the bias rises for experts below the mean load and falls for experts above it",
     )
     bias_update_rate: float = balance(
         0.001, rule=NOT_NEGATIVE,
-        help="change of the balance bias per update, in units of scores; 0 keeps the bias constant",
+        help="step by which an update changes the bias of --moe-balance-bias; 0 keeps the bias constant",
     )
     expert_type: str | type = experts(  # noqa: RUF009
         "ffn", rule=one_of(EXPERT_TYPES, or_class=True), or_class=True,
-        help="ffn has two linear layers with an activation between them; glu is SwiGLU, "
-        "W2 (silu(W1 x) * W3 x); a custom package.module.Class (in Python also the class) is a torch "
-        "module of one expert",
+        help="ffn has two linear layers with an activation between them; glu is SwiGLU, W2 (silu(W1 x) * "
+        "W3 x); a custom package.module.Class is a torch module of one expert",
     )
     shared_experts: int = experts(
         0, rule=AT_LEAST_0, help="number of shared experts, which process every token",
     )
     residual: bool = experts(
         False,
-        help="residual MoE: a dense FFN of an expert's size, mixed with the experts by a learned softmax",
+        help="residual MoE: mix the experts' output with a dense FFN's output by a learned softmax",
     )
     cmr: bool = experts(
         False,
-        help="conditional MoE routing: a dense FFN of an expert's size in parallel to the experts; with a "
-        "learned gate g = sigmoid(w x + b), the output is g * experts + (1 - g) * FFN",
+        help="conditional MoE routing: add a dense FFN of an expert's size; with a learned gate g = "
+        "sigmoid(w x + b), the output is g * experts + (1 - g) * FFN",
     )
     cmr_gate_drop: float = experts(
         0.0, flag="--cmr-gate-drop", rule=PROBABILITY,
@@ -255,8 +254,8 @@ class MoEConfig:
     )
     expert_grad_norm: str = experts(
         "world_size", flag="--moe-normalize-expert-grad", choices=("world_size", "sqrt_world_size"),
-        help="divisor of the experts' summed gradients on several ranks: world_size, as for other "
-        "parameters, or sqrt_world_size",
+        help="divisor of an expert's gradient, which is summed over all ranks: world_size, as for other "
+        "parameters, or sqrt_world_size, the square root of the number of ranks",
     )
     activation: str = option(
         "relu", rule=one_of(ACTIVATIONS), flag="--activation-fn",
@@ -273,8 +272,8 @@ class MoEConfig:
     )
     backend: str = kernels(
         "auto", choices=("auto", "reference", "triton"),
-        help="kernels for routing, dispatch, experts and combine: auto uses triton on a GPU if it is "
-        "installed, otherwise the plain torch reference",
+        help="kernels for routing, dispatch, experts and combine: auto uses triton on a GPU if Triton is "
+        "installed, otherwise reference, which is plain torch",
     )
     recompute_experts: bool = memory(
         False,
@@ -288,14 +287,14 @@ class MoEConfig:
     )
     exchange: str = communication(
         "ragged", choices=("ragged", "padded"),
-        help="all-to-all buffers: ragged sends only rows of assignments that have a slot; padded sends "
-        "buffers of equal size",
+        help="rows that an all-to-all sends: ragged sends only rows of assignments that have a slot; "
+        "padded sends buffers of equal size to all ranks",
     )
     a2a_algorithm: str = communication(
         "linear", rule=ALGORITHM,
         help="all-to-all algorithm: linear sends from every rank to every other rank; 2dh sends first "
-        "within the node, then between nodes; auto is the faster of linear and 2dh by the cost model; "
-        "plan:NAME runs a collective plan of --moe-collective-plans",
+        "within the node, then between nodes; auto is linear or 2dh, whichever the cost model predicts to "
+        "be faster; plan:NAME runs a collective plan of --moe-collective-plans",
     )
     a2a_dtype: str = communication(
         "same", choices=("same", "bf16", "fp8"),
@@ -304,23 +303,24 @@ class MoEConfig:
     )
     a2a_ffn_overlap_degree: int = communication(
         1, rule=OVERLAP,
-        help="number of row chunks whose all-to-all overlaps with the experts' computation",
+        help="number of chunks into which rows are split; the all-to-all of a chunk overlaps with the "
+        "experts' computation of another chunk",
     )
     parallel_type: str = parallelism(
         "adaptive:1", rule=PARALLEL_TYPE,
-        help="way to use several ranks per expert: adaptive:r uses r as --moe-adaptive-r does; data is "
-        "adaptive:1; model uses the largest r; auto measures and keeps the fastest r",
+        help="name for a value of --moe-adaptive-r: adaptive:r is r; data is 1; model is the number of "
+        "ranks per expert; auto measures values during training and keeps the fastest",
     )
     adaptive_r: int = parallelism(
         -1, rule=whole(-1, MILLION),
-        help="number of ranks to which each row is sent, where each rank computes a part of the expert's "
-        "hidden dimension; 0 sends no row and gathers all experts on every rank; other values must divide "
-        "the number of ranks per expert; -1 uses --moe-parallel-type",
+        help="number of ranks to which each row is sent; each of these ranks computes a part of the "
+        "expert's hidden dimension; 0 sends no row and gathers all experts on every rank; other values "
+        "must divide the number of ranks per expert; -1 uses --moe-parallel-type",
     )
     adaptive: str = parallelism(
         "off", choices=("off", "auto"),
-        help="auto: choose --moe-adaptive-r, --moe-a2a-ffn-overlap-degree and --moe-a2a-algorithm by "
-        "measuring updates; off: use the values of these three options",
+        help="auto: measure values of --moe-adaptive-r, --moe-a2a-ffn-overlap-degree and "
+        "--moe-a2a-algorithm during training, and keep the fastest; off: use the given values",
     )
     # fmt: on
 

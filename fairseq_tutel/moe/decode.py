@@ -26,7 +26,7 @@ MOST_ASSIGNMENTS = 256
 
 
 def can_defer(training: bool) -> bool:
-    """Return False in training, autograd and torch.compile, which need losses and slots at once."""
+    """Return whether losses and slots can be computed later: not in training, autograd or torch.compile."""
     return not (training or torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
@@ -37,8 +37,9 @@ def _later(name: str) -> Any:
 class DecodeRouting(Routing):
     """The routing of a few tokens. Slots and rows are computed only at their first access.
 
-    Args: place: a function that returns the complete routing; None if `known` has all fields. known: fields
-        of `Routing` that are already computed, by name.
+    Args:
+        place: a function that returns the complete routing; None if `known` has all fields.
+        known: the fields of `Routing` that are already computed, by name.
     """
 
     def __init__(self, place: Callable[[], Routing] | None = None, **known: Any) -> None:
@@ -60,7 +61,7 @@ class DecodeRouting(Routing):
 
     @cached_property
     def sources(self) -> list[list[int]]:
-        """Each expert's assignments t * K + j, except padding."""
+        """The assignments t * K + j of each expert, without those of padding."""
         num_experts, ids_TK = self.probs_TE.shape[1], self.expert_ids_TK
         if self.real_T is not None:
             ids_TK = torch.where(self.real_T.unsqueeze(1), ids_TK, num_experts)
@@ -72,12 +73,12 @@ class DecodeRouting(Routing):
 
     @cached_property
     def groups(self) -> Groups:
-        """The groups of rows, as the number of rows of each expert."""
+        """The number of rows of each expert."""
         return Groups.of_host([len(own) for own in self.sources], self.expert_ids_TK.device)
 
 
 def are_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> bool:
-    """Return whether `decide_few` can route a micro-batch: few tokens on a CPU, without a capacity."""
+    """Return whether `decide_few` can route a micro-batch: few tokens on a CPU, and no capacity limit."""
     return (
         can_defer(batch.training)
         and 0 < len(logits_TE) * batch.top_k <= MOST_ASSIGNMENTS
@@ -104,13 +105,13 @@ def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: Ga
 
 
 def runs_few(experts: ExpertStack, routing: Routing) -> bool:
-    """Return whether `run_few` can run a routing: `decide_few` made it, and the experts can be fused."""
+    """Return whether `run_few` can be used: `decide_few` made the routing, and the experts can be fused."""
     is_few = isinstance(routing, DecodeRouting) and routing.__dict__["place"] is not None
     return is_few and can_defer(experts.training) and experts.can_fuse
 
 
 def run_few(experts: ExpertStack, x_TD: Tensor, routing: Any, weights: Weights) -> Tensor:
-    """Run the experts that have rows one by one; return each token's weighted sum of outputs [T, D]."""
+    """Run each expert that has rows, one at a time; return each token's weighted sum of outputs [T, D]."""
     weights_TK, own = routing.weights_TK, [sources for sources in routing.sources if sources]
     top_k, of_each = weights_TK.shape[1], weights.of_each(experts, routing.groups)
     rows = (x_TD[[source // top_k for source in sources]] if len(x_TD) > 1 else x_TD for sources in own)

@@ -1,13 +1,13 @@
 """Dispatch, combine, and the dispatchers that send a layer's tokens to experts and back.
 
-Dispatch maps x_TD to rows_RD, and combine maps rows_RD to y_TD. The backward pass of one has the form of
-the other's forward. All four passes are gathers by maps between assignments and rows, without scatters or
-atomics. Equal inputs therefore give bit-identical results.
+Dispatch maps x_TD to rows_RD, and combine maps rows_RD to y_TD. Dispatch's backward is like combine's
+forward, and vice versa. All four passes gather rows by index maps, without scatters or atomics. Equal
+inputs therefore give bit-identical results.
 
 - `Local` is the dispatcher if all experts are on this rank.
 - `Gathering` gathers the weights of all experts on every rank for one forward pass (adaptive_r = 0).
 - `Exchange` sends rows to the ranks that own their experts.
-- `OwnExperts` sends no rows, but runs this rank's experts instead (--moe-local-drop in training).
+- `OwnExperts` sends no rows: this rank's experts replace those of other ranks (--moe-local-drop).
 
 Every dispatcher has these members:
 
@@ -46,9 +46,11 @@ from fairseq_tutel.parallel.transfer import ExchangeTimer
 def dispatch(x_TD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False) -> Tensor:
     """Copy tokens to rows sorted by expert. With `prescore`, multiply each row by its gate weight.
 
-    Args: x_TD: the tokens, in any float dtype, differentiable. routing: the rows of each token. backend:
-        "reference" (plain torch), "triton", or "auto" for the best backend of the device. prescore:
-        multiply rows by gate weights, so that `combine` with `prescore` only adds rows.
+    Args:
+        x_TD: the tokens, in any float dtype, differentiable.
+        routing: the rows of each token.
+        backend: "reference" (plain torch), "triton", or "auto" for the best backend of the device.
+        prescore: whether to multiply rows by gate weights; `combine` with `prescore` then only adds rows.
 
     Returns:
         rows_RD in the dtype of x_TD. Rows without a token are 0.
@@ -89,7 +91,7 @@ def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: 
 
 
 class _Dispatch(torch.autograd.Function):
-    """Copy a token to each row: rows[r] = x[token of r], multiplied by the row's gate weight if given."""
+    """Copy a token to each row: rows[r] = x[token of r], multiplied by gate weights if they are given."""
 
     @staticmethod
     def forward(
@@ -237,7 +239,7 @@ class Exchange:
 class OwnExperts:
     """A dispatcher that processes all rows of a rank with the experts of this rank, and sends no rows.
 
-    The i-th expert of every rank is replaced by this rank's i-th expert. Gate weights and dropped
+    This rank's i-th expert computes the rows of the i-th expert of every rank. Gate weights and dropped
     assignments do not change. The experts must not be split into shards over ranks.
 
     The method is Gating Dropout (Liu et al. 2022, section 3), also in Meta's nllb branch.

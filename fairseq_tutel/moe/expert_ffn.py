@@ -1,7 +1,7 @@
 """Computes the FFN of all experts as one autograd node that saves only the input, hidden rows and routing.
 
 With row maps, the node includes dispatch, experts and combine. The node reads rows directly from the
-tokens, and computes the gradient of the gate weights from the hidden rows h. It therefore saves neither
+tokens, and computes the gradient of the gate weights from the hidden rows. The node therefore saves neither
 dispatched rows nor expert outputs. T tokens, D model_dim, H hidden_dim, E experts, K top_k, R rows, N rows
 of x (T with row maps, R without).
 """
@@ -26,10 +26,10 @@ class FFNCall:
     ops: Any  # namespace of kernels: `kernels.ops`
     groups: Groups
     activation: str  # activation between the two linear maps; ignored for `glu`
-    recompute: bool = False  # whether backward computes h again instead of saving it
+    recompute: bool = False  # whether backward recomputes the hidden rows, which forward then does not save
 
 
-# weights_TK, row_of_TK, source_of_R and token_of_R of a `Routing`; None stands for weights of 1.
+# The tensors weights_TK (None for weights of 1), row_of_TK, source_of_R and token_of_R of a `Routing`.
 RowMaps = tuple[Tensor | None, Tensor, Tensor, Tensor]
 
 
@@ -37,13 +37,13 @@ def ffn(x_ND: Tensor, tensors: Tensors, call: FFNCall, maps: RowMaps | None = No
     """Run the experts' FFNs and return each row's output [R, D], or each token's weighted sum [T, D].
 
     Without row maps, `x_ND` holds rows sorted by expert, and rows after the last group give 0. With row
-    maps, `x_ND` holds the tokens. Row maps must have the compact layout and keep all rows on this rank.
+    maps, `x_ND` holds the tokens, all rows are on this rank, and no row between experts is unused.
     """
     named = [tensors.get(name) for name in NAMES]
     given = maps or (None, None, None, None)
     if torch.is_grad_enabled():
         return _FFN.apply(call, x_ND, *given, *named)
-    # Without gradients, a weight may be an expert tensor list, which autograd cannot save.
+    # Without gradients, a weight may be an `ExpertTensorList`, which autograd cannot save.
     return _FFN.forward(_NoGraph(), call, x_ND, *given, *named)
 
 

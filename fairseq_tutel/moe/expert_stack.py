@@ -34,9 +34,9 @@ class Weights:
     def of_groups(self, stack: "ExpertStack", groups: Groups) -> tuple[Tensors, Groups]:
         """Return the experts' weights by name, and the groups of rows of these experts.
 
-        A subclass may omit experts without rows. The tensors [n, ...] and groups are then those of the
-        other experts, in ascending order. The experts' forward calls this method, because forward
-        pre-hooks, such as those of torch.nn.utils.prune, compute the tensors immediately before.
+        A subclass may omit experts without rows. The tensors [n, ...] and groups are then those of the n
+        other experts, in ascending order. The experts' forward calls this method only after its pre-hooks,
+        because pre-hooks of torch.nn.utils.prune compute the tensors.
         """
         if self._tensors is not None:
             return self._tensors, groups
@@ -62,7 +62,7 @@ class StoredStack(Protocol):
     shape: tuple[int, ...]
 
     def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
-        """Read the tensors of `count` experts from expert `first` on, or shard `index` of these tensors."""
+        """Read `count` experts from expert `first` on; with `slicing`, read only shard `index` of each."""
 
 
 class ExpertStack(nn.Module):
@@ -75,7 +75,7 @@ class ExpertStack(nn.Module):
     # For each stacked tensor, the dimension that is split into expert shards. If empty, experts cannot be
     # split.
     slice_dims: ClassVar[dict[str, int]] = {}
-    # Tensors that are added to outputs. A shard holds a part of the last dimension; zeros pad it for use.
+    # Biases that are added to outputs. A shard is a part of the last dimension; zeros replace other parts.
     added: ClassVar[tuple[str, ...]] = ()
     # Whether `run` also accepts quantized matrices instead of tensors.
     takes_quantized: ClassVar[bool] = False
@@ -102,7 +102,7 @@ class ExpertStack(nn.Module):
         self.weights = weights
 
     def offload_to(self, weights: Weights) -> None:
-        """Replace the parameters by another source of weights; free their memory and keep their shapes."""
+        """Use another source of weights; free the memory of the parameters, but keep their shapes."""
         self._compute_device, self.weights, self._is_offloaded = self.device, weights, True
         for name, parameter in self.expert_parameters().items():
             empty = torch.empty_like(parameter, device="meta")
@@ -212,7 +212,7 @@ class ExpertStack(nn.Module):
         return Slice(slices, self.slice_dims[name]) if slices > 1 else Slice()
 
     def mark(self) -> None:
-        """Mark the expert parameters, so that gradient reduction and gathering treat them correctly."""
+        """Mark expert parameters for the reduction of gradients, and expert shards for gathering."""
         names = self.names  # the first call caches the names
         is_cut = self.part.slices > 1
         for name, parameter in self.expert_parameters().items():
@@ -223,7 +223,7 @@ class ExpertStack(nn.Module):
             if is_cut and name in names:
                 mark_slice(parameter, self.slice_of(name))
 
-    # A move from the meta device, a copy or an assigned state dict replaces parameters, so mark new ones.
+    # A move from the meta device, a copy or a state dict may replace parameters; mark the new parameters.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if self._compute_device is None:

@@ -1,4 +1,4 @@
-"""Built-in and custom experts, for R rows sorted by expert, e experts, model_dim D and hidden_dim H."""
+"""Built-in and custom experts. R rows sorted by expert, e local experts, D model_dim, H hidden_dim."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -22,10 +22,10 @@ from fairseq_tutel.parallel.groups import Part
 
 
 class Experts(ExpertStack):
-    """The built-in expert types are `ffn` (two linear layers) and `glu` (SwiGLU).
+    """Built-in experts of the types `ffn` (two linear layers) and `glu` (SwiGLU).
 
     The parameters are fc1_weight [e, H, D], fc1_bias [e, H], fc2_weight [e, D, H] and fc2_bias [e, D]. The
-    type `glu` adds fc3_weight [e, H, D] and fc3_bias [e, H]. Each expert's matrices are as in nn.Linear.
+    type `glu` adds fc3_weight [e, H, D] and fc3_bias [e, H].
     """
 
     slice_dims: ClassVar[dict[str, int]] = {
@@ -50,7 +50,7 @@ class Experts(ExpertStack):
             self.register_parameter(f"{name}_weight", nn.Parameter(weight))
             bias = torch.empty(self.num_local, bias_dim, device=device)
             self.register_parameter(f"{name}_bias", nn.Parameter(bias) if config.expert_bias else None)
-        # All experts share one layer norm (fairseq's --scale-fc), an ordinary module that is replicated.
+        # All experts share one layer norm (fairseq's --scale-fc), which every rank holds.
         self.hidden_layer_norm = nn.LayerNorm(config.hidden_dim) if config.hidden_layer_norm else None
 
     @torch.no_grad()
@@ -63,8 +63,7 @@ class Experts(ExpertStack):
             fan_in = self.whole_shape(f"{map_name}_weight")[1]
             for i in range(self.num_local):
                 generator = seeded_generator(seed, name, self.first + i, tensor)
-                # The complete expert is drawn and then split, so that a model is equal for every number of
-                # ranks.
+                # Complete experts are drawn, so that the values do not depend on the number of ranks.
                 whole = parameter.new_empty(self.whole_shape(tensor))
                 draw_linear(whole, fan_in, kind, self.config.init_std, generator)
                 parameter[i].copy_(self.own_part(tensor, whole.unsqueeze(0))[0])
@@ -97,7 +96,7 @@ class Experts(ExpertStack):
         to_row_R: Tensor,
         weights: Weights = OWN,
     ) -> Tensor:
-        """Run the experts on rows in any order. Fused experts read the rows in place, without sorting."""
+        """Run the experts on rows in any order. Experts that can be fused read the rows without sorting."""
         if not self.can_fuse:
             return super().run_unsorted(rows_RD, groups, to_expert_R, to_row_R, weights)
         maps = None, to_row_R.unsqueeze(1), to_expert_R, to_expert_R
@@ -113,7 +112,7 @@ class Experts(ExpertStack):
     def is_one_node(self) -> bool:
         """Whether one autograd node can compute all experts.
 
-        The node has only an activation between fc1 and fc2, and ignores methods that a subclass replaces.
+        The node supports only an activation between fc1 and fc2, and calls no method of a subclass.
         """
         own, drops = type(self), self.training and self.config.activation_dropout > 0
         is_replaced = own.run is not Experts.run or own.activate is not Experts.activate
@@ -170,8 +169,8 @@ class CustomExperts(ExpertStack):
     """Experts of a custom class: `kind(config)` returns one expert, which maps rows [n, D] to rows [n, D].
 
     Parameters are stacked by expert under their own names, in which a dot becomes __. Parameters are
-    exchanged, saved and loaded like those of built-in experts. The constructor draws each expert with a
-    different seed.
+    exchanged, saved and loaded like those of built-in experts. The class's constructor initializes each
+    expert, with a different seed.
     """
 
     def __init__(
@@ -269,13 +268,13 @@ def grouped_linear(
     """
     rows = rows.to(weight.dtype)
     ops = kernels.ops(backend, rows.device, rows.dtype, fp32_products)
-    if not torch.is_grad_enabled():  # without gradients, `weight` may be an expert tensor list
+    if not torch.is_grad_enabled():  # without gradients, `weight` may be an ExpertTensorList
         return ops.grouped_linear(rows, weight, bias, groups)
     return _GroupedLinear.apply(rows, weight, bias, groups, ops)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """One autograd node for all experts, because each `weight[i]` would make a full-size gradient."""
+    """One autograd node for all experts. Separate nodes would each make a gradient of the full stack."""
 
     @staticmethod
     def forward(

@@ -21,8 +21,8 @@ from fairseq_tutel.option import is_custom
 class LinearGate(nn.Module):
     """A linear gate without bias. If `gate_fp32` is set, the gate computes in fp32 (fp64 for fp64 input).
 
-    With half-precision logits, rounding could change a token's experts between two forward passes. On an
-    NVIDIA GPU, `kernels.gate_product` multiplies bf16 tokens and weights without making fp32 copies.
+    With half-precision logits, rounding errors would change the experts of some tokens. On an NVIDIA GPU,
+    `kernels.gate_product` multiplies bf16 tokens and weights without making fp32 copies.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -70,7 +70,7 @@ class BiasedGate(LinearGate):
 class CosineGate(nn.Module):
     """A gate that scores a token by the cosine between its projection and one direction per expert.
 
-    The logits are exp(min(t, ln 100)) * normalize(W x + b) . normalize(s_e), with a learned temperature t.
+    The logits are exp(min(t, ln 100)) * normalize(W x + b) . normalize(s_e), with learned W, b, s_e and t.
 
     The gate is from X-MoE (Chi et al. 2022, section 3.2), and is initialized as in Tutel.
     """

@@ -44,9 +44,9 @@ class MoEOutput:
     Attributes:
         routing: the assignments of tokens to experts.
         balance_weights: the weight of each balance loss, by name.
-        losses: unweighted balance losses by name, [] each.
-        balance_loss: [] at least fp32, differentiable; the weighted sum of `losses`, 0 without losses.
-        cmr_sum: [] differentiable, sum of the CMR gate over real tokens; None without CMR.
+        losses: the unweighted balance losses by name, scalars.
+        balance_loss: the weighted sum of `losses`, differentiable, in fp32 or fp64; 0 without losses.
+        cmr_sum: the CMR gate, summed over tokens except padding, differentiable; None without CMR.
 
     Example:
         >>> layer = ft.MoELayer(ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8))
@@ -60,7 +60,7 @@ class MoEOutput:
 
     @cached_property
     def losses(self) -> dict[str, Tensor]:
-        """The unweighted balance losses by name. Some losses need a collective at the first access."""
+        """The unweighted balance losses by name. Some losses run a collective at the first access."""
         assert self.routing.gate is not None
         return balance_losses(self.balance_weights, self.routing, self.routing.gate)
 
@@ -73,7 +73,7 @@ class MoEOutput:
 
     @cached_property
     def cmr_sum(self) -> Tensor | None:
-        """The sum of the CMR gate over all tokens except padding."""
+        """The CMR gate (--moe-cmr, conditional MoE routing), summed over all tokens except padding."""
         gate = self.routing.gate
         if gate is None or gate.cmr_T1 is None:
             return None
@@ -93,11 +93,10 @@ class MoELayer(nn.Module):
         seed: seed of the layer's generators. None draws a seed from torch's global generator, which must
             then have the same seed on every rank.
         name: gives layers with the same seed different parameters.
-        gate_configs: one configuration per gate, if there are several; `gate_index` selects one. Only
-            options that apply before dispatch may differ. None builds one gate for every name in
-            `config.gate_type`.
+        gate_configs: the configuration of each gate, if the layer has several gates. They may differ only
+            in options that apply before dispatch. None builds a gate for every name in `config.gate_type`.
         gates: existing gates, one for each configuration; built-in gates are initialized again from `seed`.
-        experts: existing experts, used instead of new experts; initialized again from `seed`.
+        experts: existing experts in place of new experts; they are initialized again from `seed`.
 
     Raises:
         ValueError: `config` does not fit the topology.
@@ -151,7 +150,7 @@ class MoELayer(nn.Module):
         """Replace the configurations of the layer and of each gate, but keep the existing modules."""
         self.config = config
         self.gate_configs = [
-            # The replacement checks that each gate has the options that the losses need, such as noise.
+            # `replace` checks that each gate has the options that the balance losses need, such as noise.
             dataclasses.replace(c, balance_loss=config.balance_loss)
             for c in gate_configs
         ]
@@ -178,20 +177,20 @@ class MoELayer(nn.Module):
         """Send every token of x through its experts; return outputs, balance losses and routing.
 
         Args:
-            x: [..., D] in any float dtype; with `time_first` [time, batch, D]. The gate gets this dtype,
-                the experts get the dtype of their weights.
+            x: [..., D] in any float dtype; with `time_first` [time, batch, D]. The gate gets x in this
+                dtype, and the experts get x in the dtype of their weights.
             padding_mask: bool, True for padding (the output of padding is 0). Its shape is x's without
                 D, or [batch, time] with `time_first`.
-            time_first: x is [time, batch, D], as in fairseq. In both layouts, slots are assigned in
-                (sentence, time) order.
-            capacity_factor: replaces the configured value: a number, where 0 drops nothing, or a Capacity.
+            time_first: whether x is [time, batch, D], as in fairseq. In both layouts, slots are assigned
+                in (sentence, time) order.
+            capacity_factor: replaces the configured value. Give a number (0 for no limit) or a Capacity.
             top_k: replaces the configured value.
-            gate_index: replaces the configured value.
+            gate_index: replaces the configured index of the gate that routes the tokens.
 
         Returns:
             The pair (y, output). y has the shape of x, except if experts return another last dimension.
-            Its dtype is the dtype of the experts' weights, or autocast's dtype under autocast. output has
-            the balance losses and the routing.
+            y has the dtype of the experts' weights, or autocast's dtype under autocast. output has the
+            balance losses and the routing.
 
         Raises:
             ValueError: x, a mask or an override are invalid.
@@ -217,7 +216,7 @@ class MoELayer(nn.Module):
         return self.router.routing_of(self, x_TD, call)
 
     def route(self, x_TD: Tensor, call: Call) -> Routing:
-        """Choose experts for every token with the gate, without the experts' weights or other ranks."""
+        """Choose experts for every token. Routing needs neither the experts' weights nor other ranks."""
         index = self.config.gate_index if call.gate_index is None else call.gate_index
         gate, config = self.gate_at(index)
         bias_E = None if self.balance_bias is None else self.balance_bias.bias
@@ -249,7 +248,7 @@ class MoELayer(nn.Module):
         """
         experts, gate = self.experts, routing.gate
         if gate is not None and gate.passed_TD is not None and gate.x_TD is x_TD:
-            x_TD = gate.passed_TD  # so the gate's backward adds the experts' gradient of x
+            x_TD = gate.passed_TD  # so that the gate's backward also adds the experts' gradient of x
         if not torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(experts.dtype)
         dispatcher = OwnExperts(experts, self.config) if local else self.dispatcher
@@ -260,7 +259,7 @@ class MoELayer(nn.Module):
         return mask_outputs(y_TD, 1, self.config.fom, self.training)
 
     def balance(self, routing: Routing) -> MoEOutput:
-        """Return the balance losses of a routing from `route`. Some losses make this a collective call."""
+        """Return the balance losses of a routing from `route`. Some losses run a collective."""
         output = MoEOutput(routing, self.balance_weights)
         if not can_defer(self.training):  # compute losses now, with gradients
             if self.beside is not None:

@@ -24,33 +24,33 @@ class RoutingCounts(NamedTuple):
     """
 
     num_tokens: Tensor  # The number [] int64 of tokens except padding.
-    assigned_KE: Tensor  # Assignments (int64) of each choice to each expert, also dropped ones.
-    kept_E: Tensor  # For each expert, the assignments (int64) with a slot.
-    dropped_K: Tensor  # For each choice, the assignments (int64) without a slot.
+    assigned_KE: Tensor  # The number (int64) of assignments of each choice to each expert, before dropping.
+    kept_E: Tensor  # For each expert, the number (int64) of assignments that are not dropped.
+    dropped_K: Tensor  # For each choice, the number (int64) of dropped assignments.
     sums_S: Tensor  # The sums over tokens of the metrics without `of_counts`, in the order of `METRICS`.
 
     @property
     def load(self) -> Tensor:
-        """The numbers of assignments of all choices to each expert of L layers, [L, E]."""
+        """Each expert's number of assignments, over all choices, in L layers: [L, E]."""
         return self.assigned_KE.sum(dim=1)
 
     @property
     def per_token(self) -> Tensor:
-        """The number of tokens, but at least 1, by which sums over tokens are divided, [L, 1]."""
+        """The number of tokens, but at least 1, as the divisor of sums over tokens: [L, 1]."""
         return self.num_tokens.unsqueeze(1).clamp_min(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A metric of a layer that is logged."""
+    """A logged metric of a layer."""
 
     name: str  # The metric's key in the log. A choice's number (from 1) replaces {} in the key.
     help: str  # The metric's meaning in the docs.
     # A function that returns the metric of L layers, [L] or [L, K]. If None, the metric is the mean over
-    # tokens of the next numbers in `RoutingCounts.sums_S`.
+    # tokens of the next one or K sums in `RoutingCounts.sums_S`.
     of_counts: Callable[[RoutingCounts], Tensor] | None = None
-    # The key under which the JSON log has a list with the metric's value for every layer; if empty, the log
-    # has no list.
+    # The key under which the JSON log has a list with the metric's value for every layer. If the key is
+    # empty, the log has no list.
     layers: str = ""
 
     def names(self, top_k: int, name: str | None = None) -> list[str]:
@@ -71,8 +71,8 @@ def _fifth(counts: RoutingCounts, largest: bool) -> Tensor:
 
 
 def _overflow(counts: RoutingCounts) -> Tensor:
-    # Every token has a first choice, so the number of first choices is the number of tokens. With expert
-    # choice, a token that no expert chose counts as dropped.
+    # Every token has a first choice, so there are as many first choices as tokens. If experts choose
+    # tokens, `dropped_K` counts the tokens that no expert chose.
     later_LK = counts.assigned_KE[:, 1:].sum(dim=2)
     asked_LK = torch.cat([counts.num_tokens.unsqueeze(1), later_LK], dim=1)
     return 100 * counts.dropped_K / asked_LK.clamp_min(1)

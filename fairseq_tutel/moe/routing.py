@@ -1,7 +1,7 @@
 """Routing: computes the experts, slots and rows of every token from the gate's logits.
 
-T tokens, E experts, K top_k, C capacity, R rows. A row is a row of the buffer that is sorted by expert. The
-source t * K + j of a row is assignment j of token t.
+T tokens, E experts, K top_k, C capacity, R rows. A row is a row of the buffer that is sorted by expert. A
+row has source t * K + j if it belongs to choice j of token t.
 """
 
 from dataclasses import dataclass, replace
@@ -35,11 +35,11 @@ class GateOutput:
     noise: float = 0.0  # standard deviation of the noise that is added to logits
     score_function: str = "softmax"
     sentences: tuple[int, int] | None = None  # (S, time) of the micro-batch; None for one sentence
-    time_first: bool = False  # whether token t is of sentence t % S (x is [time, S, D]) or t // time
+    time_first: bool = False  # whether x is [time, S, D], so that token t is of sentence t % S
     cmr_T1: Tensor | None = None  # differentiable, the CMR gate g of each token; None without CMR
-    topology: Topology | None = None  # `gshard_global` sums the loads of its ranks; None in evaluation
+    topology: Topology | None = None  # the ranks whose loads `gshard_global` adds; None in evaluation
     backend: str = "auto"  # backend of the kernels
-    # The input tokens of the gate's autograd node, and the same tokens as an output of this node.
+    # If the gate is one autograd node: its input tokens, and the same tokens as an output of the node.
     x_TD: Tensor | None = None
     passed_TD: Tensor | None = None
 
@@ -52,28 +52,27 @@ class Routing:
 
     - Only slot -1 and row -1 mark "no expert". Every expert ID is from 0 to E - 1, even if the
       assignment was left out. Expert IDs can therefore always be used as indices.
-    - Slot -1: the assignment was left out. All assignments of padding are left out. Any assignment of a
+    - Slot -1: the assignment was left out, for example because the token is padding. Any assignment of a
       token can be left out, including the first.
     - Row -1: the assignment has no row, because it was left out or dropped.
     - counts_E counts assignments with a row, assigned_KE assignments with a slot. dropped_K counts
       assignments with a slot but no row, unless experts choose tokens; see `_decide_by_experts`.
-    - num_tokens counts tokens and does not depend on assignments.
 
     Attributes:
         expert_ids_TK: int64, the experts of each token, best first.
         weights_TK: factors of the experts' outputs, in the dtype of the logits, differentiable.
-        slots_TK: int64, slot before dropping; -1: left out.
-        counts_E: int64, number of rows of each expert.
-        assigned_KE: int64, assignments of each choice, before dropping.
-        dropped_K: int64, dropped assignments of each choice.
-        probs_TE: every expert's score, with sum 1 per token, differentiable.
+        slots_TK: int64, the slot of each assignment, also of dropped assignments; -1 if left out.
+        counts_E: int64, the number of rows of each expert.
+        assigned_KE: int64, the number of assignments of choice j to expert e, before dropping.
+        dropped_K: int64, the number of dropped assignments of each choice.
+        probs_TE: every expert's score, divided by the token's sum of scores, differentiable.
         real_T: bool, False for padding; None if there is no padding.
-        row_of_TK: int64, row of each assignment; -1: no row.
-        source_of_R: int64, assignment of each row; -1: empty row.
-        token_of_R: int64, token of each row; -1: empty row.
+        row_of_TK: int64, the row of each assignment; -1 if it has no row.
+        source_of_R: int64, the source of each row; -1 for an empty row.
+        token_of_R: int64, the token of each row; -1 for an empty row.
         tiles: the tables of row tiles, if a kernel wrote them; see `Groups.tiles`.
-        capacity: rows per expert in the padded layout (row = e * C + slot); None in the compact layout
-            (row = offset of e + slot).
+        capacity: in the padded layout, the number of rows of each expert (row = e * C + slot). None in the
+            compact layout, where no row between experts is empty (row = first row of e + slot).
         gate: values for balance losses; None if there was no gate.
 
     Example:
@@ -127,10 +126,10 @@ def decide(
 ) -> Routing:
     """Choose experts, slots and rows for every token and return the routing.
 
-    `chosen` is the result of `choose`; None calls `choose`. The rows are in the compact layout, which has
-    no empty rows between experts.
+    If `chosen` is None, `choose` is called. The rows are in the compact layout, which has no empty rows
+    between experts.
 
-    Source: GShard (Lepikhin et al. 2020), section 2.2, for capacity and order; Tutel for K above 2.
+    The capacity and the order of assignments are from GShard (Lepikhin et al. 2020), section 2.2.
     """
     if config.choice == "experts":
         return _decide_by_experts(logits_TE, config, batch, gate)
@@ -160,10 +159,10 @@ def _decide_by_experts(
 ) -> Routing:
     """Let every expert choose tokens, and return the routing, without empty rows between experts.
 
-    The K' columns of a token are the experts that chose it, with the lowest ID first. On the CPU, K' is the
-    largest number of experts that chose one token, but at least K. On other devices K' is E, which avoids
-    a device-to-host read. `assigned_KE[0]` counts all assignments. `dropped_K[0]` counts the tokens,
-    without padding, that no expert chose. All other counts are 0.
+    A token has K' columns: the experts that chose it (lowest ID first), then experts that did not. On the
+    CPU, K' is the largest number of experts that chose one token, but at least K. On other devices K' is E,
+    which avoids a device-to-host read. `assigned_KE[0]` counts all assignments. `dropped_K[0]` counts the
+    tokens, without padding, that no expert chose. All other entries of `assigned_KE` and `dropped_K` are 0.
     """
     length, num_experts = logits_TE.shape
     top_k, capacity, real_T = batch.top_k, batch.capacity, batch.real_T
@@ -237,7 +236,7 @@ def mask_outputs(values_TX: Tensor, masks: int, probability: float, training: bo
 
     `masks` is the number of random masks per token: 1, or one for each column of `values_TX`.
 
-    Source: NLLB Team 2022, section 6.2, and Meta's nllb branch.
+    Expert output masking is from NLLB Team 2022, section 6.2, and from Meta's nllb branch.
     """
     if probability == 0:
         return values_TX
@@ -264,7 +263,7 @@ def route(
         logits_TE: the gate's logits, in any float dtype.
         top_k: the number of experts per token, from 1 to E.
         capacity_factor: f > 0 limits each expert to K * ceil(f * T / E) slots; 0 drops nothing.
-        training: whether random choices, such as those of `rsample`, are drawn.
+        training: whether options that draw random numbers, such as `rsample`, have an effect.
         real_T: bool, False for padding; None if there is no padding.
         time_first: (time, batch) if token t is (t // batch, t % batch); None if slots are assigned in
             the order of tokens.

@@ -11,10 +11,10 @@ from fairseq_tutel.option import is_custom
 
 
 class DenseExpert(nn.Module):
-    """The sum of n dense experts that every token uses. Every rank holds all n shared experts.
+    """The sum of n shared experts, which every token uses and every rank holds.
 
     The n shared experts are initialized separately and computed as one expert with n times the hidden
-    dimension. A hidden layer norm normalizes over the n hidden dimensions together.
+    dimension. A hidden layer norm normalizes over the hidden dimensions of all n experts together.
     """
 
     def __init__(self, config: MoEConfig, count: int) -> None:
@@ -59,7 +59,7 @@ class CustomSum(nn.Module):
 
 
 class SharedResidualExperts(nn.Module):
-    """This module combines the routed experts' output with shared experts and a residual expert (dense).
+    """This module combines the routed experts' output with shared experts and a residual expert (`dense`).
 
     y = c_0 * routed + c_1 * dense(x), c = softmax(W x + b)  with `residual`,
     y = g * routed + (1 - g) * dense(x), g = sigmoid(w x + b)  with `cmr`,
@@ -95,9 +95,9 @@ class SharedResidualExperts(nn.Module):
                 draw_linear(parameter.data, self.config.model_dim, kind, 0.0, generator)
 
     def cmr_gate_of(self, x_TD: Tensor) -> Tensor | None:
-        """Return the gate g [T, 1], the weight of the routed experts in each output, or None without `cmr`.
+        """Return the CMR gate g [T, 1], the weight of the routed experts' output; None without `cmr`.
 
-        In training, dropout sets g to 0 for some tokens, and otherwise divides g by 1 - `cmr_gate_drop`.
+        In training, dropout sets g to 0 for some tokens, and divides all other g by 1 - `cmr_gate_drop`.
         """
         if self.cmr_gate is None:
             return None
@@ -108,14 +108,11 @@ class SharedResidualExperts(nn.Module):
     def forward(
         self, x_TD: Tensor, routed_TD: Tensor, real_T: Tensor | None, cmr_T1: Tensor | None
     ) -> Tensor:
-        """Add the shared experts and the residual expert to the routed output; outputs of padding are 0.
-
-        `cmr_T1` is the gate that `cmr_gate_of` returned.
-        """
+        """Combine the routed output with shared and residual experts; `cmr_T1` is from `cmr_gate_of`."""
         y_TD = routed_TD
         if self.dense is not None:
             if self.mix is not None:
-                # Autocast computes a softmax in fp32 on a GPU.
+                # On a GPU, autocast makes the result of softmax fp32.
                 mix_T2 = torch.softmax(self.mix(x_TD), dim=1).to(routed_TD.dtype)
                 of_routed_T1, of_dense_T1 = mix_T2[:, :1], mix_T2[:, 1:]
             else:

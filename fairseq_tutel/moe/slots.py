@@ -1,8 +1,8 @@
-"""The capacity of an expert is its number of slots. A drop policy decides which assignments get slots.
+"""Capacity and drop policies: how many slots an expert has, and in which order assignments get slots.
 
 T is the number of tokens, E the number of experts, K is top_k, and N = K * T is the number of assignments.
-Index j * T + t is choice j of token t. Assignments get slots in the order of the drop policy, and the last
-assignments are dropped. The kernel `assign_rows` numbers each expert's assignments in this order.
+Index j * T + t is choice j of token t. Assignments get slots in the order of the drop policy. Assignments
+beyond the capacity are dropped. The kernel `assign_rows` numbers each expert's assignments in this order.
 """
 
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ class Capacity:
     def slots(self, top_k: int, num_experts: int, num_tokens: Tensor) -> Tensor:
         """Return the number of slots per expert, an int64 scalar on the device of `num_tokens`.
 
-        Products in double precision are rounded up. For example, 200 tokens, 4 experts, K = 1 and the
-        factor 1.1 give 56 slots, because 200 * 1.1 / 4 in double precision is slightly more than 55.
+        The number is computed in double precision and rounded up. For example, 200 tokens, 4 experts, K = 1
+        and the factor 1.1 give 56 slots, because the computed 200 * 1.1 / 4 is slightly more than 55.
         """
         tokens = num_tokens.double()
         if self.token_fraction > 0:
@@ -75,7 +75,7 @@ class MicroBatch:
 
 
 def evaluates_as_in_training(config: MoEConfig) -> bool:
-    """Whether evaluation uses the training capacity: by an option, or because experts choose tokens."""
+    """Whether evaluation uses the training capacity, by an option or because experts choose tokens."""
     fraction = config.eval_capacity_token_fraction
     unset = fraction == 0 and config.eval_capacity_factor == 0
     return fraction < 0 or (config.choice == "experts" and unset)
@@ -106,29 +106,27 @@ def capacity_of(
     )
 
 
-# A drop policy is a function that returns the order [N] int64 in which assignments get slots. Ties are in
-# the order of `by_position`. scores_TE has no gradient. position_T [T] int64 lists the tokens in (sentence,
-# time) order. A drop policy may draw from torch's global generator only in training.
+# A drop policy is a function that returns the order [N] int64 in which assignments get slots. Assignments
+# with equal scores are in the order of `by_position`. scores_TE has no gradient. position_T [T] int64 lists
+# the tokens in (sentence, time) order. A drop policy may draw random numbers only in training.
 
 
 def by_position(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """Order assignments with first choices first, and then by the token's sentence and time."""
+    """Order assignments by choice (first choices first), then by the token's sentence and time."""
     return _choice_by_choice(position_T.expand(expert_ids_TK.shape[1], -1))
 
 
 def by_largest_score(
     scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool
 ) -> Tensor:
-    """Order assignments with first choices first, then by the token's best score (Riquelme et al. 2021)."""
+    """Order assignments by choice, then by the token's best score, largest first (Riquelme et al. 2021)."""
     importance_T = scores_TE.amax(dim=1)[position_T]
     position_T = position_T[importance_T.argsort(descending=True, stable=True)]
     return by_position(scores_TE, expert_ids_TK, position_T, training)
 
 
 def at_random(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """Order assignments with first choices first, and the tokens of a choice at random in training.
-
-    In evaluation, the order is that of `by_position`.
+    """Order assignments by choice, then at random. In evaluation, return the order of `by_position`.
 
     The drop policy is from DeepSpeed-MoE (Rajbhandari et al. 2022).
     """
@@ -141,7 +139,7 @@ def at_random(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, trai
 
 
 def by_own_score(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """Order all assignments by the gate's score for their expert, whether first or later choices."""
+    """Order the assignments of all choices together by the gate's score for their expert, largest first."""
     order_N = by_position(scores_TE, expert_ids_TK, position_T, training)
     scores_N = scores_TE.gather(1, expert_ids_TK).t().flatten()[order_N]
     return order_N[scores_N.argsort(descending=True, stable=True)]
@@ -183,7 +181,7 @@ def place_assignments(
         scores_TE: detached, the experts' scores, which order assignments in some drop policies.
         requested_TK: bool, False for assignments to leave out; None leaves out no assignment. Padding is
             always left out.
-        num_tokens: [] int64, the number of tokens without padding; None without a limit.
+        num_tokens: [] int64, the number of tokens without padding; None if there is no capacity limit.
         config: the options of the layer.
         batch: the arguments of the micro-batch.
     """

@@ -147,9 +147,9 @@ class TutelMoELayer(nn.Module):
         """Route every token of the input [..., D] through its experts.
 
         Return `result_func(y)`, or y in the dtype of the input without a `result_func`. `y.l_aux` is the
-        balance loss, a scalar with gradient. As in Tutel, later calls keep the values of
-        `a2a_ffn_overlap_degree` and `adaptive_r`. `inequivalent_tokens` has no effect, because ranks may
-        always have different numbers of tokens.
+        balance loss, a scalar with gradient. As in Tutel, `a2a_ffn_overlap_degree` and `adaptive_r` also
+        apply to later calls. `inequivalent_tokens` has no effect, because ranks may always have different
+        numbers of tokens.
         """
         self._follow(a2a_ffn_overlap_degree, adaptive_r)
         x = input if torch.is_autocast_enabled(input.device.type) else input.to(self.experts.dtype)
@@ -175,7 +175,7 @@ class TutelMoELayer(nn.Module):
     def _topology(
         self, experts: Mapping[str, Any], model_dim: int, group: dist.ProcessGroup | None, use_2dh: bool
     ) -> Topology:
-        """Return the topology; n ranks that share an expert hold shards if n divides its widths."""
+        """Return the topology. n ranks that share an expert hold shards of it if n divides its widths."""
         widths = [experts.get("hidden_size_per_expert", 0), *[model_dim] * (experts["type"] == "ffn")]
         shared = self.sharded_count > 1 and experts["type"] in EXPERT_KEYS
         sliced = shared and not any(width % self.sharded_count for width in widths)
@@ -243,14 +243,14 @@ class FFNExperts(Experts):
 class ModuleExperts(ExpertStack):
     """A custom module for all local experts, which maps x [e, rows, D] and a context to rows of any width.
 
-    Rows of each expert are padded with zeros to the largest row count of an expert, at least 1. Parameters
-    keep their names, except that dots become __.
+    The rows of each expert are padded with zeros to the largest number of rows of an expert, at least 1.
+    Parameters keep their names, except that dots become __.
     """
 
     def __init__(self, config: MoEConfig, part: Part, module: nn.Module, context: Any) -> None:
         super().__init__(config, part)
         self.context = context
-        # The list hides the module from nn.Module, because the parameters are registered below.
+        # The list hides the module from nn.Module, so that its parameters are registered only once, below.
         self._module = [module]
         for name, parameter in module.named_parameters():
             require(
@@ -285,7 +285,7 @@ def _key(name: str) -> str:
 
 
 def _check(name: str, options: Any, keys: Mapping[str, Iterable[str]]) -> None:
-    """Raise ValueError if a dict's type is unknown, or if its type does not have one of the dict's keys."""
+    """Raise ValueError if a dict has an unknown type, or a key that its type does not allow."""
     kind = options.get("type", "") if isinstance(options, Mapping) else ""
     require(
         kind in (*keys, "custom"),
@@ -310,7 +310,7 @@ def _expert_fields(experts: Mapping[str, Any], model_dim: int) -> dict[str, Any]
 def _build_experts(
     experts: Mapping[str, Any], config: MoEConfig, topology: Topology, group: Any, seed: int
 ) -> ExpertStack:
-    """Build this rank's experts; the weights of a custom module depend on the seed and the first expert."""
+    """Build this rank's experts; `seed` and the first expert's global ID seed a custom module's weights."""
     part = topology.part(config.num_experts)
     if experts["type"] == "custom":
         sizes = {"model_dim": config.model_dim, "sharded_count": 1}
@@ -330,7 +330,7 @@ def _build_experts(
 
 
 def _custom_gate(gate: Any, model_dim: int, num_experts: int, seed: int) -> nn.Module | None:
-    """Build the module of a custom gate, and return None for a built-in gate."""
+    """Build and return the module of a custom gate; return None for a built-in gate."""
     _check("gate_type", gate, dict.fromkeys(GATES, GATE_KEYS))
     if gate["type"] != "custom":
         return None
@@ -340,7 +340,7 @@ def _custom_gate(gate: Any, model_dim: int, num_experts: int, seed: int) -> nn.M
 
 
 def _gate_fields(gate: Any, module: nn.Module | None, num_experts: int) -> dict[str, Any]:
-    """Return a gate's MoEConfig fields; the `top_k` attribute of a custom gate overrides its dict."""
+    """Return the MoEConfig fields that a gate dict sets; a custom gate's `top_k` attribute overrides k."""
     values = {field: gate.get(key, default) for key, (field, default) in GATE_KEYS.items()}
     return {
         **values,

@@ -1,4 +1,4 @@
-"""Chooses a strategy for each training update, as Tutel does (Hwang et al. 2023, section 3.3)."""
+"""Chooses an execution strategy for each update, as Tutel does (Hwang et al. 2023, section 3.3)."""
 
 import logging
 import math
@@ -24,9 +24,10 @@ from fairseq_tutel.parallel.strategy import ALGORITHMS, Strategy
 
 logger = logging.getLogger(__name__)
 
-WIDENING = 0.25  # A capacity bucket's least width, relative to its lower end.
+# A bucket is a range of expert capacities for which the tuner chooses one strategy.
+WIDENING = 0.25  # The least width of a bucket, relative to its lower end.
 WARM_UPDATES = 2  # Update 1 allocates optimizer state. Update 2 measures peak memory.
-WINDOW = 128  # A capacity bucket's least width, in slots of an expert.
+WINDOW = 128  # The least width of a bucket, in slots of an expert.
 
 
 class UpdateTuner:
@@ -39,11 +40,10 @@ class UpdateTuner:
 
     Args:
         layers: all MoE layers of one model, on ranks that exchange tokens.
-        window: least width of a capacity bucket (R in Tutel's paper), in slots of an expert.
+        window: the least width of a bucket of capacities (R in Tutel's paper), in slots of an expert.
         overlaps: the overlap degrees to choose from.
-        algorithms: the all-to-all algorithms to choose from. None means all algorithms that the ranks
-            allow.
-        machine: hardware profile for predictions, which limit the candidates. None means a typical profile.
+        algorithms: the all-to-all algorithms to choose from; None for all algorithms that the ranks allow.
+        machine: the hardware profile for predictions, which limit the candidates; None for a typical one.
 
     Raises:
         ValueError: there is nothing to choose, because every rank has all experts.
@@ -99,9 +99,9 @@ class UpdateTuner:
         return self._tuner
 
     def begin(self, num_tokens: int) -> Strategy:
-        """Choose the strategy of an update from the largest first micro-batch of all ranks. Collective.
+        """Choose an update's strategy from the largest number of tokens in any rank's first micro-batch.
 
-        The cost of the previous update is recorded only if every rank called `end` for that update.
+        The call is collective. If every rank called `end`, the cost of the previous update is recorded.
         """
         tokens, milliseconds, of_update = self._agreed(num_tokens)
         if math.isfinite(milliseconds):
@@ -125,7 +125,7 @@ class UpdateTuner:
         return strategy
 
     def add_micro_batch(self, num_tokens: int) -> None:
-        """Add the tokens of a later micro-batch to the update, because a cost is time per token."""
+        """Count the tokens of a later micro-batch of the update, because costs are times per token."""
         self._tokens += num_tokens
 
     def end(self) -> None:
@@ -140,7 +140,7 @@ class UpdateTuner:
         """Return the name of the bucket (range of expert capacities) to which a training update belongs.
 
         `tokens` is the largest number of tokens of any rank in the micro-batch. Without a capacity limit,
-        the load of an expert counts as its capacity, as if all experts had equal loads.
+        an even share of the assignments counts as an expert's capacity.
         """
         slots = max(
             layer.config.top_k
@@ -184,10 +184,10 @@ class UpdateTuner:
             logger.info("adaptive: %s: %s, %.4g ms per thousand tokens of a rank", key, best, cost)
 
     def _agreed(self, num_tokens: int) -> tuple[float, ...]:
-        """Return three measurements of an update, each as the maximum over all ranks. Collective.
+        """Return three measurements, each as the maximum over all ranks. Collective.
 
-        The measurements are the number of tokens of this micro-batch, and the last update's milliseconds
-        (infinite if a rank did not measure the time) and number of tokens.
+        The measurements are the number of tokens of this micro-batch, the last update's milliseconds
+        (infinite if a rank did not measure the time), and the last update's number of tokens.
         """
         milliseconds = self._milliseconds if math.isfinite(self._milliseconds) else math.inf
         own = [num_tokens, milliseconds, self._tokens]
@@ -198,8 +198,8 @@ class UpdateTuner:
     def _degrees(self) -> tuple[int, ...]:
         """Return the values of adaptive_r that the layers allow and for which memory suffices.
 
-        Gathered weights and their gradients may take as many bytes as with the configured adaptive_r, plus
-        half of the free memory of the rank that has the least.
+        Gathered weights and their gradients may take more memory than with the configured adaptive_r. This
+        increase is at most half of the free memory of the rank with the least free memory.
         """
         every: set[int] = set()
         for layer in self.layers:
@@ -237,6 +237,6 @@ def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return float(free - torch.cuda.max_memory_allocated(device))
-    # A process keeps freed memory. What is available now was therefore also free at the memory peak.
+    # A process keeps freed memory. The memory that is available now was therefore also free at the peak.
     left = host_memory.available()
     return math.inf if left is None else left / (ranks_per_node() or world.size())

@@ -14,8 +14,8 @@ class DistillationConfig:
 
     distill_criterion: str = distillation(
         "moe_cross_entropy",
-        "criterion to which the distillation loss is added; its flags are accepted, too; after "
-        "--distill-until, the loss of this criterion is the only loss",
+        "criterion to which the distillation loss is added; the flags of this criterion are accepted, "
+        "too; after --distill-until, only the loss of this criterion is used",
     )
     distill_teacher: str = distillation("", "checkpoint of the teacher (dense or MoE, full or sharded)")
     distill_teacher_overrides: str = distillation(
@@ -29,15 +29,16 @@ class DistillationConfig:
     )
     distill_alpha: float = distillation(
         1.0,
-        "weight of the distillation loss T² KL(teacher || student), summed over tokens",
+        "weight of the distillation loss T² KL(teacher || student), summed over tokens; T is "
+        "--distill-temperature",
         rule=POSITIVE,
     )
     distill_temperature: float = distillation(
-        1.0, "temperature T, the divisor of both models' logits", rule=POSITIVE
+        1.0, "temperature T by which the logits of teacher and student are divided", rule=POSITIVE
     )
     distill_until: int = distillation(
         0, "number of updates with the distillation loss; 0: all updates", unit="updates", rule=AT_LEAST_0
     )
     distill_in_validation: bool = distillation(
-        False, "run the teacher and log distill_loss in validation, too"
+        False, "also run the teacher in validation, and log distill_loss"
     )

@@ -58,19 +58,19 @@ class ModelConfig:
     )
     moe_pregate: int = routing(
         0, unit="MoE layers", rule=whole(0, unit="MoE layers"),
-        help="pre-gating: the gate of a MoE layer reads the input of the MoE layer that is this many MoE "
-        "layers earlier in the stack, so that experts can be fetched early; the gates of the first MoE "
-        "layers read the input of their layer; 0: off",
+        help="pre-gating: distance from a MoE layer to the earlier MoE layer whose input its gate reads, "
+        "so that experts can be fetched early; the gates of the first MoE layers read their own layer's "
+        "input; 0: off",
     )
     moe_local_drop: float = routing(
         0.0, rule=PROBABILITY,
-        help="gating dropout: probability that a MoE layer sends no rows to other ranks in a training "
-        "update; each rank then replaces experts of other ranks by experts that it holds",
+        help="gating dropout: probability per training update that a MoE layer sends no rows to other "
+        "ranks; each rank then uses its own experts in place of the other ranks' experts",
     )
     moe_eval_capacity_max_seqlen: bool = capacity(
         False,
-        help="--moe-eval-capacity-token-fraction counts every sentence as --max-source-positions tokens "
-        "(encoder) or --max-target-positions tokens (decoder)",
+        help="let --moe-eval-capacity-token-fraction count every sentence as --max-source-positions "
+        "tokens (encoder) or --max-target-positions tokens (decoder)",
     )
     moe_top1_expert: bool = older("top_k", 1)
     moe_gating_use_fp32: bool = accepted(False, "the gate and its softmax are in fp32 by default")
@@ -91,15 +91,15 @@ class SidesConfig:
     # fmt: off
     encoder_moe_freq: int = experts(
         -1, unit="layers", rule=SIDE_FREQ,
-        help="value of --moe-freq for the encoder; 0: no MoE layer; -1: the value of --moe-freq",
+        help="--moe-freq of the encoder; 0: no MoE layer in the encoder; -1: the value of --moe-freq",
     )
     decoder_moe_freq: int = experts(
         -1, unit="layers", rule=SIDE_FREQ,
-        help="value of --moe-freq for the decoder; 0: no MoE layer; -1: the value of --moe-freq",
+        help="--moe-freq of the decoder; 0: no MoE layer in the decoder; -1: the value of --moe-freq",
     )
     moe_pregate_sides: str = routing(
         "both", choices=("both", "encoder", "decoder"),
-        help="stacks in which --moe-pregate is used",
+        help="side of the model to which --moe-pregate applies",
     )
     # fmt: on
 
@@ -112,26 +112,26 @@ class CriterionConfig:
     moe_gate_loss_wt: float = balance(
         0.01, of="criterion",
         rule=(NOT_NEGATIVE[0], "give a finite number, at least 0 (0 disables the balance loss)"),
-        help="weight of the balance loss; the criterion adds weight times sample size times balance loss",
+        help="weight w of the balance loss; the criterion adds w * sample size * balance loss to its loss",
     )
     moe_gate_loss_combine_method: str = balance(
         "average", of="criterion", choices=("average", "sum"),
-        help="average or sum of the balance losses of all layers",
+        help="whether the criterion uses the average or the sum of the layers' balance losses",
     )
     moe_gate_loss_transform: str = balance(
         "none", of="criterion", choices=("none", "neg_log"),
-        help="neg_log replaces the combined balance loss x by -log(x)",
+        help="transform of the combined balance loss x: neg_log gives -log(x), none gives x",
     )
     cmr_gate_loss_wt: float = balance(
         0.0, of="criterion", rule=NOT_NEGATIVE,
-        help="weight of the budget loss of --moe-cmr; the criterion adds weight times sample size times "
-        "budget loss, which is the absolute difference between --cmr-gate-loss-p and the mean gate over "
-        "all tokens and layers",
+        help="weight w of the budget loss |g - p| of --moe-cmr, where g is the mean gate over all tokens "
+        "and layers, and p is --cmr-gate-loss-p; the criterion adds w * sample size * budget loss to its "
+        "loss",
     )
     cmr_gate_loss_p: float = balance(
         1.0, of="criterion", rule=FRACTION,
-        help="mean gate of --moe-cmr that the budget loss trains towards: the share of the output that "
-        "comes from experts",
+        help="target p of the budget loss for the mean gate of --moe-cmr; the gate is the share of the "
+        "output that comes from experts",
     )
     # fmt: on
 

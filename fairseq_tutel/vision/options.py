@@ -28,14 +28,14 @@ class ImageConfig:
 
     size: int = image_option(
         0,
-        "height and width to which images are resized and center-cropped; 0: those of the first training "
-        "image",
+        "height and width to which images are resized and center-cropped; 0: the size of the first "
+        "training image",
         unit="pixels",
         rule=AT_LEAST_0,
     )
     channels: int = image_option(
         0,
-        "channels of images from files: 1 (gray) or 3 (RGB); 0: the channels of the first training image",
+        "number of channels of an image: 1 (gray) or 3 (RGB); 0: as in the first training image",
         rule=(lambda v: v in (0, 1, 3), "give 0, 1 or 3"),
     )
     crop_padding: int = image_option(
@@ -70,15 +70,16 @@ class SwinConfig:
     prefix: ClassVar[str] = "swin_"  # The prefix of the keys of Swin options.
     form: str = vision(
         "v2",
-        "v2: cosine attention, position bias of at most 16, norms after attention and FFN (Swin V2); moe: "
-        "scaled dot-product attention, norms before attention and FFN (the released SwinV2-MoE)",
+        "v2 has cosine attention, position bias of at most 16, and norms after attention and FFN (Swin "
+        "V2); moe has scaled dot-product attention and norms before attention and FFN (the released "
+        "SwinV2-MoE)",
         choices=("v2", "moe"),
     )
     patch_size: int = vision(
         4, "height and width of a patch; each patch is one token", unit="pixels", rule=AT_LEAST_1
     )
     embed_dim: int = vision(
-        96, "model dimension of the first stage; every stage doubles it", rule=AT_LEAST_1
+        96, "model dimension of the first stage; every later stage doubles the dimension", rule=AT_LEAST_1
     )
     depths: str = vision(
         "2,2,18,2", "number of blocks per stage", rule=_each(1, 'one number per stage, such as "2,2,18,2"')
@@ -90,14 +91,14 @@ class SwinConfig:
     )
     window: int = vision(
         12,
-        "height and width of an attention window; a smaller image is one window",
+        "height and width of an attention window; an image that is smaller is one window",
         unit="tokens",
         rule=AT_LEAST_1,
     )
     position_windows: str = vision(
         "0",
-        "window size with which the position bias was trained, if it differs from --swin-window: one "
-        "number, or one number per stage; 0: the value of --swin-window",
+        "window size with which the position bias was trained: one number, or one number per stage; 0: "
+        "the value of --swin-window",
         rule=_each(0, 'one number of tokens, or one per stage, such as "12,12,12,6"'),
     )
     mlp_ratio: float = vision(
@@ -106,8 +107,8 @@ class SwinConfig:
     dropout: float = vision(0.0, "dropout probability in the FFN and after attention", rule=PROBABILITY)
     drop_path: float = vision(
         0.2,
-        "stochastic depth in training: probability that an image skips the attention or the FFN of the "
-        "last block; this probability rises linearly from 0 in the first block",
+        "stochastic depth: probability in training that an image skips the attention or the FFN of the "
+        "last block; for earlier blocks, the probability is lower, down to 0 in the first block",
         rule=PROBABILITY,
     )
     init_std: float = vision(0.02, "standard deviation of initial weights of linear layers", rule=POSITIVE)
@@ -120,7 +121,7 @@ class SwinExpertsConfig:
     prefix: ClassVar[str] = "swin_"
     expert_stages: int = vision(
         2,
-        "number of stages with experts, counted from the last stage; --moe-freq counts blocks in a stage",
+        "number of last stages that have experts; --moe-freq counts the blocks of each stage separately",
         rule=whole(1),
     )
     expert_dropout: float = vision(

@@ -101,7 +101,7 @@ def test_two_processes_that_write_a_file_use_different_temporary_files(path):
             atomic_save.write(CONTENT, name)
     assert os.listdir(path.parent) == [path.name]
     assert not is_temporary(path.name)
-    assert not is_temporary(f"{path.name}.tmp")  # Other programs use this suffix too.
+    assert not is_temporary(f"{path.name}.tmp")  # Other programs also write .tmp files.
 
 
 def test_a_written_checkpoint_file_is_flushed_to_disk(tmp_path, monkeypatch):

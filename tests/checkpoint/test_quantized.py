@@ -1,4 +1,4 @@
-"""Quantized experts have a rounding error of at most half a step, and every reader of shards reads them."""
+"""Quantized experts have a rounding error of at most half a step, and can be read like other experts."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_the_rounding_errors_of_quantized_weights_are_at_most_half_a_step(expert
         steps = values.abs().amax(-1, keepdim=True) / LARGEST[expert_dtype]
     assert torch.all((got - values).abs() <= steps * 0.5001)
     assert not got[:1].signbit().any()  # The sign of 0 is positive.
-    assert torch.equal(form.dequantize(form.quantize(got)), got)  # Rounded weights stay as they are.
+    assert torch.equal(form.dequantize(form.quantize(got)), got)  # Rounding again changes nothing.
     of_half = Quantized(expert_dtype, shape, torch.float16)
     assert torch.equal(of_half.dequantize(stored), got.half())
 
@@ -82,7 +82,7 @@ def test_int4_in_groups_uses_the_better_of_two_scales_in_each_group():
             torch.testing.assert_close(got[row, : len(best)], best, rtol=0, atol=0)
             got[row] = got[row].roll(-64)
     again = form.dequantize(stored)
-    assert torch.equal(form.dequantize(form.quantize(again)), again)  # Rounded weights stay as they are.
+    assert torch.equal(form.dequantize(form.quantize(again)), again)  # Rounding again changes nothing.
     half = Quantized("int4", (128, 192), torch.float16)
     assert torch.equal(half.dequantize(stored), again.half())
 
@@ -92,7 +92,7 @@ def test_files_with_one_int4_scale_per_row_are_still_read(tmp_path, monkeypatch)
     (tmp_path / "new").mkdir()
     new = source_of(write(model, tmp_path / "new", "int4"))[0]["fc1_weight"]
     with monkeypatch.context() as patch:
-        patch.setattr(Quantized, "in_groups", False)  # Older versions wrote no groups.
+        patch.setattr(Quantized, "in_groups", False)  # Older versions wrote one scale per row.
         (tmp_path / "old").mkdir()
         write(model, tmp_path / "old", "int4")
     old = source_of(tmp_path / "old")[0]["fc1_weight"]

@@ -55,7 +55,7 @@ def test_a_checkpoint_for_a_new_run_has_no_training_state_but_keeps_the_history(
     assert place["epoch"] == 1
 
 
-def test_layer_labels_have_encoder_or_decoder_and_an_index():
+def test_layer_labels_shorten_the_names_of_modules():
     assert layer_label("stages.2.blocks.1.fc1") == "stages_2_1"
     assert layer_label("models.de-en.decoder.layers.3.fc1") == "de-en_decoder_3"
 

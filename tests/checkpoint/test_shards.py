@@ -207,7 +207,7 @@ def test_an_old_incomplete_expert_folder_is_deleted(tmp_path):
     (folder / "half").write_text("half")
     os.utime(folder, (1, 1))
     folders.collect(tmp_path)
-    assert folder.exists()  # The folder has a recent file.
+    assert folder.exists()  # The file `half` is recent.
     age(folder, folders.YOUNG_SECONDS)
     folders.collect(tmp_path)
     assert not folder.exists()

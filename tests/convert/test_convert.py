@@ -79,7 +79,7 @@ def test_convert_prints_the_system_error_if_it_cannot_write(kind, tmp_path, requ
 @pytest.mark.parametrize("where", ["fairseq_tutel.convert.sharded.digest", "torch.save"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_an_interrupted_convert_sharded_leaves_no_new_file(where, error, tmp_path):
-    """The interruption is before or after the new expert folder is renamed, and older folders stay."""
+    """The interruption comes before or after the rename of the new expert folder."""
     save(tmp_path / "a.pt")
     for name in ("writing", "0123456789abcdef"):
         (tmp_path / "experts" / name).mkdir(parents=True)

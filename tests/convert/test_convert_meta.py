@@ -61,7 +61,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("case", SIZES)
-def test_convert_meta_keeps_every_weight_and_starts_a_new_run(case, tmp_path):
+def test_convert_meta_keeps_every_weight_but_no_training_state(case, tmp_path):
     meta = Meta(WORDS, **SIZES[case])
     _, state = converted(tmp_path, meta)
     for name, tensor in state["model"].items():
@@ -124,7 +124,7 @@ NOTED = {
 }  # fmt: skip
 
 
-def test_convert_meta_prints_only_notes_on_differences(tmp_path):
+def test_convert_meta_prints_a_note_only_for_options_that_differ_in_the_plugin(tmp_path):
     printed, _ = converted(tmp_path, ranks=4)
     assert printed == f"wrote {tmp_path / 'ours.pt'}; start a new training run from it\n"
     for sentence, options in NOTED.items():
@@ -254,7 +254,7 @@ def test_convert_meta_writes_dictionaries_with_data_source_tags_that_fit_the_mod
     # The new checkpoint does not name the folder of the old dictionaries.
     assert load(output / "model.pt")["cfg"]["task"]["data"] == ""
     assert "is another dictionary" in refusal("meta", tmp_path / "best.pt", "--output", data / "model.pt")
-    # The dictionaries are missing, or are those of another model.
+    # First the dictionaries are missing, and then --dictionary names one of another model.
     (data / "dict.de.txt").unlink()
     (data / "dict.en.txt").rename(data / "others.txt")
     assert "--dictionary" in refusal(*words, "--overwrite")

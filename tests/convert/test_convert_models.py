@@ -98,7 +98,7 @@ def test_convert_student_raises_an_error_if_pre_gating_needs_too_many_earlier_mo
     assert not (tmp_path / "b.pt").exists()
 
 
-def test_a_pre_gated_model_gets_other_gate_inputs_and_keeps_the_weights(files, tmp_path):
+def test_convert_pregate_changes_gate_inputs_but_not_weights(files, tmp_path):
     save(tmp_path / "a.pt", ("encoder.layers.1", *EIGHT), balance_bias=True)
     printed = convert(*files, "--moe-pregate", 1)
     assert printed.splitlines()[:4] == [

@@ -280,7 +280,7 @@ def test_a_released_swin_model_opens_with_a_new_head_and_another_window(released
 
 @pytest.mark.parametrize(("form", "fc2_bias"), [("v2", True), ("moe", False)])
 def test_the_logits_of_a_converted_swin_model_equal_plain_torch(tmp_path, form, fc2_bias, monkeypatch):
-    """The input files come from a training run, and the class of their configuration cannot be imported."""
+    """The input files have the configuration of a training run, whose class cannot be imported."""
     theirs = scaled(released(form, (WINDOW, WINDOW, WINDOW)))
     if not fc2_bias:
         theirs = {name: t for name, t in theirs.items() if not name.endswith("fc2.bias")}

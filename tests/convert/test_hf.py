@@ -121,7 +121,7 @@ def test_logits_are_equal_after_conversion_in_both_directions(name, released, tm
     assert own.keys() == theirs.keys()
     for key, tensor in theirs.items():
         if "token_type" in key or (name in ("roberta", "xlm_roberta") and "position_embeddings" in key):
-            continue  # Conversion adds the row of the token type to the position table.
+            continue  # Conversion adds the token-type embedding to the position table.
         assert torch.equal(own[key], tensor), key
 
 
@@ -363,7 +363,7 @@ class Harmful:
      "the closest family is fsmt: INPUT has share_all_embeddings True"),
     ("opt", {"scale_fc": True}, "is opt: INPUT has scale_fc True, but OPTForCausalLM has only False"),
 ])  # fmt: skip
-def test_an_error_names_a_model_without_a_transformers_class(name, change, sentence, released, tmp_path):
+def test_a_model_that_fits_no_transformers_class_is_refused(name, change, sentence, released, tmp_path):
     saved = SavedModel.open(released(name)[3] / "model.pt")
     saved.options.update(change)
     with pytest.raises(ValueError) as error:
@@ -374,7 +374,7 @@ def test_an_error_names_a_model_without_a_transformers_class(name, change, sente
 
 @pytest.mark.parametrize("name", ["nllb", "fsmt"])
 def test_words_that_were_added_to_a_tokenizer_raise_an_error(name, released, copied, tmp_path):
-    """Only the library transformers finds added words in a text before it splits the text."""
+    """Unlike fairseq, transformers finds added words in a text before it splits the text."""
     source = copied(name)
     added = type(released(name)[1]).from_pretrained(source)
     added.add_tokens(["<marker>"], special_tokens=True)
@@ -423,7 +423,7 @@ def test_bart_fills_masks_and_fsmt_and_mbart_translate_as_in_transformers(releas
     ):
         model, tokenizer, _, folder = released(name)
         interface = ft.from_checkpoint(folder, device="cpu")
-        # Fairseq never generates the start symbol as the first token, but a random model might.
+        # fairseq never generates the start symbol first, so transformers must not do it either.
         start = tokenizer.convert_tokens_to_ids("ro_RO") if name == "mbart" else 2
         for text in TEXT[:3]:
             inputs = tokenizer(text, return_tensors="pt")

@@ -5,7 +5,7 @@ import torch
 from moe_files import D, E, load, outputs, save
 from tool_in_process import refusal, tool
 
-# With this gate spread, nearly every token chooses only copies that have the same number.
+# With this gate spread, nearly no token chooses two copies of the same expert.
 SURE = ("--gate-spread", 300, "--expert-noise", 0)
 CASES = {
     "top-2": {},
@@ -43,7 +43,7 @@ def test_copies_of_experts_give_the_outputs_of_the_old_model(case, count, added)
     assert "last_optimizer_state" not in load(after)
 
 
-def test_noise_changes_all_copies_of_an_expert_but_the_first(added):
+def test_noise_changes_all_copies_of_an_expert_except_the_first(added):
     before, after, _ = added("--moe-expert-count", 12, "--expert-noise", 0.1)
     name = "decoder.layers.0.fc1.experts.fc1_weight"
     old, new = load(before)["model"][name], load(after)["model"][name]

@@ -130,7 +130,7 @@ def test_symbols_in_both_dictionaries_keep_their_scores(name, old, tmp_path):
         convert(*convert_to, "--add-words", tmp_path / "words")
         after, _ = scores(tmp_path / "made" / "new.pt", tmp_path / "made", read)
         assert {" more", " other"} <= after.keys()
-        same_scores(before, after, size=8)  # New words change the sums in other bands.
+        same_scores(before, after, size=8)  # New words are in the last band of the softmax.
 
 
 def test_the_row_of_a_new_symbol_is_a_mean_of_old_rows():

@@ -2,8 +2,8 @@
 
 A fork server imports fairseq and the plugin's modules once. Each rank of a run is a child process of the
 fork server. Each rank calls `cli_main` with separate arguments, environment and log. fairseq-train without
---user-dir runs in a new process, which starts more slowly. If a run has several ranks, each rank gets
-torchrun's environment variables.
+--user-dir must run without the plugin, so it runs in a new process. If a run has several ranks, each rank
+gets torchrun's environment variables.
 """
 
 import json
@@ -113,8 +113,7 @@ def start_each(command, *arguments):
 
 
 def wait(started, timeout=TIMEOUT_S):
-    """Wait for all ranks of a command. Ranks that still run after `timeout` seconds are killed and
-    reported."""
+    """Wait for all ranks of a command; kill the ranks that still run after `timeout` seconds, and fail."""
     begin = time.monotonic()
     for process, _ in started:
         process.join(max(0.1, timeout - (time.monotonic() - begin)))
@@ -168,7 +167,7 @@ def _child(command, argv, env, log, stdin):
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.chdir(Path(log).parent)
     if stdin is not None:
-        sys.stdin = open(stdin)  # noqa: SIM115 - open as long as the process
+        sys.stdin = open(stdin)  # noqa: SIM115 - open until the process ends
     sys.argv = argv
     if "fairseq_tutel.plugin" in sys.modules:  # register() must run again, with these arguments
         sys.modules["fairseq_tutel.plugin"].register.cache_clear()

@@ -9,7 +9,7 @@ EXEMPT_WITH_ADAM = "k_proj.bias"  # its exact gradient is 0, and Adam amplifies 
 
 
 def assert_ranks_agree(kind, data, extra, tmp_path):
-    """Train on 1 rank and on 4 ranks with equal micro-batches; metrics and weights must agree to 1e-5."""
+    """Train on 1 rank and on 4 ranks with equal micro-batches; assert almost equal metrics and weights."""
     make = {"lm": lm_args, "mt": mt_args}[kind]
     results = {}
     for ranks in (1, 4):
@@ -33,7 +33,7 @@ def learns(run):
 
 
 def facts_of(checkpoint):
-    """Return the unrounded averages over an epoch of the training metrics that a checkpoint stores."""
+    """Return the training metrics in a checkpoint: unrounded averages over an epoch, without times."""
     aggregators = dict(checkpoint["extra_state"]["metrics"])
     facts = {}
     for _, name, _, state in aggregators["train"]:
@@ -46,7 +46,7 @@ def facts_of(checkpoint):
 
 
 def same_training(one, two):
-    """Assert that the last checkpoints of two SGD runs have equal metrics and weights."""
+    """Assert that the last checkpoints of two SGD runs have almost equal metrics and weights."""
     expected, found = (
         torch.load(folder / "checkpoint_last.pt", weights_only=False) for folder in (one, two)
     )

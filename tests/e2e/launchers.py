@@ -49,7 +49,7 @@ def launch(launcher, words, log, env=None):
 
 
 def torchrun(ranks, *flags):
-    """Return arguments with which torchrun starts the given number of ranks on this machine."""
+    """Return the arguments of `launch` that start fairseq-train on several ranks with torchrun."""
     own = ("--nproc_per_node", ranks, "--master_port", free_port(), *flags)
     return ("torch.distributed.run", *own, "-m", "fairseq_tutel.train")
 
@@ -61,7 +61,7 @@ def children(pid):
 
 
 class Cluster:
-    """A simulated cluster on this machine: two nodes with one torchrun agent each, and a store process."""
+    """Two simulated nodes, each with one torchrun agent, and a process with torch's rendezvous store."""
 
     def __init__(self, folder, words, seconds=0.7):
         self.folder, self.words, self.port = folder, words, free_port()

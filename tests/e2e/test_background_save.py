@@ -111,7 +111,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[LONG] * (c != "kill of a writing thread")) for c in FAULTS]
 )
-def test_a_run_resumed_after_a_failed_save_ends_with_equal_weights(lm_data, tmp_path, in_background, case):
+def test_a_run_resumed_after_a_failed_save_equals_an_unbroken_run(lm_data, tmp_path, in_background, case):
     words, env = _words(lm_data, tmp_path, *ASYNC, *KEPT), environment(tmp_path, FAULTS[case])
     run = wait(start("train", *words, ranks=2, env=env))
     assert 0 not in run.exit_codes

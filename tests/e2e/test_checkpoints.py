@@ -1,4 +1,4 @@
-"""If a training run fails, the last checkpoint stays; a bad checkpoint is refused."""
+"""A failed training run keeps its last checkpoint, and training refuses an unsuitable checkpoint."""
 
 import os
 import re
@@ -41,8 +41,7 @@ def test_a_fault_ends_every_rank_with_an_error_and_keeps_the_last_checkpoint(lm_
 
 
 def test_a_save_dir_that_another_run_uses_is_refused_on_all_ranks(lm_data, tmp_path):
-    """The test process holds the lock of --save-dir, so a second training run, even of a dense model, is
-    refused."""
+    """The test process locks --save-dir, so the plugin refuses a training run, even of a dense model."""
     dense = [
         lm_data, "--user-dir", USER_DIR, "--task", "language_modeling", "--arch", "transformer_lm",
         "--optimizer", "adam", "--batch-size", 4, "--save-dir", tmp_path,

@@ -9,7 +9,7 @@ from cli import HYDRA, ROOT, USER_DIR, fairseq
 from models import lm_args, mt_args
 
 PACKAGE = str(ROOT / "fairseq_tutel")
-ALL = ("--required-batch-size-multiple", 1)  # fairseq keeps a last batch with fewer sentences
+ALL = ("--required-batch-size-multiple", 1)  # with this flag, fairseq keeps a smaller last batch
 EXPERT_METRICS = {
     "moe_gate_loss", "moe_gshard_loss", "entropy_gating", "expert1_balance_top",
     "expert1_balance_bottom", "unused_expert1_count", "overflow_expert1", "expert2_balance_top",

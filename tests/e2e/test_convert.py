@@ -31,8 +31,8 @@ def evaluated(data, path, folder):
 
 
 def equals_the_layer_by_loops(meta, path):
-    """Compare recorded outputs with Meta's layer, padding excepted; return the number of dropped
-    assignments."""
+    """Compare the recorded outputs of tokens, but not of padding, with Meta's layer; return the number of
+    dropped assignments."""
     dropped, calls = 0, torch.load(path)
     assert {name.removesuffix(".fc1") for name, *_ in calls} == set(meta.moe_layers())
     for name, x_TBD, mask, y_TBD in calls:

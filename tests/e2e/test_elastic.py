@@ -22,7 +22,7 @@ def _words(data, folder, size, *extra, updates):
     return lm_args(data, folder, *SGD, *SAVES, "--moe-micro-batches", size, *extra, updates=updates)
 
 
-def test_a_run_resumed_on_three_ranks_and_then_on_one_equals_a_run_on_one_rank(lm_data, tmp_path):
+def test_a_run_that_moves_from_three_ranks_to_one_equals_a_run_on_one_rank(lm_data, tmp_path):
     """Three ranks share four micro-batches, so two ranks run an empty micro-batch in every update."""
     one, three = tmp_path / "one", tmp_path / "three"
     # An epoch has four updates; the last update has fewer micro-batches.
@@ -41,7 +41,7 @@ def test_a_run_resumed_on_three_ranks_and_then_on_one_equals_a_run_on_one_rank(l
 def test_training_continues_after_one_node_is_lost_and_another_joins(lm_data, tmp_path):
     """torch's rendezvous store runs outside of the nodes, so the run survives the loss of any node."""
     lost = 0
-    # Seed 2 gives a token two almost equal gate logits, so rounding could change the chosen experts.
+    # With seed 2, a token has two almost equal gate logits, so rounding could change the chosen expert.
     seed = ("--seed", 4)
     words = _words(lm_data, tmp_path / "save", 4, "--user-dir", SLOW, *seed, updates=60)
     cluster = Cluster(tmp_path, words)

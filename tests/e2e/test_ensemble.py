@@ -70,7 +70,7 @@ def loss_of(run):
 
 
 @pytest.mark.parametrize("trained", ["dense"], indirect=True)
-def test_an_ensemble_opens_as_one_model_and_as_separate_members(trained, lm_data, tmp_path):
+def test_an_ensemble_is_evaluated_as_one_model_and_as_separate_members(trained, lm_data, tmp_path):
     _, folder, run = trained
     data = (lm_data, "--gen-subset", "valid", "--tokens-per-sample", 16, "--batch-size", 8)
     one = fairseq("eval-lm", *data, "--user-dir", USER_DIR, "--path", folder / "checkpoint_last.pt")

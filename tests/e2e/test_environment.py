@@ -28,7 +28,7 @@ def test_env_prints_versions_devices_and_unavailable_features():
         assert "not --fp16" in facts["precisions"]
 
 
-def test_env_works_without_fairseq(monkeypatch):
+def test_env_works_if_fairseq_is_not_installed(monkeypatch):
     for name in ("fairseq", "fairseq.modules.layer_norm"):
         monkeypatch.setitem(sys.modules, name, None)
     assert _env()["torch"] == version("torch")

@@ -20,7 +20,7 @@ EXPERTS = 4
 
 @pytest.fixture(scope="module")
 def mt(mt_data, tmp_path_factory):
-    """The sharded checkpoint of a translation model, next to a file with expert statistics."""
+    """The sharded checkpoint of a translation model; its folder also has a file with expert statistics."""
     save = tmp_path_factory.mktemp("statistics")
     fairseq("train", *mt_args(mt_data, save, *SHARDED, updates=2))
     collect(save / "checkpoint_last.pt", mt_data, save / "use.json")
@@ -37,7 +37,7 @@ def collect(path, data, output, *extra):
     return found["pairs"]
 
 
-def test_the_expert_statistics_match_the_probabilities_of_the_gate(mt, mt_data):
+def test_the_expert_statistics_equal_statistics_of_the_gate_s_probabilities(mt, mt_data):
     (layers,) = json.loads((mt.parent / "use.json").read_text())["pairs"].values()
     assert list(layers) == ["encoder_0", "encoder_1", "decoder_0", "decoder_1"]
     opened = ft.from_checkpoint(mt, mt_data)

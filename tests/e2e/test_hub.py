@@ -1,4 +1,4 @@
-"""Models from `from_checkpoint` give the results of fairseq's commands."""
+"""Models that `from_checkpoint` opens give the results of fairseq's commands."""
 
 import io
 import logging

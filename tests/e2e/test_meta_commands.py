@@ -1,5 +1,6 @@
-"""Runs the command lines of the README of Meta's fairseq-moe with small models. The commands omit the
-sharded DDP backend, and half precision on a CPU.
+"""Runs the command lines of the README of Meta's fairseq-moe with small models.
+
+The tests omit the flag for Meta's sharded DDP backend, and on a CPU the flags for half precision.
 """
 
 import shlex
@@ -49,7 +50,7 @@ def test_the_training_command_of_meta_s_readme_runs(dtype):
     records = run.stats("train_inner")
     assert len(records) == 4
     assert float(records[-1]["loss"]) < float(records[0]["loss"])
-    assert float(records[0]["overflow_expert2"]) == 0  # by default, the plugin drops no assignments
+    assert float(records[0]["overflow_expert2"]) == 0  # by default, the plugin drops no assignment
     assert "8 experts, top-2, hidden 32" in run.output
     assert "(evaluation as in training)" in run.output
 

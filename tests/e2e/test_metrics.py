@@ -14,7 +14,7 @@ AVERAGES = {"entropy": "entropy_gating", "weight1": "expert1_weight", "weight2":
 
 @pytest.fixture(scope="module")
 def logged(lm_data, tmp_path_factory):
-    """Return the logs of two runs with learning rate 0, as a dictionary by (ranks, --update-freq)."""
+    """Two finished runs with learning rate 0, in a dictionary with keys (ranks, --update-freq)."""
     made = {}
     for ranks, freq in ((1, 2), (2, 1)):
         folder = tmp_path_factory.mktemp(f"ranks-{ranks}-freq-{freq}")
@@ -29,7 +29,7 @@ def logged(lm_data, tmp_path_factory):
 
 
 def numbers_of(record):
-    """Return all metrics of experts in a log record as floating-point numbers, by (metric, list index)."""
+    """Return the expert metrics of a log record as floats, in a dictionary with keys (metric, index)."""
     numbers = {}
     for key, value in record.items():
         if re.search("moe_|expert|entropy", key):

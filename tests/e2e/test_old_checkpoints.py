@@ -1,5 +1,6 @@
-"""Training runs resume from checkpoints that an older version of the plugin wrote after three updates. The
-losses of updates 4 and 5 must equal the losses that the older version logged.
+"""Runs resume from checkpoints that an older version of the plugin wrote after three updates.
+
+The losses of updates 4 and 5 must equal the losses that the older version logged.
 """
 
 import tarfile

@@ -1,11 +1,11 @@
-"""Combines options of fairseq's models with experts, and passes all options of experts through hydra."""
+"""MoE models train with options of fairseq's models, and with MoE options from a hydra configuration."""
 
 import torch
 from cli import HYDRA, ROOT, fairseq
 from models import lm_args
 
 
-def test_adaptive_input_and_softmax_train_with_fairseq_s_criterion(lm_data, tmp_path):
+def test_a_model_with_adaptive_input_and_softmax_trains_with_fairseq_s_criterion(lm_data, tmp_path):
     flags = (
         "--arch", "moe_transformer_lm_wiki103", "--criterion", "adaptive_loss",
         "--adaptive-input-cutoff", "10,20", "--adaptive-softmax-cutoff", "10,20",

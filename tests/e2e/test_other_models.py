@@ -39,7 +39,7 @@ def _train(kind, data, folder):
 
 @pytest.fixture(scope="module", params=KINDS)
 def trained(request, lm_data, tmp_path_factory):
-    """The name, the folder and the finished training command of a model that two ranks trained."""
+    """The kind, the --save-dir and the finished training command of a model that two ranks trained."""
     folder = tmp_path_factory.mktemp(request.param)
     return request.param, folder, _train(request.param, lm_data, folder)
 

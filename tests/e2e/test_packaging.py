@@ -1,4 +1,4 @@
-"""The wheel and the sdist have every file of the package, and a model trains with only the wheel."""
+"""The wheel and the sdist have every file of the package, and a model trains without the checkout."""
 
 import os
 import shutil
@@ -61,7 +61,7 @@ def test_a_model_trains_in_an_environment_with_only_the_wheel(built, lm_data, tm
     python = tmp_path / "env" / "bin" / "python"
     site = Path(_run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
     _run([sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel])
-    # A .pth file makes installed packages importable. Editable installs stay hidden.
+    # This .pth file makes packages of the tests' environment importable, but not its editable installs.
     (site / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     somewhere = {"cwd": tmp_path, "env": clean}

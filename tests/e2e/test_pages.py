@@ -57,7 +57,7 @@ def runs(page: str) -> list[tuple[int, str]]:
 
 
 def completed(words: list[str], folder: Path) -> list[str]:
-    """Return the arguments of a training command with small model sizes and without placeholders."""
+    """Add small model sizes to the arguments of a training command, and fill in the placeholders."""
     if words[0] == "…":
         words = ["TRAIN", *words[1:]]
     if "TRAIN" in words:

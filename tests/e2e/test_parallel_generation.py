@@ -44,20 +44,20 @@ BEAM = ("--beam", 4, "--nbest", 4, "--max-len-b", 12)
 
 
 def _hypotheses(text):
-    """Return the scores of all printed hypotheses, by (sentence number, text)."""
+    """Return the scores of all printed hypotheses, in a dictionary with keys (sentence number, text)."""
     found = re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", text, re.M)
     return {(int(i), words): float(score) for i, score, words in found}
 
 
 def _calls(run):
-    """Return how often rank 0 called a MoE layer with tokens, and how often with zero tokens."""
+    """Return how often rank 0 called a MoE layer with tokens, and how often without tokens."""
     (found,) = re.findall(r"ranks: (\d+) layer calls .* tokens, (\d+) for other", run.logs[0])
     return tuple(map(int, found))
 
 
 @pytest.fixture(scope="module")
 def alone(mt, mt_data):
-    """Return the hypotheses that one process generates, and the score of each hypothesis."""
+    """The hypotheses that one process generates, and the score of each hypothesis."""
     one = _run("generate", mt_data, mt, *BEAM, *UNEQUAL, ranks=1)
     found = _hypotheses(one.output)
     lengths = {len(words.split()) for _, words in found}
@@ -97,7 +97,7 @@ def test_eval_lm_spreads_sentences_and_experts_over_ranks(lm, lm_data):
         int(re.search(r"num. model params: ([\d,]+)", run.logs[0])[1].replace(",", ""))
         for run in (one, two)
     ]
-    # A rank has 2 of 4 experts in each of two layers; an expert has 2 x 16 x 32 weights and 48 biases.
+    # Each rank lacks 2 of 4 experts in each of 2 layers; an expert has 2 x 16 x 32 weights and 48 biases.
     assert sizes[0] - sizes[1] == 2 * 2 * (2 * 16 * 32 + 48)
 
 

@@ -1,4 +1,4 @@
-"""Training with collective plans gives the same bits as training that adds in rank order."""
+"""Training with collective plans gives the same bits as an all-reduce that adds in the order of ranks."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ IN_ORDER = (("one_phase", "reduce_scatter"), ("one_phase", "all_gather"), ("two_
 
 
 def write(folder, ranks):
-    """Write plans for the given numbers of ranks, and an all-to-all plan for two ranks."""
+    """Write the plans of `IN_ORDER` for each number of `ranks`, and an all-to-all plan for two ranks."""
     folder.mkdir(exist_ok=True)
     plans = [make(name, collective, n) for name, collective in IN_ORDER for n in ranks]
     for plan in (*plans, make("two_hops", "all_to_all", 2, nodes=2)):
@@ -49,7 +49,7 @@ def test_training_with_collective_plans_adds_gradients_in_rank_order(ranks, flag
     folder, rows = tmp_path / "files", "two_hops" if flags else "linear"
     if flags:
         write(folder, (2, ranks))
-    else:  # the default plans for two ranks add in rank order
+    else:  # the default plans for two ranks add in the order of ranks
         tool("plans", ranks, "--output", folder)
     by_plans = ("--moe-collective-plans", folder, "--moe-a2a-algorithm", f"plan:{rows}_all_to_all_2")
     run = train(lm_data, tmp_path / "plans", *flags, *by_plans, ranks=ranks)

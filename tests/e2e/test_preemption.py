@@ -1,4 +1,4 @@
-"""A signal ends a training run with a checkpoint, and the resumed run ends with the same weights."""
+"""After a signal, a run saves a checkpoint and ends; the resumed run equals a run without a signal."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Both files of a recipe in configs/ (flags and hydra) build the same model, and tiny recipes train."""
+"""The flags file and the hydra file of a recipe in configs/ build equal models, and tiny recipes train."""
 
 import argparse
 import copy
@@ -97,7 +97,7 @@ def test_both_files_of_a_recipe_build_a_model_with_the_listed_number_of_paramete
     vocabulary, billions = SIZES[recipe]
     by_args, by_hydra = (_built(read(recipe), vocabulary) for read in (_from_args, _from_hydra))
     assert _shapes(by_args) == _shapes(by_hydra)
-    assert str(by_args) == str(by_hydra)  # the printed model shows options such as dropout
+    assert str(by_args) == str(by_hydra)  # this text also has options such as dropout
     size = sum(parameter.numel() for parameter in by_args.parameters()) / 1e9
     assert size == pytest.approx(billions, rel=0.03)
 

@@ -1,4 +1,4 @@
-"""Exports models that fairseq trained to Hugging Face with `convert to-hf`, and imports them again."""
+"""Exports a model of fairseq to Hugging Face's format with `convert to-hf`, and imports it again."""
 
 import json
 import re
@@ -78,7 +78,7 @@ def encoded(folder, texts):
 
 @pytest.fixture(scope="module")
 def exported(mt_data, tmp_path_factory):
-    """Return the data, the checkpoint and the export folder of a translation model."""
+    """The data, the checkpoint and the folder of exports of a translation model."""
     folder = tmp_path_factory.mktemp("exported")
     data, tokenizer = encoded(folder, mt_data.parent)
     # CTranslate2 needs the same number of attention heads in the encoder and the decoder.

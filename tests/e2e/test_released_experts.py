@@ -1,4 +1,4 @@
-"""An NLLB-MoE model imported from Hugging Face translates and is fine-tuned with fairseq's commands."""
+"""fairseq's commands translate with and fine-tune an NLLB-MoE model imported from Hugging Face."""
 
 import os
 import subprocess

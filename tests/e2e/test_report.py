@@ -1,4 +1,4 @@
-"""`fairseq-tutel report` writes a page about a MoE run on two ranks and a dense run."""
+"""Tests of the page that `fairseq-tutel report` writes about a dense run and a MoE run on two ranks."""
 
 import json
 import re

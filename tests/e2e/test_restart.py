@@ -1,4 +1,5 @@
-"""If a launcher restarts the ranks, training resumes and ends with the weights of an undisturbed run."""
+"""If a launcher restarts the ranks, training resumes, and the final weights are those of a run without
+a restart."""
 
 import os
 import shutil

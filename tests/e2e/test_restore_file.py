@@ -1,4 +1,4 @@
-"""Tests which checkpoint a run resumes from if each rank has a different --save-dir."""
+"""Tests of the checkpoint from which a run resumes if each rank has a different --save-dir."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Tests of routing in fairseq's commands, such as random choices after a resume and custom gates."""
+"""Tests of routing in fairseq's commands: random choices, incremental decoding and custom gates."""
 
 import itertools
 import re
@@ -81,7 +81,7 @@ def test_incremental_decoding_gives_the_scores_of_one_forward_pass(mt_data, tmp_
     words += ("--gen-subset", "valid", "--num-workers", 0, "--required-batch-size-multiple", 1)
     scores = {}
     for extra in (("--prefix-size", 99), ("--score-reference",)):
-        # --prefix-size scores a reference word by word; --score-reference scores it in one forward pass.
+        # --prefix-size scores each reference word by word; --score-reference uses one forward pass.
         run = fairseq("generate", *words, *extra)
         found = re.findall(r"^P-(\d+)\t(.*)$", run.output, re.M)
         scores[extra[0]] = {int(i): [float(x) for x in row.split()] for i, row in found}

@@ -1,4 +1,4 @@
-"""In sharded checkpoints, each rank writes its experts, and runs on any number of ranks can resume."""
+"""Each rank writes its experts to a sharded checkpoint, and a run on any number of ranks can resume."""
 
 import re
 import shutil
@@ -59,8 +59,7 @@ def train_at(name, data, folder, updates):
 
 @pytest.fixture(scope="module")
 def saved_at(lm_data, tmp_path_factory):
-    """Return a function that trains one of the runs in `LAYOUTS` for two updates and returns the
-    --save-dir."""
+    """Return a function that trains a run of `LAYOUTS` for two updates and returns the --save-dir."""
     folders = {}
 
     def of(name):
@@ -74,7 +73,7 @@ def saved_at(lm_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def straight(lm_data, tmp_path_factory):
-    """Return the losses and gradient norms of an uninterrupted run with four updates."""
+    """The losses and gradient norms of an uninterrupted run with four updates."""
     return losses(train_at("1 full", lm_data, tmp_path_factory.mktemp("straight"), 4))
 
 

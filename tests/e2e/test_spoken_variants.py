@@ -34,8 +34,7 @@ SPOKEN = {
 
 
 def _add_targets(folder, in_units):
-    """Add targets to fairseq's lists of filter banks; a target is the filter banks or one unit per
-    letter."""
+    """Add a target to each row of fairseq's lists: one unit per letter, or the input's filter banks."""
     for split in ("train", "valid"):
         path = folder / f"{split}.tsv"
         with path.open() as file:
@@ -70,7 +69,7 @@ def test_models_that_output_speech_train_on_two_ranks_and_are_validated(kind, tm
         "--log-format", "json", "--required-batch-size-multiple", 1, "--batch-size", 4,
     ).stats("valid")[-1]  # fmt: skip
     expected = float(run.stats("valid")[-1]["valid_loss"])
-    # Losses differ a little, because models that output spectrograms use dropout in evaluation.
+    # The two losses differ a little, because models that output spectrograms use dropout in evaluation.
     assert float(found["valid_loss"]) == pytest.approx(expected, rel=0.02)
     if of_task:
         output = fairseq(

@@ -1,4 +1,4 @@
-"""Tasks of fairseq or a user that have no dataclass train MoE models as the plugin's tasks do."""
+"""Tasks without a dataclass (fairseq's or a user's) train MoE models on several ranks."""
 
 import shutil
 from pathlib import Path

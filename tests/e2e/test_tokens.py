@@ -57,7 +57,7 @@ def test_the_tokens_page_has_the_experts_that_the_gate_chose(translator, mt_data
     assert first["experts"]["encoder.layers.0.fc1"] == chosen_TK.tolist()
 
 
-def test_the_tokens_page_translates_or_continues_given_texts(translator, mt_data, lm_data, tmp_path):
+def test_the_tokens_page_of_given_texts_also_has_their_translations(translator, mt_data, lm_data, tmp_path):
     fairseq("train", *lm_args(lm_data, tmp_path / "lm", "--disable-validation", updates=1))
     found = page(tmp_path / "mt.html", translator, mt_data, "--text", "w1 w2", "--text", "w3")
     assert [sample["side"] for sample in found["samples"]] == ["encoder", "decoder"] * 2

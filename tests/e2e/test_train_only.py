@@ -1,4 +1,4 @@
-"""--moe-train-only in fairseq-train: frozen weights keep their bits, on two ranks and after a resume."""
+"""With --moe-train-only, frozen weights keep their bits on two ranks and after a resume."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from models import dense_lm_args, mt_args
 
 from fairseq_tutel.checkpoint.shards import bind, unbind
 
-# Value of --moe-train-only -> (a part of the names of all trained parameters, the flags of the run).
+# Value of --moe-train-only -> (text in the names of all trained parameters, other flags of the run).
 CASES = {
     "gates": (".fc1.gate.", ("--bf16", "--moe-zero-stage", 1, "--checkpoint-activations")),
     "experts": (".experts.", ("--moe-checkpoint", "sharded", "--moe-zero-stage", 2, "--moe-balance-bias")),
@@ -70,7 +70,7 @@ def test_a_dense_run_trains_only_embeddings_and_cannot_resume_with_all_parameter
 
 
 @pytest.mark.parametrize(("what", "code"), [("'expert:0,3'", 0), ("nothing", 1)])
-def test_fairseq_hydra_train_without_a_preloaded_plugin_reads_the_option(what, code, lm_data, tmp_path):
+def test_fairseq_hydra_train_reads_moe_train_only_without_a_preloaded_plugin(what, code, lm_data, tmp_path):
     words = (
         "--config-dir", HYDRA, "--config-name", "tiny_lm", f"task.data={lm_data}",
         f"common.user_dir={USER_DIR}",

@@ -1,5 +1,4 @@
-"""Converts trained dense models to MoE models with `convert upcycle`, trains them, and converts them
-back."""
+"""Converts dense models to MoE models with `convert upcycle`, trains them, and converts them back."""
 
 import re
 import subprocess

@@ -9,7 +9,7 @@ from cli import USER_DIR, fairseq
 from models import lm_args, mt_args
 from tool_in_process import tool
 
-# Options with which fairseq keeps a smaller last batch and starts no worker processes.
+# With these options, fairseq keeps a smaller last batch and starts no worker processes.
 ALL = ("--required-batch-size-multiple", 1, "--num-workers", 0)
 FRESH = ("--reset-optimizer", "--reset-lr-scheduler", "--reset-dataloader", "--reset-meters")
 EXPERTS = "decoder.layers.0.fc1.experts.fc1_weight"
@@ -30,7 +30,7 @@ def same_weights(a, b):
 
 
 def without(words, *flags, values=1):
-    """Return command-line words without the given flags and their values."""
+    """Return command-line words without the given flags; `values` is the number of values per flag."""
     words = list(words)
     for flag in flags:
         at = words.index(flag)
@@ -87,7 +87,7 @@ def test_finetune_from_model_loads_only_the_weights_of_a_moe_model(lm, lm_data, 
     assert found["model"][EXPERTS].shape[0] == 4
     _started_afresh(found, updates=1)
     assert _steps(found) == {1}
-    # If a training command runs again, training resumes from the checkpoint in --save-dir.
+    # When the same command runs again, training resumes from the checkpoint in --save-dir.
     fairseq("train", *lm_args(lm_data, tmp_path, *words, updates=2))
     assert _steps(load(tmp_path / "checkpoint_last.pt")) == {2}
 

@@ -1,5 +1,4 @@
-"""MoE variants of speech and non-autoregressive models train with fairseq-train and run in other
-commands."""
+"""MoE variants of speech and non-autoregressive models train and run in fairseq's commands."""
 
 from functools import cache
 
@@ -32,7 +31,7 @@ PRETRAINED = {
 
 @pytest.fixture(scope="session")
 def sound_data(tmp_path_factory):
-    """The folder with the sound files of all tests."""
+    """The folder with the sound files that all tests share."""
     return tones(tmp_path_factory.mktemp("sounds") / "of")
 
 
@@ -91,7 +90,7 @@ def _fine_tune(kind, data, pretrained, folder, *extra, updates=6, **kwargs):
 
 @pytest.fixture(scope="module")
 def pretrained(sound_data, tmp_path_factory):
-    """A function that returns the checkpoint of a small pretrained model of the given kind."""
+    """Return a function that returns the checkpoint of a small pretrained model of the given kind."""
 
     @cache
     def path_of(kind):
@@ -152,7 +151,7 @@ def test_a_speech_to_text_model_learns_on_two_ranks_and_generates(kind, sound_da
         folder = ("--save-dir", tmp_path / str(ranks), "--update-freq", 2 // ranks)
         run = fairseq("train", data, *COMMON, *words, *folder, ranks=ranks)
         learns(run)
-    if "conformer" not in kind:  # batch norms of a conformer depend on the micro-batch
+    if "conformer" not in kind:  # a conformer's batch norms differ between 1 and 2 ranks
         same_training(tmp_path / "1", tmp_path / "2")
     output = fairseq(
         "generate", data, "--user-dir", SOUND_DIR, "--task", "moe_speech_to_text", "--gen-subset",
@@ -178,7 +177,7 @@ def test_a_nonautoregressive_model_learns_on_two_ranks_and_generates(kind, mt_da
         args = mt_args(mt_data, tmp_path / str(ranks), *words, "--update-freq", 2 // ranks)
         run = fairseq("train", *args, ranks=ranks)
         learns(run)
-    if "full_mask" in words and kind.startswith("non"):  # random_delete noise depends on the micro-batch
+    if "full_mask" in words and kind.startswith("non"):  # random_delete noise differs between 1 and 2 ranks
         same_training(tmp_path / "1", tmp_path / "2")
     output = fairseq(
         "generate", mt_data, "--user-dir", SOUND_DIR, "--task", "moe_translation_lev", "--path",

@@ -84,7 +84,7 @@ def test_the_best_checkpoint_has_the_highest_accuracy(plain):
 
 
 def test_fairseq_validate_and_predict_give_the_same_accuracy(sharded, digits, tmp_path):
-    """One process must be able to open a sharded checkpoint that two ranks wrote."""
+    """One process opens the sharded checkpoint that two ranks wrote."""
     (tmp_path / "valid.npz").write_bytes((digits / "valid.npz").read_bytes())
     checkpoint, table = sharded / "checkpoint_last.pt", tmp_path / "found.csv"
     words = ("--user-dir", USER_DIR, "--task", "image_classification", "--path", checkpoint)

@@ -11,7 +11,7 @@ from tool_in_process import tool
 
 
 def binarized(folder, languages, dictionary):
-    """Write and binarize word-by-word translations of an English text; bb also reverses each sentence."""
+    """Write and binarize word-by-word translations of a text; the language bb reverses each sentence."""
     folder.mkdir()
     for split, lines in (("train", 2000), ("test", 200)):
         write_text(folder / "text", lines, seed=len(split) + lines, longest=9)
@@ -37,7 +37,7 @@ def task_of(languages):
 
 
 def trained(data, folder, languages, updates, *words):
-    """Train a translation model of all directions from and to English; return its checkpoint."""
+    """Train a translation model for all pairs of English and another language; return its checkpoint."""
     sizes = [f"--{s}-{key}" for s in ("encoder", "decoder") for key in ("embed-dim", "ffn-embed-dim")]
     args = mt_args(
         data, folder, *task_of(languages), *(word for flag in sizes for word in (flag, 64)),
@@ -50,7 +50,7 @@ def trained(data, folder, languages, updates, *words):
 
 
 def translated(data, path, languages, source, target):
-    """Translate the test sentences; return the translations by number, and BLEU."""
+    """Translate the test sentences; return the translations by sentence number, and the BLEU score."""
     output = fairseq(
         "generate", data, "--user-dir", USER_DIR, "--path", path, *task_of(languages), "-s", source,
         "-t", target, "--gen-subset", "test", "--beam", 2, "--required-batch-size-multiple", 1,

@@ -32,7 +32,7 @@ def data(tmp_path_factory):
     return data
 
 
-def test_validation_of_each_language_pair_logs_separate_expert_loads(data, tmp_path):
+def test_validation_logs_separate_expert_loads_for_each_language_pair(data, tmp_path):
     save = tmp_path / "several"
     save.mkdir()
     words = shlex.split(RECIPE.read_text())

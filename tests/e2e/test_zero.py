@@ -31,7 +31,7 @@ def _same_training(expected, found, adam):
 
 @pytest.mark.long
 def test_zero_in_bf16_gives_the_master_weights_of_a_run_without_zero(lm_data, tmp_path):
-    # If a run has no clipping, Adam or gradient accumulation, ZeRO does not change the order of sums.
+    # Without clipping, Adam and gradient accumulation, runs with and without ZeRO add in the same order.
     steps = (*SGD, "--bf16", "--clip-norm", 0, "--update-freq", 1)
     flags = (*steps, "--moe-expert-parallel-size", 2)
     for folder, more in (("plain", ()), ("zero", ZERO_2)):
@@ -41,7 +41,7 @@ def test_zero_in_bf16_gives_the_master_weights_of_a_run_without_zero(lm_data, tm
     # ZeRO must not change a bit of the weights or of the fp32 master weights.
     same_bits(expected["model"], found["model"])
     same_bits(expected["last_optimizer_state"]["state"], found["last_optimizer_state"]["state"])
-    # A run with ZeRO resumes from a checkpoint without ZeRO, and a run without ZeRO from one with ZeRO.
+    # A run with ZeRO resumes from a checkpoint of a run without ZeRO, and the other way round.
     straight = tmp_path / "straight"
     _train(lm_data, straight, *flags, ranks=2, updates=5)
     _train(lm_data, tmp_path / "plain", *flags, *ZERO_2, *OFFLOAD, ranks=2, updates=5)
@@ -81,9 +81,9 @@ def one_process(lm_data, tmp_path_factory):
     return of
 
 
-# The recipes e_d_m and e_z_offload together use every kind of parallelism that the other recipes use.
+# These two recipes together use every kind of parallelism of the recipes parallel_*.
 @pytest.mark.parametrize("form", ["e_d_m", "e_z_offload"])
-def test_a_parallel_recipe_trains_equal_models_on_one_and_four_ranks(form, lm_data, one_process, tmp_path):
+def test_four_ranks_train_the_model_of_a_parallel_recipe_as_one_rank(form, lm_data, one_process, tmp_path):
     run = fairseq("train", lm_data, *_recipe(form), "--save-dir", tmp_path, ranks=4)
     assert ("this rank keeps the optimizer state of" in run.output) == ("z" in form)
     slices = "Strategy(adaptive_r=2" in run.output

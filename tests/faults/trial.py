@@ -206,7 +206,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def belongs(path: Path, checkpoint: Path) -> bool:
-    """Return whether a file is a checkpoint or a shard file that the checkpoint names."""
+    """Return whether `path` is the checkpoint itself or one of its shard files."""
     return path == checkpoint or path.parent.name in folders.mentions(checkpoint)
 
 
@@ -214,7 +214,7 @@ def tear(how: str, save_dir: Path) -> Path:
     """Flip a bit of checkpoint_last.pt, or remove checkpoint_last.pt; return the path."""
     path = save_dir / "checkpoint_last.pt"
     content = bytearray(path.read_bytes())
-    path.unlink()  # copies of a checkpoint may share disk blocks
+    path.unlink()
     if how == "flip":
         content[random.Random(1).randrange(len(content) // 4, len(content) // 2)] ^= 1
         path.write_bytes(content)

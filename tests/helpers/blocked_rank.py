@@ -1,4 +1,4 @@
-"""In this torchrun script, rank 2 fails, and kills itself after a restart; other ranks block in C code."""
+"""A script for torchrun: rank 2 fails, and kills itself after a restart; other ranks block in C code."""
 
 import ctypes
 import os

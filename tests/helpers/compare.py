@@ -10,7 +10,7 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-2, tor
 
 
 def close(got: Tensor, expected: Tensor, what: str, tolerance: float | None = None) -> None:
-    """Fail with the name `what` unless both tensors agree to `tolerance` or to the dtype's tolerance."""
+    """Assert that two tensors agree to `tolerance` (default: by dtype); `what` names them in errors."""
     tolerance = TOLERANCE[got.dtype] if tolerance is None else tolerance
     torch.testing.assert_close(
         got.double(), expected.double(), rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}"
@@ -30,7 +30,7 @@ def same_function(
     named: dict[str, Tensor],
     tolerance: float | None = None,
 ) -> None:
-    """Compare the outputs of both functions, and every gradient of a random projection of the outputs."""
+    """Compare the outputs of two functions, and the outputs' gradients for the tensors in `named`."""
     y, expected = ours(), oracle()
     close(y, expected, "output", tolerance)
     generator = torch.Generator().manual_seed(7)

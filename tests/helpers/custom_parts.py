@@ -1,4 +1,4 @@
-"""Tests choose these custom gates and experts by the name custom_parts.Class."""
+"""Custom gates and experts, which tests name in options, as in `expert_type="custom_parts.DeepExpert"`."""
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ class ShortGate(CalmGate):
 
 
 class DeepExpert(nn.Module):
-    """This expert has nested modules, scalar and frozen parameters, dropout, and a sum of hidden units."""
+    """This expert has nested modules, a scalar and a frozen parameter, dropout, and a sum over H."""
 
     def __init__(self, config) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The fork server of a test session has imported the plugin and other slow modules.
+"""Starts processes quickly from a fork server that has imported the plugin and other slow modules.
 
 All tests share one fork server, because Python allows only one per process.
 """
@@ -25,7 +25,7 @@ PRELOADED = [
 def context():
     """Return the multiprocessing context whose children are forked from the fork server.
 
-    Forks of the server are fast, and safe because the server has no threads.
+    A fork of the server starts fast, and the fork is safe because the server has no threads.
     """
     chosen = multiprocessing.get_context("forkserver")
     chosen.set_forkserver_preload(PRELOADED)  # The fork server skips modules that are not installed.

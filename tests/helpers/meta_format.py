@@ -243,7 +243,7 @@ def tutel_state(meta, rank):
 def layer_by_loops(meta, layer, x_TD, training=False, sentences=1):
     """Compute the output of Meta's MoE layer one token at a time; tokens are ordered by (sentence, time).
 
-    Output masking works as in evaluation.
+    Output masks (EOM and FOM) are replaced by their means, as in evaluation.
     """
     options = meta.model_options()
     probs_TE = torch.softmax(

@@ -7,7 +7,7 @@ from fairseq_tutel.checkpoint.saved import SavedModel, layers_of
 from fairseq_tutel.convert.configs import configs_of
 
 D, H, E = 8, 6, 4
-# The model options of these MoEConfig fields have other names.
+# These fields of MoEConfig have other names as model options.
 KEYS = {"num_experts": "moe_expert_count", "hidden_dim": "moe_expert_ffn_dim"}
 
 

@@ -35,7 +35,7 @@ def random_network(random, most=10):
 
 
 def widest_cut(network):
-    """Compute ForestColl's optimum 1/x by brute force over all vertex sets with some but not all ranks."""
+    """Try all vertex sets; return the largest ratio of ranks in a set to bandwidth that leaves the set."""
     ranks, size = range(network.ranks), len(network.vertices)
     best = Fraction(0)
     for number in range(1, size):

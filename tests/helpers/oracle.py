@@ -23,7 +23,7 @@ ACTIVATIONS = {
 
 @dataclass
 class Plan:
-    """Holds the result of `plan`; `slots` and `kept` are by token and choice, with slot -1 for padding."""
+    """The result of `plan`: `slots[t][k]` is the slot of token t's choice k, or -1 for padding."""
 
     expert_ids: list[list[int]]
     slots: list[list[int]]

@@ -1,7 +1,7 @@
 """Runs a small collective plan in all interleavings of lanes and transfers, to test the plan checker.
 
 A channel is a queue of issued puts and signals. An issued put reads, writes, and then leaves the channel.
-Two memory accesses race if both may be the next action.
+Two accesses to a cell, of which one writes, race if either may be the next action.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Interleavings:
 
     def __init__(self, plan: Plan, calls: int = 3) -> None:
         self.plan, self.calls = plan, calls
-        # These are the first all_reduce results by call and chunk; all ranks must get equal results.
+        # (call, chunk) -> the first rank's all_reduce result, which all other ranks must get too.
         self.sums = {}
         self.lanes = [(r, lane) for r, lanes in enumerate(plan.programs) for lane in range(len(lanes))]
 

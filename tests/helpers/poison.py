@@ -1,6 +1,6 @@
 """Fills uninitialized tensors of the package with NaN or with an out-of-range integer.
 
-The test of a kernel that leaves elements unwritten then always fails.
+If a kernel leaves elements unwritten, its test then always fails.
 """
 
 import functools

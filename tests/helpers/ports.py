@@ -1,4 +1,4 @@
-"""Finds TCP ports that no other program uses before the first rank listens on them.
+"""Finds TCP ports that stay unused until the first rank listens on them.
 
 The system may use any free port from 32768 on for an outgoing connection. Other programs use a port below
 32768 only if they name the port, and fairseq draws ports from 10000 to 20000.

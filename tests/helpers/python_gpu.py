@@ -49,7 +49,7 @@ COLLECTIVES = {
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A log entry has the ranks of the process group and the number of elements that this rank sends."""
+    """A started collective: `ranks` form its process group, and this rank sends `numel` elements."""
 
     name: str
     ranks: tuple[int, ...]
@@ -57,12 +57,12 @@ class Collective:
 
 
 class Device:
-    """Records the events of this process's simulated GPU for tests; without a GPU, the records stay empty.
+    """Records what happens on this process's simulated GPU.
 
-    `waits` lists why the host waited for the GPU, with numbers of elements. `log` lists the collectives in
-    the order in which this rank started them. `faults` lists memory that was freed too early. `contexts`
-    has the indices of the GPUs on which threads created CUDA contexts. `peak` is the maximum of allocated
-    bytes. `completes` is true if every started collective is complete.
+    `waits` lists the operations for which the host waited. `log` lists the collectives in the order in
+    which this rank started them. `faults` lists memory that was freed too early. `contexts` has the indices
+    of the GPUs on which threads created CUDA contexts. `peak` is the maximum of allocated bytes. A test
+    sets `completes` to make every started collective complete.
     """
 
     def __init__(self, name):
@@ -75,7 +75,7 @@ class Device:
 
     @property
     def current(self):
-        """Holds the device of this thread; autograd threads use the main thread's device."""
+        """The index of this thread's GPU; autograd threads use the main thread's GPU."""
         by_autograd = isinstance(threading.current_thread(), threading._DummyThread)
         return getattr(self.thread, "index", self.index if by_autograd else 0)
 
@@ -113,7 +113,7 @@ def index_of(device):
 
 
 class Stream:
-    """Simulates a CUDA stream; `seen` counts the operations of each stream that this stream waits for."""
+    """A CUDA stream; `seen` has the number of operations of each stream that this stream waited for."""
 
     def __init__(self, device=None, priority=0):
         self.device, self.priority, self.seen = torch.device("cuda", index_of(device)), priority, {self: 0}
@@ -154,7 +154,7 @@ class Memory:
         DEVICE.peak = max(DEVICE.peak, DEVICE.allocated)
 
     def use(self, stream, writes, what):
-        """Record an operation on a stream, or raise an error if the stream misses a required wait."""
+        """Record an operation on a stream, or raise an error if the stream lacks a required wait."""
         before = self.write | self.reads if writes else self.write
         if any(stream.seen.get(other, 0) < number for other, number in before.items()):
             raise RuntimeError(f"{what} uses a tensor of another stream without a wait")
@@ -277,7 +277,7 @@ def settle(tensor):
 
 
 class Work:
-    """Runs a collective on its group's stream, and keeps its tensors until a stream waits, as NCCL does."""
+    """A collective on its group's stream; as in NCCL, its tensors are kept until a stream waits for it."""
 
     def __init__(self, real, stream, tensors):
         self.real, self.end, self.kept = real, stream.record_event(), tensors
@@ -353,7 +353,7 @@ def register():
     library = torch.library.Library("_", "IMPL")
     for key in ("CUDA", "PrivateUse1"):  # These dispatch keys include functions that create a tensor.
         library.fallback(run, key)
-    # torch's builds for CUDA have functions for that key, which need a driver.
+    # In torch's CUDA builds, the key CUDA already has functions, which need a driver.
     creating = torch.library.Library("aten", "IMPL", "CUDA")
     for op in (aten.empty.memory_format, aten.empty_strided.default):
         creating.impl(op, functools.partial(run, op))

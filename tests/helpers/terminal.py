@@ -13,7 +13,8 @@ from fairseq_tutel.parallel import progress
 
 @contextlib.contextmanager
 def terminal(delay=0.0):
-    """Make stderr a terminal, with progress bars after `delay` seconds; yield a function to read it."""
+    """Make stderr a terminal, with progress bars after `delay` seconds; yield a function that returns the
+    new output."""
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, 100))
     with (

@@ -1,4 +1,4 @@
-"""This small training run must have equal results on any number of ranks.
+"""A small training run, which must have equal results on any number of ranks.
 
 The fp64 model has two MoE layers and a dense layer. W ranks divide the four micro-batches of an update.
 """

@@ -85,7 +85,7 @@ class OwnGate(nn.Module):
 
 
 class OwnExperts(nn.Module):
-    """Like Tutel's example, these experts multiply rows by a stack of matrices and count their calls."""
+    """These experts multiply rows by a stack of matrices, as in Tutel's example, and count their calls."""
 
     def __init__(self, model_dim, num_experts_per_device, sharded_count, out=None, power=1):
         super().__init__()

@@ -7,7 +7,7 @@ from fairseq_tutel.parallel.gradients import mark_expert
 
 
 def some_parameters(dtype=torch.float64):
-    """Return parameters; only some have a number of elements that is a multiple of two or four."""
+    """Return parameters, of which only some have an even number of elements."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(5, 7), (), (3,), (8,), (1, 1), (4, 2, 3), (0,), (13,)]
     made = [

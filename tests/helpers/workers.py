@@ -33,7 +33,7 @@ class Workers:
 
         Raises:
             AssertionError: A process raised an error; the message has the traceback of the first error.
-            TimeoutError: A process did not answer, and all processes were ended.
+            TimeoutError: A process did not answer, so `run` ended all processes.
         """
         if not self.processes:
             self._start()

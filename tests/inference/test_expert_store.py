@@ -58,7 +58,7 @@ def test_every_store_policy_gives_bit_identical_outputs_to_experts_in_memory(tmp
     config = KINDS[kind]
     source = source_of(write(model_of(config), tmp_path, packing))
     resident = as_read(model_of(config), source)
-    caches = (0, CACHE, "1GiB")  # Quantized experts run with one policy per cache size.
+    caches = (0, CACHE, "1GiB")  # Quantized experts run with only one policy per size.
     ways = zip(STORE_POLICIES, caches, strict=True)
     for policy, cache in ways if packing else itertools.product(STORE_POLICIES, caches):
         with ExpertStore(policy, tier, cache, compute="unpacked") as store:

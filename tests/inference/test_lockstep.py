@@ -33,7 +33,7 @@ def test_the_layer_that_most_ranks_request_runs_first_and_ties_go_to_the_lowest_
 
 
 def _layers(configs, parallel, local):
-    """Return expert-parallel layers in lockstep, and equal layers with all experts on this rank."""
+    """Return expert-parallel layers with one `Lockstep`, and equal layers with all experts on this rank."""
     topology = make_topology([c.num_experts for c in configs], parallel, local)
     lockstep = Lockstep(topology.expert_group)
     pairs = []

@@ -116,7 +116,7 @@ class Blocks(torch.nn.Module):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copied_model_has_separate_pre_gating_and_the_same_parameter_names(copied):
+def test_the_pre_gating_of_a_copied_model_does_not_use_the_original_model(copied):
     model, plain = Blocks(1), Blocks(0)
     model.layers[0](tokens())  # The call leaves an autograd graph, which cannot be copied.
     reference = copied(model)

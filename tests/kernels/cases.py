@@ -53,8 +53,7 @@ def inputs(num_tokens: int, num_rows: int, top_k: int, model_dim: int, dtype: to
     )
 
 
-# Each shape is (T, R, K, D). Some shapes have no tokens, no rows, one column or an odd D, and K is 1 to 4
-# or larger.
+# Each shape is (T, R, K, D). Some shapes have no tokens, no rows, one column, an odd D or a large K.
 SHAPES = (
     (7, 9, 1, 5),
     (7, 12, 2, 8),

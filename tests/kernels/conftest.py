@@ -1,4 +1,4 @@
-"""This fixture is the process that interprets Triton kernels."""
+"""A fixture for tests that interpret Triton kernels in another process."""
 
 import pytest
 from interpreter import interpret_with_gpu

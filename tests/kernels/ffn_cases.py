@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 
-# Tolerances relative to the largest entry in fp64. In half precision, h, a, dh and all results are rounded.
+# Tolerances are relative to the largest entry in fp64. Half precision rounds intermediate values too.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
@@ -32,7 +32,7 @@ class Case:
         bias: whether the linear maps have biases.
         gathered: whether rows are gathered from tokens; there are 2/3 as many tokens as rows.
         gated: whether gathered rows have gate weights.
-        keep: whether backward gets h, g and a; else only what ffn_up(keep=True) saved; a is recomputed.
+        keep: whether backward gets the activation's output a; otherwise, backward recomputes a.
         strided: whether weights are stored transposed.
     """
 
@@ -162,7 +162,7 @@ def oracle(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     index = torch.arange(rows) if given["index"] is None else given["index"].cpu()
     dy = given["dy"].cpu().double().nan_to_num()
     expert_of = torch.repeat_interleave(torch.tensor(case.counts))
-    # Rows are separate leaf tensors, so each row has a separate gradient.
+    # This leaf tensor has one row per assignment, so two rows of one token have separate gradients.
     x = leaf["x"].detach()[index[:used]].requires_grad_()
     parts: dict[str, list[Tensor]] = {"h": [], "g": [], "a": [], "out": []}
     for e in range(len(case.counts)):
@@ -193,7 +193,7 @@ def oracle(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     if "dgate" in results:
         results["dgate"] = results["dgate"][:used]
         results["gated"] = made["a"] * gate.unsqueeze(1)
-    for name in ("a", "out", "dx", "dh", "dg"):  # these results are 0 after the last group
+    for name in ("a", "out", "dx", "dh", "dg"):  # their rows after the last group are 0
         if name in results:
             results[name] = F.pad(results[name], (0, 0, 0, case.tail))
     return {name: tensor.detach() for name, tensor in results.items()}

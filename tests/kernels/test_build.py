@@ -18,7 +18,7 @@ TARGETS = {
     "gfx942": (64 * 1024, "v_mfma"),
     "gfx950": (160 * 1024, "v_mfma"),
 }
-# Bytes of spilled registers per thread: these versions of triton spill in one shape of `hidden` on sm_90.
+# Triton version -> the bytes per thread that it spills in one shape of the kernel `hidden` on sm_90.
 MOST_SPILLED = {"3.6.0": 120, "3.7.0": 120, "3.8.0": 120}
 DESCRIBED = {"sm_90", "sm_100", "sm_120"}
 PRODUCTS = {"up", "hidden", "linear", "weight_grad"}
@@ -40,7 +40,7 @@ KERNELS = {"count", "scan", "place", "gather_sum", "gather_dot",
 def test_every_kernel_compiles_without_spills_for_every_tile(target, precisions, tmp_path, monkeypatch):
     from benchmarks import compiled
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # without earlier kernels
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # an empty kernel cache
     shared, instruction = TARGETS[target]
     for precision in precisions:
         launches = compiled.launches_of(target, precision)
@@ -59,7 +59,7 @@ def test_every_kernel_compiles_without_spills_for_every_tile(target, precisions,
             assert bool(re.search(r"cp\.async\.bulk\.tensor", code)) == is_described, launch.name
 
 
-# The most launches of a layer in forward, backward and decoding. Lower a limit if fewer are needed.
+# (balance loss, balance bias) -> the most kernel launches of a layer in forward, backward and decoding.
 MOST = {("none", False): (8, 11, 8), ("gshard", False): (12, 13, 8), ("none", True): (8, 11, 8)}
 
 

@@ -20,7 +20,7 @@ def operands(tokens: int, model_dim: int, experts: int, device: str) -> list[Ten
 
 
 def softmax_gradient(logits_TE: Tensor) -> Tensor:
-    """Return a gradient whose sum over the experts cancels, as the gradient through a softmax does."""
+    """Return a gradient whose sum over the experts is 0, like a gradient through a softmax."""
     generator = torch.Generator().manual_seed(5)
     drawn = torch.randn(logits_TE.shape, generator=generator)
     return (drawn - drawn.mean(dim=1, keepdim=True)).to(logits_TE.device)
@@ -30,7 +30,7 @@ def compare(device: str) -> None:
     for shape in SHAPES:
         x_TD, weight_ED = operands(*shape, device)
         with torch.no_grad():
-            weight_ED += 20  # an equal summand for all experts cancels in the gradient of x
+            weight_ED += 20  # this sum leaves the exact gradient of x unchanged
         logits_TE = gate_product.product(x_TD, weight_ED)
         assert logits_TE.dtype == torch.float32
         wide = [t.detach().double().requires_grad_() for t in (x_TD, weight_ED)]
@@ -41,11 +41,11 @@ def compare(device: str) -> None:
         exact = torch.autograd.grad(expected_TE, wide, dlogits_TE.double())
         for grad, other in zip(got, exact, strict=True):
             assert grad.dtype == torch.bfloat16
-            # Half a unit of bf16, plus the error of 16-bit gradients in sums of terms of about 20.
+            # rtol is half a unit of bf16, and atol allows for rounded gradients times weights of about 20.
             torch.testing.assert_close(grad.double(), other, rtol=2**-8, atol=2e-2)
 
 
-def test_logits_and_gradients_equal_fp64():
+def test_the_logits_and_gradients_of_the_gate_product_equal_fp64():
     compare("cpu")
 
 
@@ -87,6 +87,6 @@ def compare_layers(options: dict, needs_dx: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_compiled_logits_and_gradients_equal_fp64():
+def test_the_compiled_gate_product_equals_fp64_in_logits_and_gradients():
     compare("cuda")
     assert gate_product.is_supported(*operands(2, 8, 4, "cuda"))

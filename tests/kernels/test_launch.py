@@ -105,7 +105,7 @@ def test_a_launch_runs_the_kernel_that_triton_compiles_for_the_arguments(launche
             assert ours[:5] == tritons[:5] and len(ours[5]) == len(tritons[5]) == 5
             assert all(a is b or a == b for a, b in zip(ours[5], tritons[5], strict=True))
     with mock.patch.object(triton.runtime.JITFunction, "run", side_effect=AssertionError):
-        for gpu, grid, tensors, numbers, n in cases:  # all these kernels have been launched before
+        for gpu, grid, tensors, numbers, n in cases:  # a second launch does not call Triton's `run`
             plan = triton_launch.Plan(_copy_kernel, grid, numbers, {"N": n, "num_warps": 1})
             triton_launch.launch(plan, gpu, *tensors)
 

@@ -42,7 +42,8 @@ def evaluate() -> None:
             assert device.waits == []
             close(y.cpu(), expected, "y")
             device.waits.clear()
-            # The decode path reads expert IDs on the host, and the emulated GPU cannot index by a list.
+            # The decode path reads expert IDs on the host, and then fails, because the emulated GPU cannot
+            # index by a list.
             with mock.patch.object(walk, "are_few", lambda *_: True), contextlib.suppress(RuntimeError):
                 step(layer, x, mask)
             assert device.waits

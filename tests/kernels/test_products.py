@@ -13,7 +13,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("rows", (1, 2, 16, 17))
 @pytest.mark.parametrize("bias", (True, False))
-def test_linear_splits_large_weights_for_few_rows(monkeypatch, rows, bias):
+def test_linear_splits_large_weights_into_blocks_if_there_are_few_rows(monkeypatch, rows, bias):
     x, weight, place = normal(rows, 256), normal(1024, 256), torch.full((rows, 1024), torch.nan)
     seen, of_few = [], products.linear_of_few
     monkeypatch.setattr(products, "linear_of_few", lambda *a: seen.append(1) or of_few(*a))

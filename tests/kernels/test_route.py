@@ -1,4 +1,4 @@
-"""Compares softmax with top-k in plain torch and in Triton with brute force, alone and in MoE layers."""
+"""Compares the fused softmax and top-k choice, in plain torch and in Triton, with brute force."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def compare_backward_gradients(backend: str, dtype: torch.dtype, device: str):
                     continue
                 pair_TF, twice_FD = ops.gate_backward(probs_TE.detach(), ids_TK, *given, weight_ED)
                 sum_TE = pair_TF.double().unflatten(1, (2, -1)).sum(1)
-                rtol = max(2**-15, torch.finfo(got.dtype).eps)  # The pairs have 16 bits, `got` may have 8.
+                rtol = max(2**-15, torch.finfo(got.dtype).eps)  # `got` may have only 8 bits
                 torch.testing.assert_close(sum_TE, got.double(), rtol=rtol, atol=1e-6)
                 assert torch.equal(twice_FD, torch.cat((weight_ED, weight_ED)))
 
@@ -95,7 +95,7 @@ def expected_gradient(probs_TE: Tensor, ids_TK: Tensor, dprobs, dweights, normal
 
 
 def compare_node_gradients(backend: str):
-    """Compare gradients of softmax with top-k with finite differences in fp64, also for unused outputs."""
+    """Compare gradients of softmax_top_k with finite differences in fp64, also if outputs are unused."""
     ops = kernels.ops(backend, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for num_tokens, num_experts, top_k in ((3, 5, 2), (2, 3, 3), (2, 1, 1)):
@@ -304,7 +304,7 @@ def test_interpreted_kernels_in_one_compiled_graph_have_eager_gradients(interpre
 
 @triton
 @pytest.mark.parametrize("time_first", (None, (2, 3)))
-def test_fake_tensors_pass_through_without_a_launch(time_first):
+def test_ops_on_fake_tensors_return_shapes_without_a_launch(time_first):
     gate = [((6, 5), "bfloat16"), ((6, 2), "int64"), ((6, 2), "bfloat16")]
     rows = [((6, 2), "int64"), ((2, 5), "int64"), ((5,), "int64"), ((2,), "int64"), ((6, 2), "int64"),
             ((12,), "int64"), ((12,), "int64"), ((96,), "int64")]  # fmt: skip

@@ -77,7 +77,7 @@ def check_rows(got: Rows, ids_TK: Tensor, slots: list[list[int]], limit: int | N
 
 
 def compare_long_scan(device: str) -> None:
-    """Compare a scan over several tiles of blocks and of experts in Triton with the reference."""
+    """Compare the kernel `scan`, with more blocks and experts than one tile has, with the reference."""
     from fairseq_tutel.kernels import triton_place
 
     block = 16 if device == "cpu" else triton_place.SCAN_BLOCK_B  # The interpreter is slow.

@@ -38,7 +38,7 @@ def two_threads():
         (2, (0, 0), MUCH, [0, 1], []),
     ],
 )
-def test_experts_are_divided_into_shared_and_single_thread_experts(
+def test_some_experts_run_on_all_threads_and_others_on_one_thread_each(
     two_threads, threads, counts, row_work, together, apart
 ):
     torch.set_num_threads(threads)

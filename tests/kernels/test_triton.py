@@ -1,4 +1,4 @@
-"""The Triton kernels, interpreted or compiled, compared with the reference."""
+"""Compares the Triton kernels, interpreted or compiled, with the reference."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def compare_layers(dtype: torch.dtype, device: str) -> None:
         plain = run_layer("reference", dtype, device, options)
         for name, expected in plain.items():
             compare(ours[name], expected, name)
-            if "experts" not in name:  # on a GPU, torch computes these matrix products
+            if "experts" not in name:  # on a GPU, torch computes the gradients of experts
                 assert torch.equal(ours[name], again[name]), name
 
 
@@ -99,11 +99,11 @@ def test_interpreted_ops_equal_the_reference(interpreter, shape, dtype):
     interpreter.run(compare_ops, shape, dtype, "cpu")
 
 
-def test_rows_wider_than_a_block_equal_the_reference(interpreter):
+def test_interpreted_ops_on_rows_wider_than_a_block_equal_the_reference(interpreter):
     interpreter.run(compare_ops, (2, 3, 2, 1500), torch.float32, "cpu")
 
 
-def test_inputs_need_not_be_contiguous(interpreter):
+def test_interpreted_ops_support_strided_inputs(interpreter):
     interpreter.run(compare_strided, "cpu")
 
 

@@ -101,7 +101,7 @@ def test_the_adaptive_layer_equals_a_layer_on_one_rank_for_every_r(ranks, world,
 
 
 def rows_computed(config, parallel, degrees):
-    """Return the number of rows and the fc1 shape that this rank computes for each degree r."""
+    """Return the number of rows that this rank computes for each degree r, and the shape of its fc1."""
     layer, _ = layers(config, parallel)
     seen = []
 

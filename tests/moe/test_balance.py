@@ -215,8 +215,7 @@ def test_every_balance_loss_of_a_half_precision_gate_is_fp32(name, dtype):
 
 @pytest.mark.parametrize("training", (True, False))
 @pytest.mark.parametrize("time_first", (True, False))
-def test_the_layer_passes_noise_and_sentences_and_scores_to_its_balance_losses(training, time_first):
-    """A layer and direct calls of the gate and the routing pass equal arguments to a balance loss."""
+def test_the_layer_passes_noise_and_sentences_and_scores_to_every_balance_loss(training, time_first):
     names = ("gshard_sequence", "gshard_global", "load_importance", "load_importance_tutel", "z")
     config = MoEConfig(
         model_dim=6, hidden_dim=3, num_experts=4, gate_noise=2.0, score_function="sigmoid",

@@ -40,7 +40,7 @@ def test_an_experts_bias_rises_if_its_load_is_below_the_mean_and_falls_if_it_is_
     assert not bias.load.any()
 
 
-def test_training_loads_count_assignments_of_real_tokens_before_dropping():
+def test_the_load_in_training_counts_assignments_of_real_tokens_before_dropping():
     layer = build(capacity_factor=0.5)
     mask = torch.arange(20) % 3 == 1
     load = torch.zeros(4, dtype=torch.int64)
@@ -77,7 +77,7 @@ def test_the_state_dict_contains_the_balance_bias_but_not_the_loads():
 
 
 @pytest.mark.parametrize("cast", ("half", "bfloat16", "double"))
-def test_casting_a_model_to_bf16_keeps_the_balance_bias_in_fp32(cast):
+def test_casting_a_model_to_another_dtype_keeps_the_balance_bias_in_fp32(cast):
     layer = build(gate_fp32=False)
     layer.balance_bias.bias.fill_(1.0)
     getattr(layer, cast)()

@@ -20,7 +20,7 @@ from fairseq_tutel.moe.routing import decide
 from fairseq_tutel.moe.slots import MicroBatch
 
 E = 4
-# A correct sampler exceeds these chi-square values, by degrees of freedom, in one of 1000 runs.
+# Degrees of freedom -> the chi-square value that a correct sampler exceeds in one of 1000 runs.
 CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 11: 31.26}
 
 
@@ -179,7 +179,7 @@ DRAWING = [way for way in WAYS_TO_CHOOSE if draws(way)]
 
 
 @pytest.mark.parametrize("options", DRAWING, ids=str)
-def test_randomly_chosen_experts_depend_only_on_the_generator_and_evaluation_draws_nothing(options):
+def test_random_choices_depend_only_on_the_generator_and_evaluation_makes_none(options):
     def run(training: bool):
         torch.manual_seed(4)
         return route(logits(30), 3, 0.5, training=training, **options)
@@ -243,7 +243,7 @@ def test_second_expert_policy_random_keeps_an_expert_with_probability_top_k_time
 
 @pytest.mark.parametrize("policy", LAYER["drop_policy"].choices)
 @pytest.mark.parametrize("factor", (0.0, 0.5))
-def test_an_assignment_that_the_random_policy_leaves_out_uses_no_slot_and_is_not_counted(policy, factor):
+def test_an_assignment_left_out_by_second_expert_policy_random_uses_no_slot(policy, factor):
     logits_TE, real_T = logits(40, seed=1), torch.arange(40) % 6 != 2
     torch.manual_seed(5)
     r = route(
@@ -289,7 +289,7 @@ def test_zero_tokens_and_one_token_and_only_padding_can_be_routed(options, num_t
     assert grad.isfinite().all()
 
 
-def test_the_table_of_ways_to_choose_has_every_option_that_changes_only_training():
+def test_the_table_of_ways_to_choose_has_every_option_that_changes_choices_only_in_training():
     def choices(settings: dict, training: bool) -> list[Tensor]:
         torch.manual_seed(0)
         r = decide(logits(60), config_of(settings), MicroBatch(top_k=2, training=training))
@@ -306,7 +306,7 @@ def test_the_table_of_ways_to_choose_has_every_option_that_changes_only_training
 
 @pytest.mark.parametrize("training", (False, True))
 @pytest.mark.parametrize("name", LAYER)
-def test_every_option_has_the_same_effect_with_the_fused_softmax_top_k_kernel(name, training, monkeypatch):
+def test_the_softmax_top_k_kernel_does_not_change_the_effect_of_an_option(name, training, monkeypatch):
     """The test fails if an option changes the choice of experts and has no line in `ways_of`."""
     launched = []
 

@@ -37,7 +37,7 @@ LONG = [
     },
     {"eom": 0.3, "fom": 0.2, "cmr": True, "cmr_gate_drop": 0.3},
 ]  # fmt: skip
-CALL = (True, 3, False)  # These are training mode, number of sentences and time-first layout.
+CALL = (True, 3, False)  # (is in training, number of sentences, is time-first)
 
 
 def run(layer: MoELayer, forward, num_sentences: int, time_first: bool) -> dict[str, Tensor]:

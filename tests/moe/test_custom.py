@@ -34,7 +34,7 @@ def own_layer(seed: int = 1, **options) -> MoELayer:
 
 
 def of_expert(layer: MoELayer, e: int) -> dict[str, Tensor]:
-    """Return the parameters of expert e under the names of its class."""
+    """Return the parameters of expert e under the names that the expert's class gives them."""
     stacks = layer.experts.expert_parameters()
     return {name.replace("__", "."): stack[e] for name, stack in stacks.items()}
 

@@ -152,7 +152,7 @@ def test_later_changes_of_the_layer_do_not_change_an_earlier_output():
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_the_decode_path_handles_every_dtype_and_equal_logits(monkeypatch, dtype):
     layer = build(dtype, top_k=2)
-    layer.gate.weight.data[2:] = layer.gate.weight[:2]  # Of two equal logits, the token takes the lower ID.
+    layer.gate.weight.data[2:] = layer.gate.weight[:2]  # The lower ID wins if logits are equal.
     (y, output), (expected, _) = both(monkeypatch, layer, tokens(11, dtype))
     assert y.dtype == dtype and (output.routing.expert_ids_TK[:, 0] < 2).all()
     close(y, expected, "y")

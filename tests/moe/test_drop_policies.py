@@ -109,7 +109,7 @@ def test_the_rts_policy_drops_every_token_equally_often():
     drops = torch.zeros(12)
     torch.manual_seed(0)
     for _ in range(600):
-        r = route(torch.zeros(12, E), 1, 1.0, drop_policy="rts", training=True)  # 3 of 12 tokens are kept
+        r = route(torch.zeros(12, E), 1, 1.0, drop_policy="rts", training=True)  # expert 0 keeps 3 tokens
         drops += (r.row_of_TK[:, 0] < 0).float()
     expected = 600 * 9 / 12
     chi_square = float(((drops - expected) ** 2 / (expected * (1 - 9 / 12))).sum())

@@ -55,7 +55,7 @@ def taken(r) -> list[list[int]]:
     function=st.sampled_from(["softmax", "sigmoid"]),
 )
 def test_experts_choose_the_tokens_that_brute_force_chooses(rows, top_k, factor, pads, function):
-    # The logits have few different values, which causes ties, and padding may be at any position.
+    # Few different logits cause ties, and padding may be at any position.
     logits_TE = torch.tensor(rows, dtype=torch.float64).view(len(rows), 3)
     real = [(t * 7) % 4 >= pads for t in range(len(rows))]
     r = route(
@@ -87,7 +87,7 @@ def decided(logits_TE: Tensor, rule: Capacity, real_T: Tensor):
 
 
 @pytest.mark.parametrize(
-    # The four capacities are 6, 4, 3 and 10 slots, and a buffer may have spare rows.
+    # The capacities are 6, 4, 3 and 10 slots; a buffer may have more rows per expert.
     "rule, rows",
     [
         (Capacity(), 8),

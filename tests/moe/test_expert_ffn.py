@@ -40,7 +40,7 @@ def build(dtype: torch.dtype = torch.float64, **options) -> MoELayer:
 
 
 def check(monkeypatch, layer: MoELayer, num_tokens: int = 11, **more) -> None:
-    """Compare both versions of the FFN's autograd node with separate dispatch, FFN and combine."""
+    """Compare two versions of the FFN's autograd node with separate dispatch, FFN and combine."""
     assert layer.experts.is_one_node
     one_node = run(layer, num_tokens, **more)
     with monkeypatch.context() as patch:
@@ -91,7 +91,7 @@ def test_gradients_of_the_ffn_node_equal_finite_differences(expert_type, recompu
     assert torch.autograd.gradcheck(forward, (x, *inputs))
 
 
-def test_rows_after_the_rows_of_all_experts_are_zero_and_get_no_gradient():
+def test_rows_that_belong_to_no_expert_give_zeros_and_get_no_gradient():
     experts = build().experts
     rows = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
     groups = Groups.of_tensor(torch.tensor([3, 0, 2, 1]))
@@ -120,7 +120,7 @@ def kept_bytes(layer: MoELayer, x: Tensor) -> int:
 
 @pytest.mark.parametrize("expert_type, hidden", [("ffn", 1), ("glu", 2)])
 @pytest.mark.parametrize("top_k, hidden_dim", [(1, 512), (2, 256), (8, 64)])
-def test_forward_saves_only_the_routing_and_the_hidden_rows_once(expert_type, hidden, top_k, hidden_dim):
+def test_forward_saves_only_the_routing_and_the_hidden_rows(expert_type, hidden, top_k, hidden_dim):
     """Hidden rows take K * H values per token, and recomputation saves no hidden rows."""
     tokens, experts = 200, 8
     routing = tokens * (experts * 4 + top_k * 50) + 8 * tokens * top_k  # maps, probabilities, weights

@@ -21,7 +21,7 @@ COUNTS = (3, 0, 5, 1)
 def build(dtype: torch.dtype = torch.float64, **options) -> Experts:
     experts = Experts(dataclasses.replace(CONFIG, **options))
     experts.reset_parameters(seed=1, name="")
-    if experts.hidden_layer_norm is not None:  # Initial ones and zeros of norms would hide errors.
+    if experts.hidden_layer_norm is not None:  # A layer norm whose weights are all 1 hides errors.
         experts.hidden_layer_norm.weight.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
     return experts.to(dtype)
 

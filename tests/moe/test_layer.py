@@ -158,7 +158,7 @@ def test_zero_tokens_give_an_empty_output_and_zero_gradients(shape, factor):
         assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
 
 
-def test_only_padding_gives_zero_outputs_and_zero_gradients():
+def test_a_batch_of_padding_gives_zero_outputs_and_zero_gradients():
     layer, x = build(capacity_factor=1.0), tokens(T)
     y, output = layer(x, torch.ones(T, dtype=torch.bool))
     (y.sum() + output.balance_loss).backward()

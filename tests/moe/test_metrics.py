@@ -53,7 +53,7 @@ def test_metrics_equal_a_computation_by_loops(num_experts, factor, num_real):
         assert got[name] == pytest.approx(value, rel=1e-5), name
 
 
-def test_metrics_are_finite_if_a_gate_probability_underflows():
+def test_the_entropy_metric_is_zero_if_gate_probabilities_underflow():
     routing = route(torch.tensor([[0.0, -1e4], [-1e4, 0.0]]), 1)
     assert float(routing_metrics(routing)["entropy_gating"]) == 0.0
 

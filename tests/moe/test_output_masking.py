@@ -35,7 +35,7 @@ def dense(ffn, x_D: Tensor) -> Tensor:
 
 
 def by_loop(layer: MoELayer, x_TD: Tensor, real: list[bool]) -> tuple[Tensor, Tensor]:
-    """Compute the layer's output and the sum of its CMR gates, with random numbers in the layer's order."""
+    """Compute the layer's output and the sum of its CMR gates; draw random numbers in the layer's order."""
     config, beside, training = layer.config, layer.beside, layer.training
     count, top_k = len(x_TD), config.top_k
     torch.manual_seed(SEED)

@@ -21,7 +21,7 @@ T = 11
 def build(**options) -> MoELayer:
     layer = MoELayer(dataclasses.replace(CONFIG, **options), seed=5).double()
     for name, parameter in layer.named_parameters():
-        if "layer_norm" in name:  # Initial ones and zeros of norms would hide errors.
+        if "layer_norm" in name:  # A layer norm's initial ones and zeros hide errors.
             parameter.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
     return layer
 
@@ -142,7 +142,7 @@ def test_initial_shared_and_residual_experts_depend_on_the_seed_but_not_on_the_n
 @pytest.mark.parametrize("factor", (0.0, 0.5))
 @pytest.mark.parametrize("padded", (False, True))
 @pytest.mark.parametrize("expert_type", ("ffn", "glu"))
-def test_gate_weights_on_expert_inputs_equal_a_computation_by_loops(top_k, factor, padded, expert_type):
+def test_a_layer_with_gate_weights_on_expert_inputs_equals_loops(top_k, factor, padded, expert_type):
     layer, x = build(
         prescore=True, top_k=top_k, capacity_factor=factor, expert_type=expert_type
     ), tokens(T)  # fmt: skip

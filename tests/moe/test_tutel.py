@@ -137,7 +137,7 @@ def test_custom_weights_without_the_number_of_experts_as_dimension_0_raise_an_er
 
 def test_arguments_of_forward_override_constructor_options():
     layer = build({**TOP, "k": 1, "capacity_factor": 0.5})
-    equals_loop(layer, 1, 0.0, call={"capacity_factor": 0})  # A capacity factor of 0 overrides the option.
+    equals_loop(layer, 1, 0.0, call={"capacity_factor": 0})  # The argument 0 overrides 0.5.
     equals_loop(layer, 2, -1.0, call={"top_k": 2, "capacity_factor": -1.0, "inequivalent_tokens": True})
     equals_loop(layer, E, 0.5, call={"top_k": 9})
     equals_loop(layer, 1, 0.5, call={"a2a_ffn_overlap_degree": 3, "adaptive_r": 0})
@@ -147,7 +147,7 @@ def test_arguments_of_forward_override_constructor_options():
 
 
 @pytest.mark.parametrize("experts", (FFN, {**FFN, "has_fc2_bias": False}, custom()), ids=str)
-def test_scan_expert_func_and_result_func_and_get_parameter_iterator_work(experts):
+def test_scan_expert_func_and_result_func_and_get_parameter_iterator_work_as_in_tutel(experts):
     seen = []
     layer = build(
         experts=experts,

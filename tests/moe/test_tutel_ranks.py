@@ -65,7 +65,7 @@ def compare(case: Case) -> int:
     members = list(range(4)) if group is None else dist.get_process_group_ranks(group)
     layer = build(case, group, case.per_device)
     whole = build(case, alone(), layer.num_global_experts)
-    # Each rank initializes all its custom experts at once, so initial values differ from one process.
+    # Each rank initializes all its custom experts at once, so they differ from those of one process.
     if case.kind == "custom":
         parts = [None] * len(members)
         dist.all_gather_object(parts, layer.experts.W.detach(), group=group)
@@ -120,12 +120,12 @@ def check_experts(layer, whole, world: int, group) -> None:
     ],
     ids=str,
 )
-def test_a_layer_on_a_process_group_equals_one_process_with_all_experts(ranks, kind, options, experts):
+def test_a_layer_on_a_process_group_equals_a_layer_in_one_process(ranks, kind, options, experts):
     assert ranks(4).run(compare, Case(kind=kind, **options)) == [experts] * 4
 
 
 class Example(nn.Module):
-    """This model of Tutel's example program saves one file per rank."""
+    """The model of Tutel's example program, which saves one file per rank."""
 
     def __init__(self, kind: str, per_device: float, group=None):
         super().__init__()

@@ -18,7 +18,7 @@ def build(options: dict, dtype: torch.dtype = torch.float64) -> Experts:
 
 
 def run(experts: Experts, rows: Tensor, counts: tuple, order: Tensor, sorts: bool) -> list[Tensor]:
-    """Return the outputs and all gradients of experts; `sorts` sorts the rows by expert first."""
+    """Return the outputs and gradients of experts; if `sorts` is true, sort the rows by expert first."""
     x = rows.clone().requires_grad_()
     groups, inverse = Groups.of_host(counts, rows.device), order.argsort()
     y = experts(x[order], groups)[inverse] if sorts else experts.run_unsorted(x, groups, order, inverse)

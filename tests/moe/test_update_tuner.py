@@ -75,7 +75,8 @@ def all_costs(tuner):
 
 
 def of_several_micro_batches():
-    """Run updates of 8 micro-batches with 1 ms per token; sizes differ by rank after the first update."""
+    """Run updates of 8 micro-batches with 1 ms per token; after the first update, ranks have different
+    micro-batch sizes."""
     layer = layer_of(parallel=2)
     tuner, rank = ft.UpdateTuner([layer], overlaps=(1,)), dist.get_rank()
     with clock() as now:
@@ -122,7 +123,7 @@ def keys(factor):
     return tuner._last[0]
 
 
-def test_the_tuners_capacity_bucket_depends_on_the_absolute_value_of_the_capacity_factor(ranks):
+def test_the_tuners_capacity_range_depends_on_the_absolute_value_of_the_capacity_factor(ranks):
     # For factor f, 40 tokens and two experts, the capacity is ceil(|f| * 40 / 2); factor 0 counts as 1.
     assert ranks(2).run(keys, 1.5)[0] == "25 to 30 slots"
     assert ranks(2).run(keys, 0.0)[0] == "20 to 24 slots"

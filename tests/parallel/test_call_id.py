@@ -73,7 +73,7 @@ def one_evaluates_within_a_training(count, *path):
     if dist.get_rank() == 0:
         layer.eval()
     message = [call(layer)]
-    # The count simulates a call that only rank 1 made.
+    # The higher count on rank 1 simulates a call that only rank 1 made.
     other.calls.count += dist.get_rank()
     return [*message, call(other)]
 

@@ -64,7 +64,7 @@ def test_the_gradient_norm_counts_every_expert_once_for_every_ep_size(ranks, par
     expected = math.sqrt(9 + 1 + 1 + 4 + 9 + 16)
     got = ranks(4).run(norm, parallel)
     assert got == pytest.approx([expected] * 4, rel=1e-12)
-    assert len(set(got)) == 1  # Norms are bit-identical, so all ranks make the same decision.
+    assert len(set(got)) == 1  # The norms are bit-identical, so all ranks clip equally.
 
 
 def gradients_by_division(parallel: int, division: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The error of a failed collective names the rank, the operation and missing ranks, in limited time."""
+"""A failed collective soon ends with an error that names the rank, the operation and the missing ranks."""
 
 import mortal
 import pytest

@@ -1,4 +1,4 @@
-"""Available memory: Available host memory is limited by MemAvailable and by cgroups (version 2)."""
+"""The available host memory is limited by MemAvailable and by cgroups (version 2)."""
 
 import pytest
 

@@ -199,7 +199,7 @@ def gathered_and_saved(device, folder):
 
 def test_a_save_copies_an_offloaded_optimizer_state_through_the_gpu_in_blocks(ranks, tmp_path):
     most, log = run(ranks, gathered_and_saved, tmp_path)
-    assert max(most) <= 2 * 8 * 8 * (1 + RANKS)  # Rank 0 holds at most two blocks per rank.
+    assert max(most) <= 2 * 8 * 8 * (1 + RANKS)  # Rank 0 holds at most two blocks of each rank.
     assert sum(c.name == "gather" for c in log) == 256 // 8
 
 

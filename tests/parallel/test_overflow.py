@@ -12,7 +12,7 @@ from fairseq_tutel.parallel.gradients import mark_expert
 
 
 def _parameters(poison: float) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return a dense parameter and an expert parameter, whose gradient is not finite on rank 1 only."""
+    """Return a dense and an expert parameter; on rank 1, the expert's gradient has the element `poison`."""
     dense, expert = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(1, 2, 2))
     mark_expert(expert)
     dense.grad, expert.grad = torch.ones(3), torch.ones(1, 2, 2)

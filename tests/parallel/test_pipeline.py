@@ -51,7 +51,7 @@ def test_row_chunks_change_only_the_order_of_sums_over_rows(ranks, kept, overlap
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-# The first four strategies convert equal rows to the transfer dtype, so the test uses one of the four.
+# Other strategies convert the same rows to the transfer dtype, so the test needs only these two.
 WAYS = {
     "plain": ({}, Strategy()),
     "slices, all of it": (
@@ -177,7 +177,7 @@ def traffic(strategy, tokens, experts):
 
 @pytest.mark.parametrize("overlap", (1, 4))
 @pytest.mark.parametrize("experts, degree", [(4, 1), (2, 1), (2, 2)])
-def test_the_numbers_of_messages_and_bytes_equal_formulas(ranks, experts, degree, overlap):
+def test_the_numbers_of_sent_messages_and_bytes_equal_formulas(ranks, experts, degree, overlap):
     tokens, world, local, row = 8, 4, 2, 6 * 4
     # Ranks send every token to r ranks of each expert and back.
     rows = tokens * experts * degree // world

@@ -44,7 +44,7 @@ def reduced_gradients(stage, parallel, backwards, skip):
     (1, 2, 3, 3), (2, 2, 3, 3), (2, 4, 2, 5), (2, 1, 1, 0),
 ])  # fmt: skip
 def test_each_rank_gets_the_averages_of_the_gradients_that_it_owns(ranks, stage, parallel, backwards, skip):
-    """Ranks may use different parameters in any order."""
+    """Ranks skip different parameters, and compute gradients in different orders."""
     got = ranks(4).run(reduced_gradients, stage, parallel, backwards, skip)
     square = 0.0
     for number, parameter in enumerate(some_parameters()):

@@ -70,7 +70,7 @@ def test_slower_candidates_drop_out_of_the_search_in_earlier_rounds():
     assert counts == {1: ROUNDS, 2: ROUNDS, 4: 3, 8: 2}
 
 
-def test_the_search_does_not_count_the_first_update_of_a_candidate_in_a_capacity_bucket():
+def test_the_search_does_not_count_the_first_update_of_a_candidate_in_a_capacity_range():
     found = StrategySearch((1,), (1, 2, 4, 8), ("linear",))
     for key in ("early", "late"):
         ran = set()

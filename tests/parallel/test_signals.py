@@ -39,7 +39,7 @@ def _records_and_merges():
     with SignalWatch(["SIGTERM", "SIGUSR1"], SECONDS) as watch:
         assert watch.received is None and watch.elapsed == 0
         _send(signal.SIGUSR1)
-        _send(signal.SIGTERM)  # A launcher may send SIGTERM too.
+        _send(signal.SIGTERM)  # Some launchers send SIGTERM besides SIGUSR1.
         _wait_for(lambda: watch.received)
         assert watch.received in ("SIGUSR1", "SIGTERM") and 0 <= watch.elapsed < SECONDS
     _send(signal.SIGTERM)  # The process ignores this signal, because it is about to end.

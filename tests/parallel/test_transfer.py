@@ -1,4 +1,4 @@
-"""Transfer dtypes: The transfer dtype `same` keeps all bits; bf16 and fp8 round values."""
+"""The transfer dtype `same` keeps all bits, and the transfer dtypes bf16 and fp8 round values."""
 
 import pytest
 import torch

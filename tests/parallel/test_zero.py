@@ -1,4 +1,4 @@
-"""Training with ZeRO or offload equals training of complete parameters, and memory equals the formula."""
+"""Training with ZeRO or offload equals plain training, and needs as much memory as a formula says."""
 
 import dataclasses
 import functools
@@ -108,7 +108,7 @@ def fp32_copies_by_hand(dtype, scale):
     ("dtype", "stage", "offload"), [(torch.bfloat16, 1, False), (torch.float16, 2, True)]
 )
 def test_half_precision_weights_equal_fp32_masters_for_any_gradient_scale(ranks, dtype, stage, offload):
-    # Division by this scale and by clipping would make fp16 gradients 0.
+    # If fp16 gradients were divided by this scale, they would be rounded to 0.
     scale = 2.0**30 if dtype == torch.float16 else 1.0
     expected = fp32_copies_by_hand(dtype, scale)
     for weights in ranks(2).run(train_half, dtype, stage, offload, scale):
@@ -238,7 +238,7 @@ def gradient_bytes(zero):
 @pytest.mark.parametrize(("parallel", "stage", "offload"), [
     (2, 1, False), (2, 2, False), (1, 2, True),
 ])  # fmt: skip
-def test_the_memory_of_a_zero_rank_equals_the_formula(ranks, parallel, stage, offload, dtype):
+def test_the_memory_of_a_rank_that_uses_zero_equals_the_formula(ranks, parallel, stage, offload, dtype):
     sizes = {kind: [math.prod(s) for s in shapes] for kind, shapes in EVEN.items()}
     if parallel == 1:
         sizes = {"dense": sizes["dense"] + sizes["experts"], "experts": []}

@@ -48,11 +48,7 @@ def test_edited_plans_that_the_checker_accepts_are_correct_in_every_interleaving
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=LONG)])
 def test_accepted_edits_of_larger_plans_do_not_change_results(ranks):
-    """The checker accepts an edit that repeats a step or swaps adjacent steps that need no order.
-
-    A signal and a wait need no order if no rank waits for both. The order of a flush and a step that the
-    flush does not protect is irrelevant.
-    """
+    """The checker accepts only edits that repeat a step or swap adjacent steps that need no order."""
     count, passed = Counter(), []
     for plan in plans.of(ranks):
         for kind, where, edited in mutants(plan):

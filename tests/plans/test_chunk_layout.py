@@ -1,4 +1,4 @@
-"""A chunk layout joins adjacent chunks to one run, and a slot of `tmp` holds the longest chunk."""
+"""A chunk layout joins adjacent chunks, and a slot of `tmp` is as long as the longest chunk in the slot."""
 
 from types import SimpleNamespace
 

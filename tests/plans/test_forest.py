@@ -107,7 +107,7 @@ def test_a_very_large_number_of_trees_is_computed_fast():
 
 
 def test_the_ranks_of_a_box_send_directly_to_all_other_ranks():
-    """Trees must not be chains, although chains would have the same load on links."""
+    """Chains of ranks would load the links equally, but would be deeper than these trees."""
     depths = {name: grow(find(name)).depth for name in ("dgx_a100:1", "dgx_a100:2")}
     assert depths == {"dgx_a100:1": 1, "dgx_a100:2": 2}
 

@@ -1,4 +1,4 @@
-"""A plan that writes a chunk to a place of `out` with another length raises an error."""
+"""A plan that writes a chunk to a place of `out` that has another length raises an error."""
 
 import pytest
 

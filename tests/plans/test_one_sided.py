@@ -1,4 +1,4 @@
-"""Plans through shared memory return the same bits as plans by messages, and copy only the plan's bytes."""
+"""Plans that copy through shared memory return the same bits as plans that send messages."""
 
 import errno
 import itertools
@@ -58,7 +58,7 @@ def bytes_put(program, m, dtype):
 
 
 def same(sizes, dtypes):
-    """Return the plans whose results in shared memory differ from results by messages."""
+    """Return the plans that give different results through shared memory and by messages."""
     rank, number, wrong = dist.get_rank(), dist.get_world_size(), []
     for plan in (in_lanes(number), *plans.of(number)):
         two, one = TwoSided(plan, None), OneSided(plan, None)

@@ -1,4 +1,4 @@
-"""Plans that run by messages return the results of torch's collectives, and sum in the plan's order."""
+"""Plans that send messages return the results of torch's collectives, and add in the plan's order."""
 
 import mortal
 import plans

@@ -82,7 +82,7 @@ def test_each_call_of_the_stochastic_loss_draws_new_labels():
     assert len({float(criterion(cmcl_overlap=1)(Given(), sample)[0]) for _ in range(4)}) == 1
 
 
-def test_the_criterion_cmcl_refuses_a_model_that_is_not_an_ensemble_and_a_bad_overlap():
+def test_the_criterion_cmcl_refuses_a_bad_overlap_and_a_model_that_is_not_an_ensemble():
     sample = sample_of(torch.randn(3, 2, 4, 6), torch.randint(2, 6, (2, 4)))
     with pytest.raises(ValueError, match="the model is not an ensemble; choose --arch ensemble_of"):
         criterion()(NoEnsemble(), sample)

@@ -88,7 +88,7 @@ def test_a_pruned_model_loads_the_weights_of_the_kept_layers(side, kept, with_ex
 
 
 def test_a_pre_gated_decoder_gives_equal_outputs_in_one_pass_and_step_by_step():
-    """Beam search reorders, drops and duplicates the hypotheses after every step."""
+    """As in beam search, hypotheses are reordered, dropped and duplicated before every step."""
     model, state = build("decoder", moe_pregate=1)[0].eval(), {}
     prefix, generator = torch.empty(3, 0, dtype=torch.int64), torch.Generator().manual_seed(1)
     for order in ([0, 1, 2], [2, 0, 0], [1, 1, 0], [2, 1, 0]):

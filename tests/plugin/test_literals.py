@@ -37,7 +37,7 @@ def test_python_code_in_options_is_refused(text):
 
 
 @pytest.mark.parametrize("key", sorted(EVALUATED))
-def test_code_in_any_option_at_any_depth_is_refused(key):
+def test_code_in_an_option_that_fairseq_evaluates_is_refused_at_any_depth(key):
     for state in (
         {"cfg": OmegaConf.create({"model": {key: CODE}})},
         {"cfg": OmegaConf.create({"model": {"w2v_args": {"task": [{key: CODE}]}}})},

@@ -29,8 +29,6 @@ class _Numbers(torch.utils.data.Dataset):
 
 
 class _Ranks:
-    """ """
-
     def __init__(self, ranks, micro_batches, state=None, fix=False, **options):
         self.fix, self.iterators = fix, []
         for rank in range(ranks):
@@ -120,7 +118,7 @@ def test_a_run_may_resume_on_another_number_of_ranks_after_every_update(seed, or
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 0), (3, 4)), ((4, 6), (3, 8)), ((3, 6), (4, 0))])
-def test_a_run_resumed_with_other_micro_batches_starts_with_the_next_batch(before, after):
+def test_a_run_resumed_with_another_number_of_micro_batches_starts_with_the_next_batch(before, after):
     """`before` and `after` are (ranks, micro-batches), and 0 micro-batches means --update-freq 1."""
     in_order = list(itertools.chain(*map(_real, _Ranks(*before).take())))
     job = _Ranks(*before)
@@ -162,7 +160,7 @@ def _root(count=8, freq=(1,), ranks=3):
 
 def test_update_freq_is_computed_from_micro_batches_and_ranks():
     root = _root()
-    for _ in range(2):  # calling set_update_freq twice changes nothing
+    for _ in range(2):  # the second call changes nothing
         set_update_freq(root, 3)
         assert list(root.optimization.update_freq) == [3]
     root = _root(count=0, freq=(2, 4))

@@ -48,7 +48,8 @@ def _plain(kind):
 
 
 def _resumed(first, second):
-    """Take four steps with each of two optimizers; return the parameters and the second optimizer."""
+    """Take four steps with one optimizer, load its state into another, and take four more steps; return the
+    parameters and the second optimizer."""
     parameters = _parameters()
     a = first(parameters)
     for number in range(4):

@@ -1,4 +1,4 @@
-"""`register` refuses an unsupported version of fairseq, and keeps command lines of other programs."""
+"""`register` refuses an unsupported version of fairseq, and changes no other program's command line."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Tests the plugin's run state, and the list of attributes that the plugin sets on other objects."""
+"""Tests `Run`, the state of a command, and the list of attributes that the plugin sets on other objects."""
 
 import ast
 from pathlib import Path

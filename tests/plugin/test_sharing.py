@@ -1,4 +1,4 @@
-"""Ensemble members share features: each member pauses after a layer until all outputs are mixed."""
+"""Ensemble members share features: each pauses after a layer until the outputs of all members are mixed."""
 
 from functools import partial
 

@@ -82,7 +82,7 @@ def test_weight_decay_is_refused_if_it_would_change_frozen_experts():
 @pytest.mark.parametrize(
     "text", ["gate", "decoder.x*", "expert:4", "expert:", "experts,,gates", "expert:1,x"]
 )
-def test_a_name_without_parameters_is_refused(text):
+def test_a_name_that_matches_no_parameter_is_refused(text):
     with pytest.raises(ValueError, match="--moe-train-only"):
         frozen_by(text, model_of())
 

@@ -1,4 +1,4 @@
-"""Tests how tools write output files."""
+"""Tools write an output file completely or not at all."""
 
 import errno
 

@@ -31,16 +31,15 @@ class TaskConfig:
     # fmt: off
     moe_micro_batches: int = parallelism(
         0, unit="micro-batches", rule=whole(0, unit="micro-batches"),
-        help="number N of micro-batches of an update over all W ranks; an update has the same batch on any "
-        "number of ranks; --update-freq becomes N / W, rounded up, and missing micro-batches are empty; "
-        "0: W times --update-freq",
+        help="number N of micro-batches of an update, summed over all W ranks, so that the batch of an "
+        "update does not depend on W; --update-freq is set to N / W, rounded up; 0: --update-freq sets "
+        "the number",
     )
     moe_expert_parallel_size: int = parallelism(
         0, unit="ranks",
         help="size of an expert-parallel (EP) group, whose ranks hold one set of experts and exchange "
         "tokens; the size must divide the number of ranks, and divide or be a multiple of every layer's "
-        "number of experts; 0: the greatest common divisor of these numbers in training, 1 (all experts on "
-        "every rank) in inference",
+        "number of experts; 0: the greatest common divisor of these numbers in training, 1 in inference",
     )
     moe_local_size: int = communication(
         0, unit="ranks", rule=(AT_LEAST_0[0], "give the ranks per node, or 0 for the launcher's value"),
@@ -53,35 +52,35 @@ class TaskConfig:
     )
     moe_machine_file: str = communication(
         "",
-        help="file with a hardware profile, as `fairseq-tutel plan --output` writes it, for "
-        "--moe-a2a-algorithm auto and --moe-adaptive auto; empty: typical values of the device",
+        help="file with a hardware profile (written by `fairseq-tutel plan --output`), from which "
+        "--moe-a2a-algorithm auto and --moe-adaptive auto predict times; empty: a typical profile",
     )
     moe_collective_plans: str = communication(
         "",
         help="JSON file with a collective plan, or a folder of plans (written by `fairseq-tutel plans` or "
-        "`schedule`), for gradients, ZeRO, gathered experts and --moe-a2a-algorithm plan:NAME; empty: all "
-        "collectives run in torch",
+        "`schedule`), used for gradients, ZeRO, gathered experts and --moe-a2a-algorithm plan:NAME; "
+        "empty: torch performs all collectives",
     )
     moe_adaptive_window: int = parallelism(
         128, unit="slots per expert", rule=whole(1, unit="slots"),
-        help="width of a range of capacities; --moe-adaptive auto chooses one strategy for each range; a "
-        "range is at least a quarter of its lower end wide",
+        help="width of the ranges of capacities for which --moe-adaptive auto chooses separate "
+        "strategies; a range is at least a quarter of its smallest capacity wide",
     )
     moe_checkpoint: str = checkpoints(
         "full", choices=("full", "sharded"),
-        help="full: rank 0 gathers all experts into one file; sharded: every rank writes its experts into "
-        "the folder experts of --save-dir; every run reads full and sharded checkpoints",
+        help="full: rank 0 gathers all experts and writes one file; sharded: every rank writes its "
+        "experts into the subfolder experts of --save-dir; every run can read both formats",
     )
     moe_save_async: bool = checkpoints(
         False,
-        help="write sharded checkpoints in threads while training continues; experts, optimizer state and "
-        "rank 0's other parameters are copied to host memory first",
+        help="write sharded checkpoints in threads while training continues; before this, experts, "
+        "optimizer state and rank 0's other parameters are copied to host memory",
     )
     moe_zero_stage: int = memory(
         0, rule=ZERO_STAGE,
         help="ZeRO stage: 1 partitions optimizer state and fp32 master weights over the ranks that hold "
-        "the same parameters (all ranks; for experts, their EP replicas); 2 also partitions gradients, and "
-        "reduces them during the backward pass; 0 partitions nothing",
+        "the same parameters; 2 also partitions gradients, which are then reduced during the backward "
+        "pass; 0 partitions nothing",
     )
     moe_offload_optimizer: bool = memory(
         False,
@@ -95,13 +94,13 @@ class TaskConfig:
     )
     moe_comm_timeout: int = communication(
         1800, unit="seconds", rule=whole(0, 1_000_000),
-        help="maximum time that a collective waits for another rank; after this time, the job ends with an "
-        "error that names the rank; 0: torch's time-outs",
+        help="maximum time that a collective waits for another rank; then the job ends with an error that "
+        "names this rank; 0: torch's time-outs",
     )
     record_a2a_perf_stats: bool = logging(
         False, unit="milliseconds",
-        help="log the all-to-all time of an update as all_to_all_cpu_time_ms and, on a GPU, "
-        "all_to_all_cuda_time_ms; this option synchronizes with the GPU once per micro-batch",
+        help="log the time that all-to-alls take in an update as all_to_all_cpu_time_ms and, on a GPU, "
+        "all_to_all_cuda_time_ms, which needs one synchronization with the GPU per micro-batch",
     )
     # fmt: on
 
@@ -118,8 +117,8 @@ class PreemptionConfig:
     )
     moe_preemption_seconds: float = checkpoints(
         25.0, unit="seconds", rule=POSITIVE,
-        help="maximum time between a signal and the end of a rank, which includes the save; a validation "
-        "ends after half of this time; launcher and scheduler must wait longer before they kill the rank",
+        help="maximum time from a signal until a rank has saved and ended (a validation ends after half "
+        "of this time); the launcher must wait longer before it kills the rank",
     )
     # fmt: on
 

@@ -1,6 +1,6 @@
 """A --user-dir that loads the plugin, and makes all-reduce add tensors in the order of ranks.
 
-Tensors with one element, such as a norm, are added by torch.
+torch's own all-reduce adds tensors with one element, such as a norm.
 """
 
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A --user-dir that loads the plugin, and makes fairseq spawn two ranks on a CPU as on two GPUs."""
+"""A --user-dir that loads the plugin, and makes fairseq spawn two ranks, as on a machine with two GPUs."""
 
 import torch
 

@@ -1,6 +1,6 @@
-"""A --user-dir that loads the plugin, and writes inputs and outputs of MoE layers to the file $WATCHED.
+"""A --user-dir that loads the plugin, and saves inputs and outputs of MoE layers in the file $WATCHED.
 
-For each of the first 8 calls, the file has (layer name, x [time, batch, D], padding mask or None, y).
+For each of the first 8 calls, the file has (layer name, x [T, B, D], padding mask or None, y [T, B, D]).
 """
 
 import os
