@@ -54,7 +54,7 @@ READS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "bincount"
 
 
 def main(words: list[str] | None = None) -> int:
-    """Compile the kernels and print their resources; return 1 if a kernel does not compile."""
+    """Compile the kernels and print their resources."""
     parser = command.parser_of("compiled", "Compile every kernel for GPUs that are not here.")
     add = parser.add_argument
     add("--targets", default="sm_80,sm_90,gfx942", help=f"of {', '.join(TARGETS)}")
@@ -74,13 +74,12 @@ def _measure(options: argparse.Namespace) -> int:
     report = Report("compiled", "", machine, command.shown(options), options.json)
     for target in options.targets.split(","):
         found = [launch for dtype in options.dtypes.split(",") for launch in launches_of(target, dtype)]
-        rows = [row_of(launch, target) for launch in found if options.only in launch.name]
-        if rows:
+        if rows := [_row(launch, target) for launch in found if options.only in launch.name]:
             report.add(target, {}, rows)
     for name in ("C", "E"):
         report.add(f"layer {name}", {}, _phases(name))
     report.finish()
-    return int(any(row["status"] != "ok" for row in report.rows))
+    return 0
 
 
 @dataclass(frozen=True)
@@ -245,13 +244,9 @@ def _exchanged(target: str, precision: str) -> Trace:
     return trace
 
 
-def row_of(launch: Launch, target: str) -> Row:
+def _row(launch: Launch, target: str) -> Row:
     """Compile one kernel and return its registers, spills and shared memory."""
-    try:
-        found = figures(launch.build(target))
-    except RuntimeError as error:  # The compiler of an older Triton may not support the target.
-        reason = str(error).splitlines()[0]
-        return {"variant": launch.name, "status": "failed", "reason": reason}
+    found = figures(launch.build(target))
     note = f"{found['registers']} registers, {found['spilled']} spilled, {found['shared']} B shared"
     return {"variant": launch.name, "status": "ok", **found, "note": note}
 

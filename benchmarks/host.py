@@ -126,11 +126,6 @@ def _counted(step: Callable[[], None]) -> tuple[int, int]:
     return found["operations"], found["call"]
 
 
-@functools.cache
-def _zeros(shape: torch.Size) -> torch.Tensor:
-    return torch.zeros(shape)
-
-
 def _without_gpu(stack: ExitStack) -> None:
     """Treat CPU tensors as tensors on a Hopper GPU, with launches that do nothing."""
     utils = {
@@ -146,12 +141,13 @@ def _without_gpu(stack: ExitStack) -> None:
         get_current_stream=lambda _: 0,
     )
     driver.set_active(fake)
+    zeros = functools.cache(torch.zeros)
     for owner, name, new in (
         (triton_launch, "hardware_of", functools.cache(lambda _: "sm_90")),
         (triton_launch, "is_direct", functools.cache(lambda _: True)),
         (gate_product, "is_supported", lambda *_: True),
-        # On a CPU, torch cannot multiply bf16 into fp32. A product of fp32 zeros is also one operation.
-        (gate_product, "_in_fp32", lambda a, b: torch.mm(_zeros(a.shape), _zeros(b.shape))),
+        # On a CPU, torch cannot multiply bf16 into fp32, so zeros are multiplied.
+        (gate_product, "_in_fp32", lambda a, b: torch.mm(zeros(a.shape), zeros(b.shape))),
         (kernels, "ops", lambda *_: triton_ops.BY_PRODUCTS),
     ):
         stack.enter_context(mock.patch.object(owner, name, new))

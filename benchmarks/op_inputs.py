@@ -191,8 +191,7 @@ def _assign_rows(t: Tensors) -> Call:
 
 
 def _token_sums(t: Tensors) -> Call:
-    probs_TE = t.logits_TE.softmax(dim=1)
-    return Call(arguments=(probs_TE, t.weights_TK, None), work=_bytes(probs_TE, t.weights_TK))
+    return Call(arguments=(t.logits_TE, t.weights_TK, None), work=_bytes(t.logits_TE, t.weights_TK))
 
 
 def _load_loss(t: Tensors) -> Call:

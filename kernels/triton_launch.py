@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # with an older Triton, all kernels load tiles through pointers
     TensorDescriptor = None
+
+logger = logging.getLogger(__name__)
 
 DESCRIPTORS = ("sm_90", "sm_100", "sm_120")  # hardware with TMA
 ALIGNMENT = 16  # bytes; TMA requires this alignment of a tensor's address and of all strides but the last
@@ -88,6 +91,7 @@ def launch(plan: Plan, device: torch.device, *tensors: Any) -> None:
                 add(tensor.untyped_storage().nbytes() < 2**31)
     found = cache.get(tuple(key))
     if found is None:
+        announce_compilation()
         # A launch with tensor descriptors needs a CUDA context, which a new thread lacks. Creating a tensor
         # binds a context to the thread; torch.cuda.stream, or set_device to the current device, does not.
         torch.zeros(1, device=device)
@@ -101,6 +105,16 @@ def launch(plan: Plan, device: torch.device, *tensors: Any) -> None:
         compiled[plan.grid](*tensors, *plan.rest)
     else:  # The metadata for hooks is left out, because it would double the time of a launch.
         run(*plan.grid, active.get_current_stream(index), *fixed, *tensors, *plan.rest)
+
+
+@functools.cache
+def announce_compilation() -> None:
+    """Log once per process that the first launches take seconds."""
+    logger.info(
+        "The first forward and backward passes compile about 15 kernels, with about 1 s for each kernel. "
+        "Later runs load the compiled kernels from %s.",
+        knobs.cache.dir,
+    )
 
 
 @functools.cache
