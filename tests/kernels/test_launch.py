@@ -113,9 +113,9 @@ def test_a_launch_runs_the_kernel_that_triton_compiles_for_the_arguments(launche
 def test_a_process_logs_once_that_its_first_launches_compile_kernels(launched, caplog):
     caplog.set_level("INFO")
     triton_launch.announce_compilation.cache_clear()
-    x, gpu = torch.empty(16), SimpleNamespace(type="cuda", index=0)
-    for columns in (1, 2, 2):
-        plan = triton_launch.Plan(_copy_kernel, (1,), (0, columns), {"N": 16})
+    x, gpu = torch.empty(64), SimpleNamespace(type="cuda", index=0)
+    for columns in (7, 8, 8):
+        plan = triton_launch.Plan(_copy_kernel, (1,), (0, columns), {"N": 64})
         triton_launch.launch(plan, gpu, x, x)
     assert [triton.knobs.cache.dir in record.getMessage() for record in caplog.records] == [True]
 
