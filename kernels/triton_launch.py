@@ -244,6 +244,7 @@ def product_of(
     return Product(tile, precision, num_rows, shape, strides, dtype, rows, weights)
 
 
+@functools.lru_cache(maxsize=1024)
 def descriptor(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
 ) -> dict[str, Any] | None:
@@ -286,6 +287,14 @@ def operands(
         not _misaligned(weights_ENK),
     )  # fmt: skip
     return _read(rows, product.row_descriptor), _read(weights_ENK, product.weight_descriptor), product
+
+
+def blocks_of(rows: Tensor, index: Tensor | None, hardware: str, block: tuple[int, int]) -> Any:
+    """Return a TMA descriptor that loads blocks of half-precision rows; None if TMA cannot load them."""
+    attributes = None
+    if index is None and rows.dtype.itemsize == 2 and hardware in DESCRIPTORS and not _misaligned([rows]):
+        attributes = descriptor(rows.dtype, rows.shape, rows.stride(), block)
+    return None if attributes is None else _read([rows], attributes)[0]
 
 
 def _misaligned(tensors: list[Tensor]) -> bool:

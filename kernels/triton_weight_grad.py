@@ -1,8 +1,8 @@
 """Computes the gradients of every expert's weight and bias in Triton, summed over the expert's rows.
 
-The kernel gathers both operands while it loads them. Each program writes one tile of an expert's weight
-gradient, or a part of the bias gradient, so no sums across programs are needed. The gradients of an expert
-without rows are set to zero.
+The kernel gathers an operand while it loads the operand. With TMA, it loads contiguous rows in blocks. Each
+program writes one tile of an expert's weight gradient, or a part of the bias gradient, so no sums across
+programs are needed. The gradients of an expert without rows are set to zero.
 """
 
 import functools
@@ -19,6 +19,7 @@ from fairseq_tutel.kernels.tiles import Tile, cdiv
 from fairseq_tutel.kernels.triton_launch import (
     Plan,
     accumulator_of,
+    blocks_of,
     chosen,
     contiguous,
     input_precision_of,
@@ -90,12 +91,15 @@ def triton_weight_grad(
 
     num_rows = (dout_NO if dout_index_R is None else dout_index_R).shape[0]
     shape = num_experts, rows_NI.shape[1], dout_NO.shape[1]
+    tile, hardware, precision = chosen("weight", dout_NO, num_rows, shape, tf32x3)
     launch(
-        _plan(dweight_EOI.shape, bias, dout_NO.dtype, *chosen("weight", dout_NO, num_rows, shape, tf32x3)),
+        _plan(dweight_EOI.shape, bias, dout_NO.dtype, tile, hardware, precision),
         dout_NO.device,
         dout_NO,
+        blocks_of(dout_NO, dout_index_R, hardware, (tile.block_k, tile.block_m)),
         dout_index_R,
         rows_NI,
+        blocks_of(rows_NI, rows_index_R, hardware, (tile.block_k, tile.block_n)),
         rows_index_R,
         bias_scale_N,
         bias_source_R,
@@ -136,12 +140,23 @@ def _sources(index, r, end):
 
 
 @triton.jit
-def _load_transposed(x, source, r, end, columns, D):
+def _load(x, source, r, end, columns, D, ARE_INSIDE: tl.constexpr):
+    """Load a tile [rows, columns] of x[source]. Rows from `end` on are zeros, if there are such rows."""
+    inside = (columns < D)[None, :]
+    if not ARE_INSIDE:
+        inside &= (r < end)[:, None]
+    return tl.load(x + source[:, None] * D + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_transposed(x, source, r, end, columns, D, ARE_INSIDE: tl.constexpr):
     """Load a transposed tile [columns, rows] of x[source]. Rows from `end` on are zeros.
 
     The load itself transposes the tile, because not every GPU prefetches tiles that are transposed later.
     """
-    inside = (columns < D)[:, None] & (r < end)[None, :]
+    inside = (columns < D)[:, None]
+    if not ARE_INSIDE:
+        inside &= (r < end)[None, :]
     return tl.load(x + source[None, :] * D + columns[:, None], mask=inside, other=0.0)
 
 
@@ -155,7 +170,7 @@ def _write_bias(
     # Without `num_stages`, the compiler prefetches the loads of a loop only if it has matrix products.
     for r_0 in tl.range(first, end, BLOCK_R, num_stages=2):
         r = r_0 + tl.arange(0, BLOCK_R)
-        tile = _load_transposed(dout, _sources(dout_index, r, end), r, end, o, OUT).to(ACC)
+        tile = _load_transposed(dout, _sources(dout_index, r, end), r, end, o, OUT, False).to(ACC)
         if scale is not None:
             of_row = _sources(source, r, end)
             tile *= tl.load(scale + of_row, mask=r < end, other=0.0).to(ACC)[None, :]
@@ -166,8 +181,10 @@ def _write_bias(
 @triton.jit
 def _weight_grad_kernel(
     dout,
+    dout_blocks,
     dout_index,
     rows,
+    rows_blocks,
     rows_index,
     bias_scale,
     bias_source,
@@ -202,13 +219,26 @@ def _weight_grad_kernel(
     r = first + tl.arange(0, BLOCK_R)
     # Indices are read one step ahead, so that the loads of the tiles do not wait for the indices.
     dout_source, rows_source = _sources(dout_index, r, end), _sources(rows_index, r, end)
-    for _ in range(first, end, BLOCK_R):
-        dout_tile = _load_transposed(dout, dout_source, r, end, o, OUT)
-        inside = (r < end)[:, None] & (i < IN)[None, :]
-        rows_tile = tl.load(rows + rows_source[:, None] * IN + i[None, :], mask=inside, other=0.0)
+    # A descriptor also reads rows of the next expert, so only complete blocks are read by descriptors.
+    HAS_BLOCKS: tl.constexpr = dout_blocks is not None or rows_blocks is not None
+    complete = first + (end - first) // BLOCK_R * BLOCK_R if HAS_BLOCKS else end
+    for r_0 in range(first, complete, BLOCK_R):
+        if dout_blocks is not None:
+            dout_tile = dout_blocks.load([r_0, tile_o * BLOCK_O]).T
+        else:
+            dout_tile = _load_transposed(dout, dout_source, r, end, o, OUT, HAS_BLOCKS)
+        if rows_blocks is not None:
+            rows_tile = rows_blocks.load([r_0, tile_i * BLOCK_I])
+        else:
+            rows_tile = _load(rows, rows_source, r, end, i, IN, HAS_BLOCKS)
         total = multiply(dout_tile, rows_tile, total, PRECISION)
         r += BLOCK_R
         dout_source, rows_source = _sources(dout_index, r, end), _sources(rows_index, r, end)
+    if HAS_BLOCKS:  # noqa: SIM102 (the first condition is evaluated at compile time)
+        if complete < end:
+            dout_tile = _load_transposed(dout, dout_source, r, end, o, OUT, False)
+            rows_tile = _load(rows, rows_source, r, end, i, IN, False)
+            total = multiply(dout_tile, rows_tile, total, PRECISION)
     row = expert.to(tl.int64) * OUT + o
     inside = (o < OUT)[:, None] & (i < IN)[None, :]
     tl.store(dweight + row[:, None] * IN + i[None, :], total, mask=inside)

@@ -55,12 +55,13 @@ def test_every_kernel_compiles_without_spills_for_every_tile(target, precisions,
             name = launch.name.split(",")[0]
             if name in PRODUCTS and precision != "fp32":
                 assert instruction in code, launch.name
-            is_described = target in DESCRIBED and name in PRODUCTS - {"weight_grad"}
-            assert bool(re.search(r"cp\.async\.bulk\.tensor", code)) == is_described, launch.name
+            is_described = target in DESCRIBED and name in PRODUCTS
+            if name != "weight_grad" or precision in ("bf16", "fp16"):
+                assert bool(re.search(r"cp\.async\.bulk\.tensor", code)) == is_described, launch.name
 
 
 # (balance loss, balance bias) -> the most kernel launches of a layer in forward, backward and decoding.
-MOST = {("none", False): (8, 11, 8), ("gshard", False): (12, 13, 8), ("none", True): (8, 11, 8)}
+MOST = {("none", False): (8, 11, 8), ("gshard", False): (12, 12, 8), ("none", True): (8, 11, 8)}
 
 
 @pytest.mark.parametrize("loss, bias", MOST)
