@@ -89,8 +89,8 @@ def ffn_backward(
 
     Args:
         ops: a namespace with ffn_down_backward, ffn_up_backward and grouped_weight_grad.
-        dy_ND: without gates, the gradient of the rows' outputs [R, D]. With gates, the gradient of a tensor
-            y [N, D], if forward added gate[source[r]] times the output of row r to y[index[r]].
+        dy_ND: without gates, the gradient of the rows' outputs [R, D]. With gates, the gradient of y
+            [N, D]: y[n] sums gate[source[r]] times the output of row r over all rows r with index[r] = n.
         x_ND: as in forward.
         index_R: as in forward; required with gates.
         gate_N: gate weights, in dy's dtype or wider, or None.

@@ -191,7 +191,7 @@ def row_maps(
 ) -> tuple[Tensor, Tensor]:
     """Return the row of each kept assignment and the assignment of each row: row_of_TK, source_of_R.
 
-    With a capacity, every expert has `capacity` rows. Without a capacity, no row between experts is unused.
+    With a capacity, every expert has `capacity` rows. Without one, there are no gaps between experts' rows.
     On a GPU, there are then `most_rows` rows, and the unused rows at the end have source -1.
     """
     if capacity is None:

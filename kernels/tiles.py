@@ -80,7 +80,7 @@ def table_start(num_rows: int, num_experts: int, block_m: int) -> int:
 # gradient of hidden rows. weight: a weight gradient. A prefix glu_ means gated experts, whose fc3 needs
 # more products. A prefix relu_ means the activation relu, which needs the fewest registers.
 KINDS = "up relu_up glu_up linear dx glu_dx hidden relu_hidden glu_hidden weight"
-# sm_80 stands for all NVIDIA GPUs before sm_90. Of these, sm_86 and sm_89 have 99 KiB of shared memory.
+# sm_80: all NVIDIA GPUs before sm_90. Its tiles must fit in the 99 KiB of shared memory of sm_86 and sm_89.
 HARDWARE = "sm_80 sm_90 sm_100 sm_120 amd"
 # half: fp16 and bf16. The others compute fp32 in TF32, as three TF32 products, or without tensor cores.
 PRECISIONS = "half tf32 tf32x3 ieee"

@@ -119,7 +119,7 @@ def announce_compilation() -> None:
 
 @functools.cache
 def is_direct(device: torch.device) -> bool:
-    """Return whether kernels on this device are compiled, rather than interpreted or traced."""
+    """Return whether `launch` calls compiled kernels itself: on GPUs, unless kernels are interpreted."""
     return device.type == "cuda" and not interpreted()
 
 

@@ -101,7 +101,7 @@ def read(files: list[list[Path]], classes: int | None = None) -> SavedModel:
 
     Args:
         files: one list of files per rank, from `files_of`.
-        classes: the number of classes of a new head of zeros for fine-tuning, or None to keep the head.
+        classes: for fine-tuning, a zero head for this many classes replaces the head; None keeps it.
 
     Raises:
         ValueError: the model is not a Swin V2 or SwinV2-MoE, or fairseq_tutel's options cannot express it.

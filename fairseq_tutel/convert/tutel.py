@@ -66,7 +66,7 @@ def read(
         paths: the file of each rank.
         namespace: the keys that lead to the weights in a file, joined by /; None means `model` if this key
             exists.
-        activation: the activation of the experts in a fairseq checkpoint.
+        activation: the experts' activation in Tutel's fairseq example, whose checkpoints do not record it.
 
     Raises:
         ValueError: a file is missing or corrupt, or the files belong to different models.

@@ -27,7 +27,7 @@ TABLE = re.compile(
     r"\.(\d+\.0\.weight|head\.(word_proj\.(1\.)?)?weight|tail\.\d+\.2\.weight)"
     r"|.*\b(embed_tokens\.weight|output_projection\.weight|embed_out|(lm_head|fc_out)\.(weight|bias))"
 )
-# Forms of a language's token in fairseq's tasks, and suffixes of the language in denoising and mined data.
+# Forms of a language's token in fairseq's tasks. Endings mark denoising and mined data, as in __en_dae__.
 FORMS, ENDINGS = ("__{}__", "[{}]", "<{}>"), ("", "_dae", "_mined")
 Examples = Mapping[str, Sequence[str]]  # For a new symbol, the old symbols whose rows are averaged.
 

@@ -156,7 +156,7 @@ class _LoadLoss(torch.autograd.Function):
 
 
 def _cv_squared(routing: Routing, values_TE: Tensor) -> Tensor:
-    """Return cv^2 of the experts' sums over tokens except padding, or 0 for one expert or no tokens."""
+    """Return the squared coefficient of variation of experts' sums over real tokens; 0 for one expert."""
     total_E = _without_padding(routing, values_TE).sum(0)
     if total_E.shape[0] == 1:
         return total_E.sum() * 0

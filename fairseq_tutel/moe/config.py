@@ -100,8 +100,8 @@ class MoEConfig:
     """
 
     # fmt: off
-    prefix: ClassVar[str] = "moe_"  # prefix of the keys
-    # Fields without an owner (`of`) are set from options of the fairseq model or from ModelConfig.
+    prefix: ClassVar[str] = "moe_"  # prefix of the fields' names in fairseq's configuration
+    # Fields whose option has no `of` are set from other options of the fairseq model or from ModelConfig.
     model_dim: int = option(
         MISSING, rule=AT_LEAST_1, flag="--decoder-embed-dim / --encoder-embed-dim",
         help="D, the width of a token",

@@ -37,7 +37,7 @@ def ffn(x_ND: Tensor, tensors: Tensors, call: FFNCall, maps: RowMaps | None = No
     """Run the experts' FFNs and return each row's output [R, D], or each token's weighted sum [T, D].
 
     Without row maps, `x_ND` holds rows sorted by expert, and rows after the last group give 0. With row
-    maps, `x_ND` holds the tokens, all rows are on this rank, and no row between experts is unused.
+    maps, `x_ND` holds the tokens; all rows must be on this rank, without gaps between experts' rows.
     """
     named = [tensors.get(name) for name in NAMES]
     given = maps or (None, None, None, None)

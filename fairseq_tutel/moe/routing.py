@@ -50,11 +50,11 @@ class Routing:
 
     Dispatch, exchange, balance losses and metrics read this object. Invariants:
 
-    - Only slot -1 and row -1 mark "no expert". Every expert ID is from 0 to E - 1, even if the
-      assignment was left out. Expert IDs can therefore always be used as indices.
     - Slot -1: the assignment was left out, for example because the token is padding. Any assignment of a
       token can be left out, including the first.
     - Row -1: the assignment has no row, because it was left out or dropped.
+    - Expert IDs are from 0 to E - 1, also for assignments that were left out. Expert IDs can therefore
+      always be used as indices.
     - counts_E counts assignments with a row, assigned_KE assignments with a slot. dropped_K counts
       assignments with a slot but no row, unless experts choose tokens; see `_decide_by_experts`.
 
@@ -72,7 +72,7 @@ class Routing:
         token_of_R: int64, the token of each row; -1 for an empty row.
         tiles: the tables of row tiles, if a kernel wrote them; see `Groups.tiles`.
         capacity: in the padded layout, the number of rows of each expert (row = e * C + slot). None in the
-            compact layout, where no row between experts is empty (row = first row of e + slot).
+            compact layout, which has no gaps between experts' rows (row = first row of e + slot).
         gate: values for balance losses; None if there was no gate.
 
     Example:
@@ -126,8 +126,8 @@ def decide(
 ) -> Routing:
     """Choose experts, slots and rows for every token and return the routing.
 
-    If `chosen` is None, `choose` is called. The rows are in the compact layout, which has no empty rows
-    between experts.
+    If `chosen` is None, `choose` is called. The rows are in the compact layout, which has no gaps
+    between experts' rows.
 
     The capacity and the order of assignments are from GShard (Lepikhin et al. 2020), section 2.2.
     """
@@ -157,7 +157,7 @@ def placed(chosen: Chosen, config: MoEConfig, batch: MicroBatch, gate: GateOutpu
 def _decide_by_experts(
     logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None
 ) -> Routing:
-    """Let every expert choose tokens, and return the routing, without empty rows between experts.
+    """Let every expert choose tokens, and return the routing, without gaps between experts' rows.
 
     A token has K' columns: the experts that chose it (lowest ID first), then experts that did not. On the
     CPU, K' is the largest number of experts that chose one token, but at least K. On other devices K' is E,

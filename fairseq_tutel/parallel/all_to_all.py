@@ -84,7 +84,7 @@ def exchange_counts(
 
 
 def even_counts(leaving_PE: Tensor, rank: int, grid: Grid | None, every_pair: bool) -> Counts:
-    """Return the row counts of `exchange_counts` without communication, if all ranks have equal counts."""
+    """Compute the row counts of `exchange_counts` locally; the caller ensures equal counts on all ranks."""
     transit = leaving_PE.expand(len(leaving_PE) if every_pair else 0, -1, -1)
     if grid is not None:
         for_my_rail = leaving_PE.view(grid.nodes, grid.local, -1)[:, rank % grid.local]
@@ -228,7 +228,7 @@ def hierarchical(device: Counts, host: Counts, grid: Grid, operation: str) -> tu
 def planned(host: Counts, group: dist.ProcessGroup, plan: str, operation: str) -> tuple[Move, Move]:
     """Return the functions `forth` and `back` of an all-to-all by the named collective plan.
 
-    A chunk of the plan is the block of rows from one rank to another, maybe by way of other ranks.
+    A chunk of the plan is the block of rows that one rank sends to another. Other ranks may forward it.
     """
     sizes_PP = tuple(map(tuple, host.transit.sum(2).tolist()))
     reverse_PP = tuple(zip(*sizes_PP, strict=True))

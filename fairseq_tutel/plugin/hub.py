@@ -92,14 +92,14 @@ def files_of(path: str | Path, name: str = "path") -> list[Path]:
 def data_folder(given: str | Path | None, trained: str, beside: Path) -> Path:
     """Return the folder with the dictionaries: the user's `given`, else `trained`, else `beside`.
 
-    `trained` (the training run's data folder) is used only if it has dictionaries. `beside` is the folder
-    of the checkpoint.
+    `trained` lists the data folders of the training run, joined by `:`. It is used only if its first folder
+    has dictionaries. `beside` is the folder of the checkpoint.
     """
     if given is not None:
         if not Path(given).is_dir():
             raise ValueError(f"data is {given}, which is not a folder; give the dictionaries' folder.")
         return Path(given).absolute()
-    folder = Path(trained.split(":")[0]).absolute()  # The first of several folders has the dictionaries.
+    folder = Path(trained.split(":")[0]).absolute()
     # Tasks that classify texts have their dictionaries in the folders input0 and label.
     found = trained and any([*folder.glob("dict*.txt"), *folder.glob("*/dict.txt")])
     return folder if found else beside

@@ -28,7 +28,7 @@ FRACTION: Rule = (lambda v: 0 <= v <= 1, "give a number from 0 to 1")
 def older(name: str, value: Any) -> Any:
     """Define the option of a deprecated flag, which sets a MoEConfig field to a fixed value."""
     flag = f"--moe-{name.replace('_', '-')}"
-    help = f"the same as {flag} {value}"
+    help = f"the same as `{flag} {value}`"
     return option(False, help, theme="Older names", of="model", same_as=(name, value))
 
 

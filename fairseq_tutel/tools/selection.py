@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Configs = Mapping[Layer, MoEConfig]
 
 T = TypeVar("T")
-# Number of the last log records whose expert loads are averaged.
+# Expert loads are averaged over this many of the latest log records.
 LAST = 20
 
 

@@ -67,7 +67,7 @@ def _each(least: int, what: str) -> Rule:
 class SwinConfig:
     """Options of Swin V2, with and without experts."""
 
-    prefix: ClassVar[str] = "swin_"  # The prefix of the keys of Swin options.
+    prefix: ClassVar[str] = "swin_"  # prefix of the fields' names in fairseq's configuration
     form: str = vision(
         "v2",
         "v2 has cosine attention, position bias of at most 16, and norms after attention and FFN (Swin "

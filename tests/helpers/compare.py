@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Tolerances are for values of about 1; fp16 has 11 significant bits, and bf16 has 8.
+# The largest allowed error for values of about 1; fp16 has 11 significant bits, and bf16 has 8.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
 

@@ -54,7 +54,7 @@ def settings_of(name: str) -> list[dict[str, Any]]:
 
 
 def mixed(names: Iterable[str]) -> list[dict[str, Any]]:
-    """Return a few option combinations that together have every choice, and one number per numeric option.
+    """Combine settings of options: every choice of every option, and one value of each numeric option.
 
     Each setting joins the smallest combination that accepts the setting, or begins a new combination.
     """

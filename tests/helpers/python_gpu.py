@@ -108,7 +108,7 @@ DEVICE = Device("cpu")
 def index_of(device):
     if not isinstance(device, int | None):
         device = torch.device(device)
-        device = DEVICE.index if device.type == "gpu" else device.index  # C++ passes the device gpu:0.
+        device = DEVICE.index if device.type == "gpu" else device.index  # C++ sees every GPU as gpu:0.
     return DEVICE.current if device is None else device
 
 

@@ -17,7 +17,7 @@ KINDS = {
     "glu, norm": dataclasses.replace(FFN, expert_type="glu", hidden_layer_norm=True),
     "own": dataclasses.replace(FFN, expert_type="custom_parts.DeepExpert"),
 }
-WIDE = dataclasses.replace(FFN, model_dim=64, hidden_dim=128)  # An int4 group has 64 values of a row.
+WIDE = dataclasses.replace(FFN, model_dim=64, hidden_dim=128)  # An int4 group is 64 values of one row.
 KINDS |= {
     "wide": WIDE,
     "wide glu": dataclasses.replace(WIDE, expert_type="glu", expert_bias=False),

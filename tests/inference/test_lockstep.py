@@ -154,7 +154,7 @@ def joining_changes_no_state():
     assert turns == [layer]  # Training does not wait for turns, because all ranks make equal calls.
 
 
-def test_joining_a_call_without_tokens_changes_no_state_and_training_waits_for_no_turn(ranks):
+def test_a_layer_that_joins_a_call_without_tokens_keeps_its_state(ranks):
     ranks(2).run(joining_changes_no_state)
 
 

@@ -7,8 +7,7 @@ from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-# Tolerances are relative to an fp64 sum. In half precision, a backend may round every product or only the
-# result.
+# The largest allowed absolute and relative errors; in half precision, a backend may round each product.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 

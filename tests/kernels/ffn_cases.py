@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 
-# Tolerances are relative to the largest entry in fp64. Half precision rounds intermediate values too.
+# The largest allowed error relative to the largest entry in fp64. Half precision rounds more often.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 

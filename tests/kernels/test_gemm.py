@@ -101,7 +101,7 @@ def compare_in_tiles_of_a_gpu(case: Case) -> None:
 
 
 @pytest.mark.parametrize("glu", (pytest.param(False, marks=pytest.mark.long), True), ids=("gelu", "glu"))
-def test_interpreted_ffn_ops_equal_fp64_in_tiles_of_a_gpu_s_size(interpreter, glu):
+def test_interpreted_ffn_ops_with_the_tile_size_of_a_gpu_equal_an_fp64_reference(interpreter, glu):
     # The rows give complete tiles, partial tiles, and an expert without rows.
     case = Case((130, 0, 70), model_dim=136, hidden_dim=150, activation="gelu", glu=glu)
     interpreter.run(compare_in_tiles_of_a_gpu, case)

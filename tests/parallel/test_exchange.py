@@ -42,7 +42,7 @@ def inputs(case: Case, rank: int) -> tuple[Tensor, Tensor | None]:
 
 
 def layers(case: Case) -> tuple[MoELayer, MoELayer]:
-    """Return a layer whose experts are on several ranks, and an equal layer with all experts."""
+    """Return a layer with experts spread over ranks, and an equal layer with all experts on each rank."""
     topology = make_topology([CONFIG.num_experts], case.parallel)
     config = dataclasses.replace(CONFIG, **dict(case.options))
     both = [MoELayer(config, where, seed=3).to(case.dtype) for where in (topology, None)]

@@ -77,7 +77,7 @@ def best_trees(network):
     [pytest.param(each, marks=LONG) if each == "dgx_a100:4" else each for each in KNOWN],
     ids=lambda n: n if isinstance(n, str) else None,
 )
-def test_the_time_of_optimal_trees_equals_the_lower_bound_of_the_cut(network):
+def test_optimal_trees_reach_the_lower_bound_on_the_time_of_an_all_gather(network):
     network = network if isinstance(network, Network) else find(network)
     forest = grow(network, best_trees(network))
     assert_is_a_forest(forest)
@@ -107,7 +107,7 @@ def test_a_very_large_number_of_trees_is_computed_fast():
 
 
 def test_the_ranks_of_a_box_send_directly_to_all_other_ranks():
-    """Chains of ranks would load the links equally, but would be deeper than these trees."""
+    """Chains of ranks would put the same load on the links as these trees, but would be deeper."""
     depths = {name: grow(find(name)).depth for name in ("dgx_a100:1", "dgx_a100:2")}
     assert depths == {"dgx_a100:1": 1, "dgx_a100:2": 2}
 

@@ -130,7 +130,7 @@ def test_the_error_for_a_file_that_is_no_checkpoint_names_the_file(kind, words, 
 
 
 @pytest.mark.parametrize("words", [({},), (None, False)], ids=["to use", "to train on"])
-def test_a_checkpoint_with_code_in_an_option_and_a_path_that_is_no_file_are_refused(words, tmp_path):
+def test_the_loader_refuses_code_in_an_option_and_paths_that_are_not_files(words, tmp_path):
     path = written(tmp_path, cfg={"model": {"adaptive_softmax_cutoff": "[500+0*print(),1000]"}})
     with pytest.raises(ValueError, match="as the option adaptive_softmax_cutoff, which"):
         checkpoint_utils.load_checkpoint_to_cpu(str(path), *words)

@@ -188,7 +188,7 @@ class Family:
     unused: Mapping[str, str] = field(default_factory=dict)
     # A fairseq tensor, and the transformers tensor whose only row is added to the fairseq tensor.
     summed: Mapping[str, str] = field(default_factory=dict)
-    # fairseq tensors without a counterpart in transformers, such as the version of an encoder.
+    # fairseq tensors to which from-hf gives these values, such as the version of an encoder.
     constants: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     # A key of config.json for a vocabulary size, and the fairseq embedding table of that size.
     vocabulary_sizes: Mapping[str, str] = field(default_factory=dict)

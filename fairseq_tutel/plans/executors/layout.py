@@ -124,7 +124,7 @@ class Layout:
         return sizes[rank] if buffer == "in" else [row[rank] for row in sizes]
 
     def runs(self, kinds: Sequence[Kind], *ends: End) -> list[tuple[list[tuple[int, str, int]], int]]:
-        """Join chunks that are adjacent at all ends into runs, and leave out empty chunks.
+        """Join chunks into a run if they are adjacent in the buffers of all `ends`; leave out empty chunks.
 
         Returns:
             For each run, a list with the (rank, buffer, first element) of each end, and the run's length.

@@ -53,9 +53,9 @@ class _Packing:
         self.full: list[int] = []  # The sets of ranks without spare capacity.
 
     def grow(self, tree: Tree, others: Sequence[Tree]) -> tuple[Tree, list[Tree]]:
-        """Grow a tree until it reaches all ranks. Return the tree and the list of other trees.
+        """Grow a tree to all ranks. Return the full tree, and `others` with the trees that split off.
 
-        Copies of the tree that take other links become separate trees in the list.
+        Copies of the tree that take other links split off as separate trees.
         """
         others = list(others)
         graph = self._with_demands(others)

@@ -3,13 +3,13 @@
 In a generated plan, each rank has one lane. All ranks get the same bits, because each sum is computed by
 one rank, or by all ranks in the same order.
 
-Successive calls of a plan need no extra signals, because `tmp` alternates between two buffers. A rank's
-result needs data of every other rank's `in`. When a rank ends a call, all ranks have therefore begun this
-call and ended the previous call. Before a put to another rank's `out`, this other rank must signal that it
-has begun the call. In two-phase plans and ring all_reduce, a message of the first phase shows that its
-sender has begun the call. In ring all_gather and in tree plans, a separate signal shows that a rank has
-begun the call. A flush follows each put from `in` or `out`, unless a later signal from the receiver makes
-the flush unnecessary.
+No signals are needed to report that `tmp` is free again, because `tmp` alternates between two buffers. A
+rank's result needs data of every other rank's `in`. When a rank ends a call, all ranks have therefore begun
+this call and ended the previous call, whose buffer is then free. A rank may put to another rank's `out`
+only after the other rank has begun the call. In two-phase plans and ring all_reduce, a message of the first
+phase shows that its sender has begun the call. In ring all_gather and in tree plans, a separate signal
+does. A flush follows each put from `in` or `out`, unless a later signal from the receiver makes the flush
+unnecessary.
 """
 
 from collections.abc import Callable

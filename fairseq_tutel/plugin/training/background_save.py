@@ -144,7 +144,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill_in(state: dict[str, Any], records: Mapping[tuple[str, str], Any]) -> None:
-    """Replace each pending record in a state by the record of the written shard files, in place."""
+    """Replace, in place, each pending record in `state` by the record of its tensor in a shard file."""
     for container, key, value in walk(state):
         if isinstance(value, dict) and PENDING in value and MARK in value:
             container[key] = records[tuple(value[PENDING])]

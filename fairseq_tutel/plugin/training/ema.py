@@ -31,7 +31,7 @@ class ExpertEMA(EMA):
     decay: float
 
     def restore(self, state_dict: dict[str, Any], build_fp32_params: bool = False) -> None:
-        """Load averages from a checkpoint that has all experts, and empty `state_dict`."""
+        """Load averages from a checkpoint that has all experts, and then clear `state_dict`."""
         super().restore(state_dict, build_fp32_params)
         state_dict.clear()  # fairseq would keep all averages in memory.
 
@@ -83,7 +83,7 @@ class ExpertEMA(EMA):
 
     @contextlib.contextmanager
     def saved_with(self, records: Mapping[tuple[str, str], Any]) -> Iterator[None]:
-        """Context manager in which a checkpoint has shard records instead of the averages of experts.
+        """Context manager; checkpoints saved in it have shard records in place of the experts' averages.
 
         The keys of `records` are (layer, name), where a name is, for example, "fc1_weight.ema".
         """

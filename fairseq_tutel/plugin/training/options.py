@@ -47,7 +47,7 @@ class TaskConfig:
         "torchrun, OpenMPI or Slurm",
     )
     moe_use_2dh: bool = option(
-        False, "the same as --moe-a2a-algorithm 2dh", theme="Older names", of="task",
+        False, "the same as `--moe-a2a-algorithm 2dh`", theme="Older names", of="task",
         same_as=("a2a_algorithm", "2dh"),
     )
     moe_machine_file: str = communication(

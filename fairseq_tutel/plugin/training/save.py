@@ -179,7 +179,7 @@ def _states_in_shards(cfg: Any, trainer: Any) -> ExpertStates | None:
     if options.moe_checkpoint != "sharded" or not experts.expert_modules(trainer.get_model()):
         return None
     inner = innermost_optimizer(trainer.optimizer)
-    # A composite optimizer works on one rank only, so its state stays in the checkpoint file.
+    # A composite optimizer has no `state`. It works on one rank only, so the checkpoint file has its state.
     by_parameter = not cfg.no_save_optimizer_state and hasattr(inner.optimizer, "state")
     return ExpertStates(trainer, inner if by_parameter else None, trainer.ema)
 
