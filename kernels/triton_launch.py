@@ -10,14 +10,10 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fairseq_tutel.kernels import interpreted
 from fairseq_tutel.kernels.tiles import Tile, cdiv, choose, num_tiles, table_start
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # an older Triton supports only plain loads
-    TensorDescriptor = None
 
 DESCRIPTORS = ("sm_90", "sm_100", "sm_120")  # hardware with TMA
 ALIGNMENT = 16  # bytes; TMA requires it for a tensor's address and all strides except the innermost
@@ -138,10 +134,7 @@ def precision_of(dtype: torch.dtype, tf32x3: bool = False) -> str:
         return "ieee"
     if tf32x3:
         return "tf32x3"
-    switch = torch.backends.cuda.matmul
-    # torch raises an error if allow_tf32 is read after fp32_precision was set.
-    newer = getattr(switch, "fp32_precision", None)
-    return "tf32" if (newer == "tf32" if newer else switch.allow_tf32) else "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def chosen(
@@ -160,7 +153,7 @@ def accumulator_of(dtype: torch.dtype) -> tl.dtype:
 
 def has_descriptors(device: torch.device) -> bool:
     """Return whether kernels on this device can load tiles with tensor descriptors (TMA)."""
-    return TensorDescriptor is not None and hardware_of(device) in DESCRIPTORS
+    return hardware_of(device) in DESCRIPTORS
 
 
 def input_precision_of(hardware: str, precision: str, dtype: torch.dtype) -> str:
