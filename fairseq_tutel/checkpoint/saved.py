@@ -2,8 +2,9 @@
 
 import argparse
 import contextlib
+import logging
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +15,12 @@ from torch import Tensor
 from fairseq_tutel.checkpoint import atomic_save, dictionaries
 from fairseq_tutel.checkpoint.files import read_file, walk
 from fairseq_tutel.checkpoint.foreign import refuse_malformed
+from fairseq_tutel.checkpoint.options import RETIRED
 from fairseq_tutel.checkpoint.shards import bind, unbind
 from fairseq_tutel.files import printable, renamed_when_whole
 from fairseq_tutel.parallel.progress import progress
+
+logger = logging.getLogger(__name__)
 
 # The parts of a configuration, each with the option that names the part in an old, flat configuration.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
@@ -100,6 +104,7 @@ class SavedModel:
         if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
             raise ValueError(f"{flag} names {path}, which holds no model; give a fairseq checkpoint.")
         refuse_malformed(state, f"{flag} {path}")
+        drop_retired(state, path)
         bind(state, path)
         if not keep_shards:
             unbind(state)
@@ -212,6 +217,20 @@ class SavedModel:
         """Write the checkpoint as one file; raise ValueError if the file cannot be written."""
         unbind(self.state)
         write_all([(output, self.state)])
+
+
+def drop_retired(state: Mapping[str, Any], path: str | Path) -> None:
+    """Remove the options in `RETIRED` from a checkpoint, in place, and log the removed options."""
+    found = set()
+    for part in (state.get("args"), *(state.get("cfg") or {}).values()):
+        options = vars(part) if isinstance(part, argparse.Namespace) else part
+        if isinstance(options, MutableMapping):
+            for key in RETIRED.keys() & options.keys():
+                del options[key]
+                found.add(key)
+    if found:
+        reasons = ", ".join(f"{key} ({RETIRED[key]})" for key in sorted(found))
+        logger.info("%s has options that no longer exist and are ignored: %s", path, reasons)
 
 
 def _values(options: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Tests which checkpoint files fairseq loads for inference or to resume training."""
 
 import argparse
+import logging
 import os
 import re
 import sys
@@ -52,6 +53,32 @@ def test_a_checkpoint_with_a_flipped_bit_opens_only_with_fairseq_tutel_open_dama
     monkeypatch.setenv("FAIRSEQ_TUTEL_OPEN_DAMAGED", "1")
     opened = checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["model"]["weight"]
     assert not torch.equal(opened, STATE["model"]["weight"])
+
+
+@pytest.mark.parametrize("kind", [dict, argparse.Namespace])
+@pytest.mark.parametrize(
+    ("saved", "read"),
+    [({"moe_backend": "grouped_mm"}, {"moe_backend": "auto"}), ({"data": "x"}, {"data": "x"})],
+)
+def test_a_removed_backend_in_a_checkpoint_is_read_as_auto(kind, saved, read, tmp_path):
+    path = written(tmp_path, cfg={**STATE["cfg"], "task": kind(**saved)})
+    assert checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["cfg"]["task"] == kind(**read)
+
+
+@pytest.mark.parametrize("words", [({},), (None, False)], ids=["to use", "to train on"])
+@pytest.mark.parametrize("form", ["cfg", "args", "Namespace in cfg"])
+def test_a_removed_option_in_a_checkpoint_is_ignored_and_logged(form, words, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    key, kept = "moe_kernel_tuning_seconds", {"moe_freq": 1, "moe_backend": "auto"}
+    old = {**kept, key: 3.0}
+    kind = dict if form == "cfg" else argparse.Namespace
+    flat = argparse.Namespace(**old, arch="moe_transformer_lm", task="language_modeling")
+    parts = {"args": flat} if form == "args" else {"cfg": {"model": kind(**old), "task": kind(**old)}}
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(written(tmp_path, **parts)), *words)
+    found = [options for options in (state["args"], state["cfg"]["model"], state["cfg"]["task"]) if options]
+    assert [options for options in found if key in options] == []
+    assert any("moe_backend" in options for options in found)
+    assert [key in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("name", ["gate.wg.weight", "experts.3.fc1.weight"])

@@ -25,6 +25,7 @@ from fairseq_tutel.checkpoint.files import (
     refused_class,
 )
 from fairseq_tutel.checkpoint.foreign import refuse_malformed, refuse_meta
+from fairseq_tutel.checkpoint.saved import drop_retired
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.config import label_of
 from fairseq_tutel.option import is_custom
@@ -65,6 +66,9 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             given = overrides if is_for_use else {**dict(options_within(RUN.cfg)), **overrides}
             refuse_code(state, path, given)
             refuse_malformed(state, path)
+            cfg = state.get("cfg")
+            with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
+                drop_retired(state, path)
             refuse_meta(state.get("model") or (), path)
             bind(state, Path(path))
             if is_for_use:
@@ -161,11 +165,15 @@ def _is_imported(name: str) -> bool:
 
 
 def _update_task(state: Any, overrides: Mapping[str, Any]) -> None:
-    """Add overrides of `SystemOptions` to the task options of a checkpoint, in place.
+    """Update the task options of a checkpoint in place.
 
-    fairseq overrides only options that the file already has.
+    The removed value grouped_mm of --moe-backend becomes auto. Overrides of `SystemOptions` are added,
+    because fairseq overrides only options that the file already has.
     """
     task: Any = (state.get("cfg") or {}).get("task")
+    values = vars(task) if isinstance(task, argparse.Namespace) else task
+    if values and str(values.get("moe_backend", "")) == "grouped_mm":
+        values["moe_backend"] = "auto"
     if OmegaConf.is_config(task):
         known = {option.key for option in options_of("task")}
         with open_dict(task):
