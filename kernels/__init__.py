@@ -3,7 +3,7 @@
 `OPS` lists the kernels. Both versions of a kernel have the same signature. `backend_for` selects a version.
 """
 
-import functools
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ OPS = (
     "ffn_down_backward",
     "ffn_up_backward",
 )
+# The reason why Triton cannot be used, or "" if Triton can be used.
+LACKING = "" if find_spec("triton") else "Triton is not installed"
 
 
 def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
@@ -38,11 +40,10 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
         return "reference", "requested"
     if requested == "auto" and device.type != "cuda":
         return "reference", f"tensors on {device.type}"
-    lacking = _lacks_triton()
     if requested == "triton":
-        if lacking:
+        if LACKING:
             raise ValueError(
-                f"backend (--moe-backend) is 'triton' but {lacking}; install fairseq-tutel[gpu] or choose "
+                f"backend (--moe-backend) is 'triton' but {LACKING}; install fairseq-tutel[gpu] or choose "
                 "auto or reference."
             )
         if device.type != "cuda" and not interpreted():
@@ -51,9 +52,9 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
                 "GPU, set TRITON_INTERPRET=1 to interpret the kernels, or choose auto or reference."
             )
         return "triton", "interpreted" if device.type != "cuda" else "requested"
-    if not lacking:
+    if not LACKING:
         return "triton", "a GPU and Triton are available"
-    return "reference", f"{lacking}; experts run one at a time, with one host synchronization per layer"
+    return "reference", f"{LACKING}; experts run one at a time, with one host synchronization per layer"
 
 
 def ops(
@@ -73,19 +74,6 @@ def ops(
     from fairseq_tutel.kernels import triton_ops
 
     return triton_ops.IN_TF32X3 if fp32_products == "tf32x3" else triton_ops.BY_PRODUCTS
-
-
-@functools.cache
-def _lacks_triton() -> str:
-    """Return the reason why Triton cannot be used, or "" if Triton can be used."""
-    try:
-        import triton
-    except ImportError:
-        return "Triton is not installed"
-    # The kernels need the module `triton.knobs`, which exists since Triton 3.4.
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):
-        return f"Triton {triton.__version__} is older than 3.4"
-    return ""
 
 
 def interpreted() -> bool:

@@ -14,12 +14,8 @@ from fairseq_tutel.kernels.first_order import first_order
 
 def is_supported(x_TD: Tensor, weight_ED: Tensor) -> bool:
     """Return whether `product` supports these operands: they must be bf16 and on an NVIDIA GPU."""
-    return (
-        x_TD.dtype == weight_ED.dtype == torch.bfloat16
-        and x_TD.is_cuda
-        and torch.version.hip is None
-        and hasattr(torch.ops.aten.mm, "dtype")  # since torch 2.8
-    )
+    is_bf16 = x_TD.dtype == weight_ED.dtype == torch.bfloat16
+    return is_bf16 and x_TD.is_cuda and torch.version.hip is None
 
 
 def product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:

@@ -12,14 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fairseq_tutel.kernels import interpreted
 from fairseq_tutel.kernels.tiles import Tile, cdiv, choose, num_tiles, table_start
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # with an older Triton, all kernels load tiles through pointers
-    TensorDescriptor = None
 
 logger = logging.getLogger(__name__)
 
@@ -153,10 +149,7 @@ def precision_of(dtype: torch.dtype, tf32x3: bool = False) -> str:
         return "ieee"
     if tf32x3:
         return "tf32x3"
-    switch = torch.backends.cuda.matmul
-    # torch raises an error if allow_tf32 is read after fp32_precision was set.
-    newer = getattr(switch, "fp32_precision", None)
-    return "tf32" if (newer == "tf32" if newer else switch.allow_tf32) else "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def chosen(
@@ -232,7 +225,7 @@ def product_of(
     `rows_shape` is the shape of the rows if their descriptors are allowed, else None.
     """
     rows = weights = None
-    if TensorDescriptor is not None and hardware in DESCRIPTORS:
+    if hardware in DESCRIPTORS:
         if rows_shape is not None:
             rows = descriptor(dtype, rows_shape, (rows_shape[1], 1), (tile.block_m, tile.block_k))
         if are_weights_aligned:

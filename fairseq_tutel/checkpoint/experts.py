@@ -218,7 +218,11 @@ def records_of(everything: list[Written], folder: Path) -> dict[tuple[str, str],
     stacks = _joined(everything, folder.parent)
     digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
     sizes = {file: size for written in everything for file, size in written.sizes.items()}
-    committed = _commit(folder, digests, sizes)
+    for file, size in sizes.items():
+        path = folder / file
+        if not path.is_file() or path.stat().st_size != size:
+            raise OSError(f"{path}, written by another rank, is missing or has the wrong size")
+    committed = folders.commit(folder, digests)
     return {
         (stack.layer, stack.name): ShardedTensor(
             root=folder.parent.parent,
@@ -237,14 +241,6 @@ def save_as_records(model: nn.Module, records: Mapping[tuple[str, str], dict[str
     for layer, experts in model.named_modules():
         if isinstance(experts, ExpertStack):
             experts.save_as({name: records[layer, name] for name in experts.expert_parameters()})
-
-
-def _commit(folder: Path, digests: list[str], sizes: dict[str, int]) -> str:
-    for file, size in sizes.items():
-        path = folder / file
-        if not path.is_file() or path.stat().st_size != size:
-            raise OSError(f"{path}, written by another rank, is missing or has the wrong size")
-    return folders.commit(folder, digests)
 
 
 def _files_of(

@@ -32,7 +32,9 @@ class ExpertCache:
         self._ranks.setdefault(key, (0, 0))
         self._kept[key] = num_bytes
         self._bytes += num_bytes
-        while self._is_full:
+        while (self.most_bytes is not None and self._bytes > self.most_bytes) or (
+            self.most_experts is not None and len(self._kept) > self.most_experts
+        ):
             first = min(self._kept, key=self._ranks.__getitem__)
             self.take(first)
             yield first
@@ -40,9 +42,3 @@ class ExpertCache:
     def take(self, key: Key) -> None:
         """Remove an expert from the cache if the cache contains it."""
         self._bytes -= self._kept.pop(key, 0)
-
-    @property
-    def _is_full(self) -> bool:
-        return (self.most_bytes is not None and self._bytes > self.most_bytes) or (
-            self.most_experts is not None and len(self._kept) > self.most_experts
-        )

@@ -12,7 +12,6 @@ import os
 import select
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -44,9 +43,9 @@ def published(store: dist.Store) -> str:
     return store.get(FAILED).decode() if store.check([FAILED]) else ""
 
 
-def keeps_the_store(environment: Mapping[str, str] = os.environ) -> bool:
+def keeps_the_store() -> bool:
     """Return whether the launcher, not rank 0, runs the rendezvous store."""
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def no_store() -> str:

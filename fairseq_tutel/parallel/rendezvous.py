@@ -60,9 +60,9 @@ def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
     return 0
 
 
-def own_gpu(environment: Mapping[str, str] = os.environ) -> int:
+def own_gpu() -> int:
     """Return the index of this process's GPU among the GPUs that are visible to the process."""
-    local_rank = environment.get("LOCAL_RANK", environment.get("RANK", 0))
+    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", 0))
     return int(local_rank) % torch.cuda.device_count()
 
 

@@ -123,15 +123,10 @@ class Work:
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the function in the thread has ended."""
-        return not self._thread.is_alive()
-
     def look(self) -> tuple[bool, Any, str | None]:
         """Wait briefly for the function. Return whether it has ended, its result, and any error message."""
         self._thread.join(PAUSE_SECONDS)
-        if not self.has_ended:
+        if self._thread.is_alive():
             return False, None, None
         if self.error is None:
             return True, self.result, None

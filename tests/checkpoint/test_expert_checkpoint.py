@@ -119,7 +119,7 @@ def test_a_missing_or_incomplete_checkpoint_file_of_another_rank_raises_an_error
     if content is not None:
         (tmp_path / "a").write_bytes(content)
     with pytest.raises(OSError, match="is missing or has the wrong size"):
-        checkpoint._commit(tmp_path, [], {"a": 3})
+        checkpoint.records_of([checkpoint.Written(sizes={"a": 3})], tmp_path)
 
 
 def test_a_save_that_lacks_an_expert_tensor_raises_an_error(tmp_path):

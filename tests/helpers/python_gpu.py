@@ -376,7 +376,7 @@ def gpu(index=0):
         *((owner, name, on_nccl(getattr(owner, name), *how)) for (owner, name), how in COLLECTIVES.items()),
         *((dist, n, of_objects(getattr(dist, n))) for n in ("all_gather_object", "broadcast_object_list")),
         (opaque, "FakeTensor", (opaque.FakeTensor, OnGpu)),
-        *([] if kernels.interpreted() else [(kernels, "_lacks_triton", lambda: "there is no GPU")]),
+        *([] if kernels.interpreted() else [(kernels, "LACKING", "there is no GPU")]),
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
         for owner, name, new in replaced:

@@ -103,7 +103,7 @@ def test_the_triton_backend_on_a_cpu_raises_a_one_sentence_error(monkeypatch):
 
 
 def test_the_triton_backend_raises_a_one_sentence_error_if_triton_is_not_installed(monkeypatch):
-    monkeypatch.setattr(kernels, "_lacks_triton", lambda: "Triton is not installed")
+    monkeypatch.setattr(kernels, "LACKING", "Triton is not installed")
     with pytest.raises(ValueError, match=r"Triton is not installed; install fairseq-tutel\[gpu\]"):
         kernels.backend_for("triton", torch.device("cuda"))
     backend, reason = kernels.backend_for("auto", torch.device("cuda"))

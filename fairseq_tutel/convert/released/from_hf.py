@@ -297,13 +297,6 @@ def check_sizes(
                 f"{CONFIG} has {key} {shown(config[key])}, but the embedding table has {number} rows; give "
                 f"the {CONFIG} of this model."
             )
-    for side in ("encoder", "decoder"):
-        width, heads = options.get(f"{side}_embed_dim"), options.get(f"{side}_attention_heads")
-        if width and (not heads or heads < 0 or width % heads):
-            raise ValueError(
-                f"{CONFIG} has {heads} attention heads for a width of {width}; give the {CONFIG} of this "
-                "model."
-            )
 
 
 def shape_of(name: str, tensor: Tensor, options: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -142,11 +142,6 @@ class Option:
         return {self.theirs: value + self.offset if self.offset else value}
 
 
-def switch(theirs: str, ours: str, default: bool, opposite: bool = False) -> Option:
-    """Return a bool option; with `opposite`, transformers' value is the negation of fairseq's."""
-    return Option(theirs, ours, default, OPPOSITE if opposite else {True: True, False: False})
-
-
 class Setup(NamedTuple):
     """The arguments of a family's function `setup`, which returns task options."""
 

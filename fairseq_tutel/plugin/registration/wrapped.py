@@ -20,20 +20,6 @@
   - The wrapper locks a training run's --save-dir, and chooses the checkpoint from which the run resumes.
   - With the wrapper, a signal makes training save a checkpoint before the run ends.
   - With the wrapper, tasks without a dataclass can read the run's configuration.
-
-`CHANGED` lists attributes of fairseq and torch that the package sets. The package makes other changes:
-
-- At import, `install` defines names that newer numpy lacks (`NUMPY_NAMES`) and sets sys.excepthook.
-- At import, `plugin.register` sets malloc's thresholds and the classes that torch.load accepts.
-- At import, the package adds MoE variants to fairseq's and hydra's registries, and options to all tasks.
-- At import, `flags.py` removes --is-moe from sys.argv.
-- When a command runs, `train` and `run` change sys.argv.
-- When a command runs, fairseq's main function uses a subclass of its Trainer (`training/own_layers.py`).
-- When a command runs, `training/startup.py` sets the current GPU, and writes ranks into the configuration.
-- When a command runs, `parallel/guard.py` sets torch's time-outs.
-- When a command ends, `parallel/background.py` and `process.py` end threads.
-- When a model with experts is built, `startup.complete` changes the configuration, and logs the changes.
-- While a training run lasts, `parallel/signals.py` handles signals.
 """
 
 import atexit
@@ -139,34 +125,6 @@ WRAPPED = (
 
 # fairseq uses these numpy names for Python types, but numpy 1.24 and 2.0 removed the names.
 NUMPY_NAMES = {"int": int, "long": int, "float": float, "compat": SimpleNamespace(long=int)}
-
-# Attributes that the files of this package set on objects of fairseq or torch. Attributes of
-# configurations, and data and gradients of tensors, are not listed.
-CHANGED = {
-    # The package changes the classes of tasks, iterators, data sets and models that fairseq constructed.
-    "plugin/registration/variants.py": "__class__ __dataclass add_args",
-    "plugin/registration/process.py": "_max_len",  # _max_len = 0 ends a thread that reads batches.
-    "plugin/registration/wrapped.py": "excepthook",  # The new excepthook prints errors as sentences.
-    "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm",  # Stock layers call these modules.
-    # fairseq's tasks read source_langs and target_langs. One of the tasks reads `args`, but never sets it.
-    "plugin/hub_interfaces.py": "args source_langs target_langs bpe",
-    # torch's DDP ignores the listed parameters. max_epoch = -1 ends a run that has no update left.
-    "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore max_epoch",
-    # A save thread passes copies with these attributes to fairseq's save_checkpoint.
-    "plugin/training/background_save.py": "get_checkpoint_dict no_save save_checkpoint",
-    "plugin/opening/load.py": "load",  # While fairseq opens a checkpoint, torch.load maps the file.
-    # After a signal, valid_step ends the validation. _aggregate_logging_outputs also counts signals.
-    "plugin/training/preemption.py": "valid_step _aggregate_logging_outputs",
-    "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq would allocate the buffers on a GPU.
-    "plugin/criterions/teacher.py": "is_of_teacher",  # Marks the copy of the task that builds the teacher.
-    # The first makes fairseq keep loaded state. fairseq's Trainer compares the second with checkpoints.
-    "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__ holds_masters",
-    "parallel/groups.py": "param_group",  # The only attribute that fairseq copies to fp32 masters.
-    "parallel/gradients.py": "expert _tutel_expert root_scaled",  # The attributes mark parameters.
-    "parallel/call_id.py": "_torchdynamo_disable count",  # `count` counts the calls of a layer.
-    "parallel/rendezvous.py": "daemon",  # A daemon timer does not keep the process alive.
-    "parallel/zero_state.py": "zero_hook",  # A second optimizer of a model removes the hook of the first.
-}
 
 
 def install() -> None:

@@ -4,7 +4,6 @@
 process groups before this module prepares the model.
 """
 
-import contextlib
 import itertools
 import logging
 from collections.abc import Iterable, Mapping
@@ -28,7 +27,6 @@ from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.ema import ExpertEMA
 from fairseq_tutel.plugin.training.epoch_iterator import set_update_freq
 from fairseq_tutel.plugin.training.finite import refuse_loaded
-from fairseq_tutel.plugin.training.loop import wrapping
 from fairseq_tutel.plugin.training.startup import (
     complete,
     refuse_run,
@@ -90,11 +88,6 @@ class MoETrainer(Trainer):
         self._optimizer = half_optimizer(self.cfg, [each for each in trained if each.requires_grad])
         self._lr_scheduler = build_lr_scheduler(self.cfg.lr_scheduler, self.optimizer)
         self._lr_scheduler.step_update(0)
-
-
-def prepared(main: Any) -> contextlib.AbstractContextManager[Any]:
-    """Context manager in which fairseq's training function uses MoETrainer."""
-    return wrapping(main, Trainer=lambda _: MoETrainer)
 
 
 def prepare(root: Any, task: Any, model: Any) -> None:

@@ -72,11 +72,9 @@ class Preemption:
         self._count: Any = 0.0  # Number of ranks that received a signal.
         self.result = ""  # Text for the log if a signal ended the run.
 
-    @contextlib.contextmanager
-    def installed(self, main: Any) -> Iterator[None]:
-        """Context manager that wraps functions in the module of fairseq's training function `main`."""
-        with wrapping(main, train=self._train, validate_and_save=self._validate_and_save):
-            yield
+    def installed(self, main: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager that wraps functions that fairseq's training function `main` calls."""
+        return wrapping(main, train=self._train, validate_and_save=self._validate_and_save)
 
     def _train(self, original: Any) -> Any:
         is_first = True

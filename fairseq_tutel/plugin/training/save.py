@@ -27,8 +27,9 @@ from fairseq_tutel.plugin.run_state import RUN, config_of
 from fairseq_tutel.plugin.training import finite
 from fairseq_tutel.plugin.training.background_save import BackgroundSave
 from fairseq_tutel.plugin.training.expert_states import ExpertStates
+from fairseq_tutel.plugin.training.loop import wrapping
 from fairseq_tutel.plugin.training.options import TaskConfig
-from fairseq_tutel.plugin.training.own_layers import prepared
+from fairseq_tutel.plugin.training.own_layers import MoETrainer
 from fairseq_tutel.plugin.training.preemption import Preemption, end_process
 from fairseq_tutel.plugin.training.resume import check_checkpoint
 
@@ -90,7 +91,7 @@ def run_training(main: Any, cfg: Any, signals: SignalWatch | None = None, **kwar
             stack.enter_context(preemption.installed(main))
         if in_background:
             stack.enter_context(SESSION.in_background())
-        stack.enter_context(prepared(main))
+        stack.enter_context(wrapping(main, Trainer=lambda _: MoETrainer))
         # With FSDP's sharded state, each rank has a different file, whose suffix fairseq sets later.
         if not cfg.distributed_training.use_sharded_state:
             check_checkpoint(cfg.checkpoint)

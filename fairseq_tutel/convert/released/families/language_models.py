@@ -4,11 +4,11 @@ from typing import Any
 
 from fairseq_tutel.convert.released.table import (
     ACTIVATIONS,
+    OPPOSITE,
     Family,
     Names,
     Option,
     Setup,
-    switch,
     transformer_layer,
 )
 
@@ -67,7 +67,7 @@ XGLM = Family(
         Option("activation_dropout", "activation_dropout", 0.0),
         Option("layerdrop", "decoder_layerdrop", 0.0),
         Option("activation_function", "activation_fn", "gelu", ACTIVATIONS),
-        switch("scale_embedding", "no_scale_embedding", True, opposite=True),
+        Option("scale_embedding", "no_scale_embedding", True, OPPOSITE),
     ),
     fixed={**PLAIN, "decoder_learned_pos": False},
     assumed={"tie_word_embeddings": True, "add_cross_attention": False},

@@ -5,11 +5,11 @@ from typing import Any
 
 from fairseq_tutel.convert.released.table import (
     ACTIVATIONS,
+    OPPOSITE,
     Family,
     Names,
     Option,
     Setup,
-    switch,
     transformer_layer,
 )
 from fairseq_tutel.files import shown
@@ -61,7 +61,7 @@ def _sizes(activation: str, attention_dropout: float, layerdrop: float, scales: 
         Option("encoder_layerdrop", "encoder_layerdrop", layerdrop),
         Option("decoder_layerdrop", "decoder_layerdrop", layerdrop),
         Option("activation_function", "activation_fn", activation, ACTIVATIONS),
-        switch("scale_embedding", "no_scale_embedding", scales, opposite=True),
+        Option("scale_embedding", "no_scale_embedding", scales, OPPOSITE),
     )
 
 
