@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout
 from fairseq_tutel.inference.expert_cache import ExpertCache, Key
-from fairseq_tutel.inference.expert_sources import ShardFiles, source_of
-from fairseq_tutel.inference.fetch_thread import Fetch, Fetcher, Source
+from fairseq_tutel.inference.expert_sources import FromFiles, FromHost, ShardFiles, source_of
+from fairseq_tutel.inference.fetch_thread import Fetch, Fetcher
 from fairseq_tutel.inference.options import (
     AUTO,
     EVICTIONS,
@@ -114,7 +114,7 @@ class ExpertStore:
         self.counters = Counters()
         self._sizes_cache = cache == AUTO
         self._cache = ExpertCache(eviction, *((0, None) if self._sizes_cache else cache_limits(cache)))
-        self._stacks: list[tuple[ExpertStack, Source]] = []
+        self._stacks: list[tuple[ExpertStack, FromFiles | FromHost]] = []
         self._followers: dict[int, int] = {}  # Maps a layer to the layer that ran after it the last time.
         self._last = -1
         self._fetches: dict[Key, Fetch] = {}  # The fetch of each expert that has a buffer.
@@ -225,7 +225,7 @@ class ExpertStore:
         self._cache.take(key)
         if key not in self._fetches:
             stack, source = self._stacks[key[0]]
-            self._fetches[key] = Fetch(source, key[1], self._buffer(source.layout, stack.device))
+            self._fetches[key] = Fetch(source.read, key[1], self._buffer(source.layout, stack.device))
             num_bytes, counters = source.layout.num_bytes, self.counters
             self._bytes += num_bytes
             counters.add(fetches=1, bytes=num_bytes)
