@@ -66,12 +66,9 @@ class ExpertStore:
     which the store's next use raises. A deep copy of a model shares the model's store. A forked process or
     second thread needs a separate store. A model with experts in a store can be neither saved nor loaded.
 
-    Policies (docs/inference.md):
-
-    - `on-demand`: fetch experts when a call needs them.
-    - `pregated`: also fetch the experts that calls of `prefetch` request.
-    - `prefetch-all`: also fetch all experts of the next layer. The next layer is the layer that ran after
-      the current layer the last time or, at first, the layer that was added after the current layer.
+    docs/inference.md has a table of the policies. With `pregated`, the model calls `prefetch`. With
+    `prefetch-all`, the next layer is the layer that ran after the current layer the last time or, at first,
+    the layer that was added after the current layer.
 
     Tiers: The tier `disk` reads the shard files of a checkpoint, and `host` keeps experts in memory (pinned
     if there is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes. The cache size
