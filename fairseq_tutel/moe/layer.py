@@ -279,6 +279,10 @@ class MoELayer(nn.Module):
             self.experts, self.config, self.topology, self.strategy, self.calls, self.timer, self.name
         )
 
+    def time_exchanges(self) -> None:
+        """Measure the time of all later all-to-all exchanges with `timer`."""
+        self.timer = ExchangeTimer()
+
     @torch.no_grad()
     def run_without_tokens(self) -> None:
         """Join the collectives of other ranks' forward with zero tokens, without changing any state."""

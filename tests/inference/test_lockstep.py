@@ -11,7 +11,6 @@ import torch.distributed as dist
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.inference.lockstep import IS_DONE, RESTS, Lockstep, next_layer
 from fairseq_tutel.parallel import guard
-from fairseq_tutel.parallel.transfer import ExchangeTimer
 from fairseq_tutel.plugin.feed_forward import Context, MoEFeedForward
 
 SMALL = MoEConfig(model_dim=4, hidden_dim=8, num_experts=4)
@@ -138,7 +137,7 @@ def joining_changes_no_state():
     topology, turns = make_topology([config.num_experts]), []
     context = Context(wait_for_turn=turns.append)
     layer = MoEFeedForward(config, topology, 1, "decoder.layers.0.fc1", context).eval()
-    layer.timer = ExchangeTimer()
+    layer.time_exchanges()
     x = torch.randn(3, 2, config.model_dim)
     layer.begin_call(torch.zeros(2, 3, dtype=torch.bool))
     with torch.no_grad():

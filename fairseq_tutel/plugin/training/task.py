@@ -19,7 +19,6 @@ from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.option import read
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.guard import CommunicationError, guarded
-from fairseq_tutel.parallel.transfer import ExchangeTimer
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
 from fairseq_tutel.plugin.opening.several_ranks import NoSentences, running_command
 from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
@@ -95,7 +94,7 @@ class MoETaskMixin(InferenceMixin):
             self._micro_batches, self._seed = options.moe_micro_batches, int(root.common.seed)
         if options.record_a2a_perf_stats:
             for layer in layers:
-                layer.timer = ExchangeTimer()
+                layer.time_exchanges()
 
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
         """Build the criterion; warn if experts have no balance loss."""
