@@ -29,7 +29,7 @@ from fairseq_tutel.moe.slots import MicroBatch
 class Chosen:
     """The experts that each token chose, with their weights, before slots are assigned."""
 
-    scores_TE: Tensor  # without gradient
+    scores_TE: Tensor  # the scores by which the experts were chosen
     probs_TE: Tensor  # as in `Routing`
     expert_ids_TK: Tensor  # int64, best first
     weights_TK: Tensor  # weights of all assignments
@@ -77,7 +77,7 @@ def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
         weights_TK = scores_TE.gather(1, expert_ids_TK)
         weights_TK = normalized(weights_TK) if normalize else weights_TK
     return Chosen(
-        scores_TE=scores_TE.detach(), probs_TE=probs_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK
+        scores_TE=scores_TE, probs_TE=probs_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK
     )
 
 
@@ -99,7 +99,7 @@ def choose_from(
         and not ways_of(config, batch)
         and not is_hooked(gate)
         and not torch.is_autocast_enabled(x_TD.device.type)
-        and not torch.compiler.is_compiling()
+        and not torch.compiler.is_dynamo_compiling()
         and not isinstance(x_TD, FakeTensor)
     )
     if not can_fuse or not hasattr(ops := kernels.ops(config.backend, x_TD.device), "gate_backward"):
@@ -110,7 +110,7 @@ def choose_from(
         x_TD, gate.weight, batch.top_k, ops, normalize
     )
     chosen = Chosen(
-        scores_TE=probs_TE.detach(), probs_TE=probs_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK
+        scores_TE=probs_TE, probs_TE=probs_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK
     )
     return passed_TD, logits_TE, chosen
 
