@@ -189,7 +189,7 @@ class Written:
 
 
 def begin_folder(save_dir: Path) -> Path:
-    """Create a folder for the next shard files on rank 0; return the folder on all ranks. Collective."""
+    """On rank 0, create a folder for new shard files; return its path on all ranks. Collective."""
 
     def begin() -> str:
         folders.collect(save_dir)
@@ -214,7 +214,7 @@ def gather_written(own: Written, group: dist.ProcessGroup | None = None) -> list
 
 
 def records_of(everything: list[Written], folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """On rank 0, rename a complete folder of shard files, and return the tensors' records."""
+    """Check the sizes of the shard files, rename their folder, and return the records; for rank 0 only."""
     stacks = _joined(everything, folder.parent)
     digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
     sizes = {file: size for written in everything for file, size in written.sizes.items()}
@@ -286,7 +286,7 @@ def _share(num_local: int, topology: Topology, turn: int) -> range:
 
 
 def _joined(everything: list[Written], folder: Path) -> dict[_Stack, dict[tuple[int, int], Piece]]:
-    """Merge the results of all ranks; raise ValueError if a rank failed or an expert is incomplete."""
+    """Merge the pieces of all ranks; raise ValueError if a rank failed or a piece is missing."""
     joined: dict[_Stack, dict[tuple[int, int], Piece]] = {}
     for rank, written in enumerate(everything):
         if written.error is not None:

@@ -89,7 +89,7 @@ def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
 
 
 class SavedModel:
-    """An open fairseq checkpoint, whose tensors stay on disk until they are read; edits change `state`."""
+    """An open fairseq checkpoint, whose tensors stay on disk until they are read; methods edit `state`."""
 
     def __init__(self, state: dict[str, Any], path: Path | None = None, flag: str = "INPUT") -> None:
         self.state, self.path, self.flag = state, path, flag

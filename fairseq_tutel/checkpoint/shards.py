@@ -70,7 +70,7 @@ class ShardedTensor:
     # The shard files that are open, by path; all tensors of a checkpoint share this dict.
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
     expert_dtype: str = ""  # One of EXPERT_DTYPES, or "" if not quantized.
-    error: tuple[float, float] = (0.0, 0.0)  # Relative errors of all rows and of the worst row.
+    error: tuple[float, float] = (0.0, 0.0)  # The relative errors of the tensor and of its worst row.
     in_rows: bool = False  # True for older int4 files, with a scale per row.
 
     @property
@@ -270,7 +270,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def is_record(value: Any) -> bool:
-    """Return whether a value in a checkpoint is a record that replaces a tensor in shard files."""
+    """Return whether a value in a checkpoint is the record of a tensor in shard files."""
     return isinstance(value, dict) and MARK in value
 
 

@@ -71,7 +71,7 @@ class Context:
         self.coefficients: Coefficients = {}
 
     def begin_step(self, is_dummy: bool = False, update: int = 0) -> None:
-        """Begin a training step in an update; `is_dummy` marks the step's batches as dummy batches."""
+        """Begin a training step of update number `update`; `is_dummy` is true for dummy batches."""
         self.is_dummy, self._update = is_dummy, update
 
     def keeps_rows(self, layer: "MoEFeedForward") -> bool:

@@ -123,7 +123,7 @@ def _interface(cfg: Any, task: Any, models: Sequence[Any]) -> nn.Module:
 
 
 class Words:
-    """Replaces the BPE of a model without BPE: a text consists of words separated by spaces."""
+    """Stands in for a BPE if a model has none: a text consists of words separated by spaces."""
 
     def encode(self, text: str) -> str:
         """Return a text without changing it."""
@@ -236,7 +236,7 @@ class ImageClassification(nn.Module):
         """Return the `topk` most probable classes of each image, as pairs (name, probability).
 
         Args:
-            images: a file or a uint8 array [h, w] or [h, w, C], or a sequence of files and arrays.
+            images: a file, a uint8 array [height, width] or [height, width, channels], or a list of these.
             topk: the number of classes to return for an image.
 
         Raises:
@@ -248,7 +248,7 @@ class ImageClassification(nn.Module):
             return self.classify([images], topk)[0]
         names, like = self.task.class_names, next(self.parameters())
         found = []
-        # Images are classified one at a time, because their sizes and their number vary.
+        # Images are classified one at a time, so that any number of images fits into memory.
         for image in images:
             x_1CHW = self._normalised(image)[None].to(like)
             with torch.no_grad(), self.lock:

@@ -43,7 +43,7 @@ STORES: "WeakValueDictionary[StoreConfig, ExpertStore]" = WeakValueDictionary()
 
 
 def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.device) -> StoreConfig:
-    """Return a task's expert store options, with host or disk in place of --moe-expert-tier auto."""
+    """Return a task's expert store options; `--moe-expert-tier auto` is replaced by host or disk."""
     options = read(StoreConfig, task_cfg)
     refuse_bad_values(options)
     policy = options.moe_expert_store
@@ -115,7 +115,7 @@ def inference_dtype(model_cfg: Any, task: Any) -> torch.dtype | None:
 
 
 def quantize_when_loaded(model: nn.Module, task: Any, device: torch.device) -> None:
-    """With --moe-inference-dtype int8, quantize the decoder's linear layers as soon as they are loaded.
+    """With `--moe-inference-dtype int8`, quantize the decoder's linear layers when they are loaded.
 
     Raises:
         ValueError: int8 is given on a GPU, or for a model without a decoder.

@@ -96,7 +96,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         )
         self._next_epoch_itr = None
         if callable(self.batch_sampler):
-            self._frozen_batches = None  # Each epoch has different batches.
+            self._frozen_batches = None  # A callable makes new batches for each epoch.
         self.epoch += 1
 
     def _get_iterator_for_epoch(
