@@ -112,7 +112,7 @@ def release(model: nn.Module) -> None:
 
 
 class _ShardFile(NamedTuple):
-    """One shard file of this rank: tensors by key, and each tensor's stack, expert ID and shard index."""
+    """One shard file of this rank: tensors by key, and each tensor's `_Stack`, expert ID and shard index."""
 
     name: str
     tensors: dict[str, Tensor]
@@ -124,7 +124,7 @@ def save_in_shards(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Write all experts and their optimizer state to shard files. Collective.
 
-    Each EP replica writes a part of the experts to shard files. The function returns a dict from
+    Ranks that hold the same experts each write a part of them. The function returns a dict from
     (qualified name of the module, tensor name) to the record of the tensor (see shards.py). A tensor of
     optimizer state has a name of the form PARAMETER.STATE. The next `model.state_dict()` has the records in
     place of the experts' tensors.
@@ -209,7 +209,7 @@ def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str,
 
 
 def gather_written(own: Written, group: dist.ProcessGroup | None = None) -> list[Written]:
-    """Return the `Written` of each rank of a group (None: all ranks). Collective."""
+    """Return the `Written` of each rank in `group`, or of all ranks if `group` is None. Collective."""
     return world.all_gather_object(own, "the agreement on the shards that were written", group)
 
 

@@ -143,7 +143,7 @@ def refused_class(error: BaseException) -> str | None:
 def read_file(path: Path, flag: str, verify: bool = True) -> Any:
     """Load the file at `path`, a value of the command-line flag `flag`; raise ValueError for a bad file.
 
-    The tensors stay on disk until they are read. With `verify`, all checksums of the file are compared.
+    The tensors stay on disk until they are read. With `verify`, all checksums of the file are checked.
     Without `verify`, a converter could write corrupt weights to a new file with valid checksums.
     """
     let_checkpoints_load()

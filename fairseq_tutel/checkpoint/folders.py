@@ -109,7 +109,7 @@ def _age(folder: Path) -> float:
 
 
 def mentions(path: Path) -> set[str]:
-    """Find the names of expert folders in a checkpoint without unpickling it; raise for a corrupt file."""
+    """Return the names of expert folders in a checkpoint; raise an error for a corrupt file."""
     with path.open("rb") as file:
         start = file.read(2)
     if start != b"PK":

@@ -22,7 +22,7 @@ from fairseq_tutel.parallel.progress import progress
 
 logger = logging.getLogger(__name__)
 
-# The parts of a configuration, each with the option that names the part in an old, flat configuration.
+# For each part of a configuration, the option with the part's name in older, flat configurations.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
 # The FFN tensors of a dense layer, and the tensors that --scale-fc adds.
 DENSE = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")

@@ -241,7 +241,7 @@ def write_pieces(
     `layout` has the dtype and the shape of each tensor, by key. The function `value` is called once per
     key, and returns the tensor for the key.
     """
-    # safetensors also sorts tensors in this way, which aligns every tensor.
+    # As in safetensors, the widest dtypes come first, which aligns every tensor.
     order = sorted(layout, key=lambda key: (-layout[key][0].itemsize, key))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0

@@ -1,8 +1,8 @@
 """Replaces the FFN of a stock fairseq transformer layer by experts.
 
-After fairseq builds the stock model, a MoEFeedForward replaces fc1 of each chosen layer, and identities
-replace the other modules of the FFN. The forward method of the stock layer is unchanged. Shape suffixes are
-T (tokens) and D (model_dim).
+After fairseq builds the stock model, a MoEFeedForward replaces fc1 of each chosen layer, and identity
+functions replace the rest of the FFN. The forward method of the stock layer is unchanged. Shape suffixes
+are T (tokens) and D (model_dim).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -146,7 +146,7 @@ class MoEFeedForward(MoELayer):
         self._generates = False
 
     def become_member(self, number: int, seed: int | None) -> None:
-        """Make this layer part of ensemble member `number`; with a seed, initialize the experts again."""
+        """Make this layer part of ensemble member `number`; with a seed, initialize the layer again."""
         self.name, self.label = f"members.{number}.{self.name}", f"member{number}_{self.label}"
         if seed is not None:
             self.reset_parameters(seed, self.name)

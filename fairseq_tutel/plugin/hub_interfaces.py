@@ -1,4 +1,4 @@
-"""Opens checkpoints with fairseq's hub, and extends its interfaces for several languages and for images."""
+"""Opens checkpoints with fairseq's hub, and adds hub interfaces for several languages and for images."""
 
 import os
 import threading
@@ -28,7 +28,7 @@ from fairseq_tutel.vision.images import decoded, fitted, normalized, tensor_of
 
 # For each value of --moe-inference-dtype, the `dtype` argument that has the same effect.
 INFERENCE_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
-# Minimum of max_tokens (fairseq-generate's default), because a sentence may exceed training's max_tokens.
+# The minimum of max_tokens, as in fairseq-generate: a sentence may exceed training's max_tokens.
 MAX_TOKENS = 12000
 # Options of GPT-2's BPE, each with the name of its file next to a checkpoint. For every other BPE, fairseq
 # finds the files itself.

@@ -1,4 +1,4 @@
-"""Confident multiple choice learning: K of M ensemble members learn a sample, the others to be unsure.
+"""The loss of confident multiple choice learning, in which K of M ensemble members learn each sample.
 
 The largest tensors are the members' logits and their gradients. Losses and probabilities are computed for
 one member at a time, in fp32 or wider, and again in backward. Shape suffixes are M (members), N (samples:
@@ -20,7 +20,7 @@ from fairseq_tutel.kernels.first_order import first_order
 
 
 def _scores(logits_NC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a member's cross entropy and divergence from a uniform prediction, for each sample.
+    """Return a member's cross entropies [N], and the divergences [N] from the uniform distribution.
 
     With the member's probabilities P, the cross entropy is CE = -log P(target). The divergence from the
     uniform distribution U is KL(U || P) = -log C - (mean of log P over the classes), in nats.

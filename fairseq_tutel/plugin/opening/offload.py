@@ -1,4 +1,4 @@
-"""Builds the experts of an opened model without memory; the checkpoint later provides their weights.
+"""Builds the experts of an opened model without weights, which the checkpoint provides later.
 
 With --moe-expert-store, the experts stay offloaded in an expert store, which all models of a command share.
 """
@@ -69,7 +69,7 @@ def is_offloaded(options: StoreConfig) -> bool:
 
 
 def meta_experts(config: MoEConfig, topology: Topology, options: StoreConfig) -> ExpertStack:
-    """Build experts without memory, on torch's meta device; a state dict later provides their weights."""
+    """Build experts on torch's meta device, without weights, which a state dict provides later."""
     stack = build_experts(config, topology.part(config.num_experts), device="meta")
     stack.load_later(keep_sources=is_offloaded(options))
     return stack

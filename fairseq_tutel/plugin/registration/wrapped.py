@@ -12,7 +12,7 @@
   during the copy, the checkpoint is truncated. The wrapper copies to a temporary file, and renames it.
 - `distributed.utils.call_main`: Every fairseq command begins with a call of call_main.
   - Stock fairseq under torchrun on CPU raises ZeroDivisionError, or each rank trains a separate model.
-  - A stock rank uses GPU RANK % num_gpus, which is wrong if nodes have different numbers of ranks.
+  - In stock fairseq, a rank uses GPU RANK % num_gpus, which is wrong if nodes have unequal rank counts.
   - Stock fairseq-train treats --bf16 as a request for a TPU.
   - With the wrapper, errors of the rendezvous and of fairseq's collectives name the missing ranks.
   - If a rank fails, the wrapper ends all other ranks.

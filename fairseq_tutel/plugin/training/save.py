@@ -137,7 +137,7 @@ def _remove_temporary(save_dir: Path) -> None:
 def save_checkpoint(original: Any) -> Any:
     """Wrap fairseq's save_checkpoint to save the experts and optimizer state of all ranks.
 
-    Experts are gathered on rank 0 or, with --moe-checkpoint sharded, written by each rank.
+    Experts are gathered on rank 0 or, with `--moe-checkpoint sharded`, written by each rank.
     """
 
     @functools.wraps(original)

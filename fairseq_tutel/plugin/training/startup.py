@@ -279,7 +279,7 @@ def _layerdrop_of(model: nn.Module) -> str:
 
 def complete(root: Any) -> None:
     """Change options of the FairseqConfig that do not work with experts, in place, and log every change."""
-    # fairseq-train sets fp16 with memory_efficient_fp16, but fairseq-hydra-train would train in fp32.
+    # If memory_efficient_fp16 is set, fairseq-train sets fp16, but fairseq-hydra-train trains in fp32.
     for precision in ("fp16", "bf16"):
         if root.common[f"memory_efficient_{precision}"]:
             _set(root.common, precision, True)

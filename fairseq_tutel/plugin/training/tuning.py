@@ -61,7 +61,7 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
     options = read(TaskConfig, task_cfg)
     choices: dict[str, Any] = {}
     machine = _machine_of(task_cfg, root)
-    if first.config.adaptive != "auto":  # Only `--moe-adaptive auto` tunes these two.
+    if first.config.adaptive != "auto":  # Only `--moe-adaptive auto` tunes both.
         choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
     elif options.moe_collective_plans:
         choices = {"algorithms": tuned_algorithms(first, task_cfg)}
