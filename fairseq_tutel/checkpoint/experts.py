@@ -112,7 +112,7 @@ def release(model: nn.Module) -> None:
 
 
 class _ShardFile(NamedTuple):
-    """One shard file of this rank: tensors by key, and each tensor's `_Stack`, expert ID and shard index."""
+    """A shard file of this rank: tensors by key, and each tensor's `_Stack`, expert ID and shard index."""
 
     name: str
     tensors: dict[str, Tensor]
