@@ -51,7 +51,7 @@ class ExpertStates:
 
     @contextlib.contextmanager
     def saved_as(self, records: Mapping[tuple[str, str], Any], topology: Topology) -> Iterator[None]:
-        """Context manager in which checkpoints have shard records instead of experts' state and EMA.
+        """Context manager; checkpoints saved in it have shard records instead of experts' state and EMA.
 
         The keys of `records` are pairs (layer, tensor name). Collective.
         """
