@@ -106,7 +106,7 @@ class SidesConfig:
 
 @dataclass(frozen=True)
 class CriterionConfig:
-    """Options for how a criterion uses the balance losses; model options choose the losses."""
+    """Options that set how a criterion combines and weighs the balance loss and the budget loss."""
 
     # fmt: off
     moe_gate_loss_wt: float = balance(

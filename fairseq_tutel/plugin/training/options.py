@@ -26,7 +26,7 @@ ZERO_STAGE: Rule = (
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Options of every task of this package, except those in MoEConfig."""
+    """Options that this package adds to every task, except those in MoEConfig."""
 
     # fmt: off
     moe_micro_batches: int = parallelism(
