@@ -60,8 +60,8 @@ def opaque(
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Exclude a function, and all functions that it calls, from tracing by torch.compile.
 
-    The control flow of such functions depends on values that change in every micro-batch. Since
-    torch.compiler.disable imports the compiler, which takes time, the function is disabled only if the
+    The control flow of such functions depends on values that change in every micro-batch.
+    torch.compiler.disable imports the compiler, which takes time. It is therefore called only if the
     compiler is already imported.
     """
 
