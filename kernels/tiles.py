@@ -65,7 +65,7 @@ BLOCKS_M = (16, 32, 64, 128, 256)
 
 
 def num_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Return a number of row tiles of `block_m` rows that is enough for the rows of all experts."""
+    """Return an upper bound of the number of row tiles of `block_m` rows that all experts need."""
     return num_rows // block_m + num_experts + 1
 
 
@@ -82,7 +82,7 @@ def table_start(num_rows: int, num_experts: int, block_m: int) -> int:
 KINDS = "up relu_up glu_up linear dx glu_dx hidden relu_hidden glu_hidden weight"
 # sm_80: all NVIDIA GPUs before sm_90. Its tiles must fit in the 99 KiB of shared memory of sm_86 and sm_89.
 HARDWARE = "sm_80 sm_90 sm_100 sm_120 amd"
-# half: fp16 and bf16. The others compute fp32 in TF32, as three TF32 products, or without tensor cores.
+# half: fp16 and bf16. tf32: fp32 in TF32. tf32x3: fp32 as three TF32 products. ieee: without tensor cores.
 PRECISIONS = "half tf32 tf32x3 ieee"
 
 COMPILED = "not measured: a large tile that compiles without spilled registers"
