@@ -64,7 +64,7 @@ def gate_backward(
     normalize: bool,
     weight_ED: Tensor | None,
 ) -> tuple[Tensor, Any]:
-    """Return the gradient of the logits and None, or with `weight_ED` two factors of the tokens' gradient.
+    """Without `weight_ED`, return the logits' gradient and None; else two factors of the tokens' gradient.
 
     The tokens' gradient is the matrix product of the factors. The factor [T, 2 E] has the logits' gradient,
     rounded to the weight's dtype, and the remainders. The factor [2 E, D] has the weight twice.
