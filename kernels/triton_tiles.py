@@ -2,7 +2,7 @@
 
 The grid for R rows and E experts has R // BLOCK_M + E + 1 row tiles, at least as many as are needed. Rows
 after the last group form an additional group with expert -1. A table holds (expert, first row, end of the
-group's rows) for each row tile. In a tile that is not needed, the first row is not before the end.
+group's rows) for each row tile. A row tile that is not needed starts at the end or later.
 """
 
 import triton
