@@ -70,7 +70,7 @@ BALANCE_LOSSES = {
 }
 
 
-# Options that cannot be combined: an option, a test of its value, and the options that it then excludes.
+# Options that cannot be combined: an option, a test of its value, and options that it excludes if true.
 EXCLUDED: tuple[tuple[str, Callable[["MoEConfig"], object], tuple[str, ...]], ...] = (
     (
         "--moe-choice experts",

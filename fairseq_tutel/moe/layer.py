@@ -243,12 +243,12 @@ class MoELayer(nn.Module):
     def apply_routing(self, x_TD: Tensor, routing: Routing, local: bool = False) -> Tensor:
         """Send every token through its experts and return the outputs [T, D]. Collective across ranks.
 
-        If `local` is set, each rank processes all its rows with this rank's experts, and sends no rows. All
-        ranks must pass the same value.
+        If `local` is set, each rank runs its own experts on all its rows, and sends no rows. All ranks must
+        pass the same value.
         """
         experts, gate = self.experts, routing.gate
         if gate is not None and gate.passed_TD is not None and gate.x_TD is x_TD:
-            x_TD = gate.passed_TD  # so that the gate's backward also adds the experts' gradient of x
+            x_TD = gate.passed_TD  # the gate's backward adds its gradient of x to that of the experts
         if not torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(experts.dtype)
         dispatcher = OwnExperts(experts, self.config) if local else self.dispatcher

@@ -1,8 +1,8 @@
 """The table `METRICS` defines the routing metrics for logs and docs.
 
-A metric is the mean of a sum over tokens (`Routing.sums`), or a function of assignment counts. It is
-computed once per micro-batch for all layers. No metric is read on the host. Shapes use T for tokens, E for
-experts, K for top_k, L for layers, S for a layer's token sums and N for a layer's metrics.
+A metric is a mean over tokens, which is computed from `Routing.sums`, or a function of assignment counts.
+It is computed once per micro-batch for all layers. No metric is read on the host. Shapes use T for tokens,
+E for experts, K for top_k, L for layers, S for a layer's token sums and N for a layer's metrics.
 """
 
 import math
@@ -46,8 +46,8 @@ class Metric:
 
     name: str  # The metric's key in the log. A choice's number (from 1) replaces {} in the key.
     help: str  # The metric's meaning in the docs.
-    # A function that returns the metric of L layers, [L] or [L, K]. If None, the metric is the mean over
-    # tokens of the next one or K sums in `RoutingCounts.sums_S`.
+    # A function that returns the metric of L layers, [L] or [L, K]. If None, the metric is a mean over
+    # tokens: the next sum in `RoutingCounts.sums_S`, or K sums with one per choice, divided by the tokens.
     of_counts: Callable[[RoutingCounts], Tensor] | None = None
     # The key under which the JSON log has a list with the metric's value for every layer. If the key is
     # empty, the log has no list.
