@@ -46,7 +46,7 @@ EXPERTS = {
 # With --moe-cmr, a layer also has a dense FFN with fairseq's names, and a CMR gate.
 CMR_GATE, CMR_FFN = ".cmr_layer.gate.wg.", r"(.+\.layers\.\d+)\.(fc[12]\.(?:weight|bias))"
 BEFORE, BPR = "moe_normalize_gate_prob_before_dropping", "moe_batch_prioritized_routing"
-# For each common option, Meta's default, and a function that converts Meta's value.
+# For each option of both systems, Meta's default value, and a function that converts Meta's value.
 OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "moe_top1_expert": (False, bool),
     "moe_gating_use_fp32": (False, bool),

@@ -112,7 +112,7 @@ def _convert(
     if not tables:
         raise ValueError(f"INPUT names {saved.path}, whose model has no dictionary; give another file.")
     weights, lines, before, after = dict(saved.weights), {}, {}, {}
-    tied: dict[tuple, Tensor] = {}  # Tensors that shared memory share memory again.
+    tied: dict[tuple, Tensor] = {}  # Tensors that share memory before fitting also share it afterwards.
     for owner, (*bands, last) in tables.items():
         symbols, made = (symbols_of(_dictionary(task, owner, weights)) for task in (old, new))
         prints = fingerprint(symbols), fingerprint(made)
