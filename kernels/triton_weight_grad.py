@@ -141,10 +141,7 @@ def _sources(index, r, end):
 
 @triton.jit
 def _load(x, source, r, end, columns, D, ARE_INSIDE: tl.constexpr):
-    """Load a tile [rows, columns] of x[source]. Rows from `end` on are zeros, except with ARE_INSIDE.
-
-    ARE_INSIDE is set if all rows r are before `end`.
-    """
+    """Load a tile [rows, columns] of x[source]. Unless ARE_INSIDE is set, rows from `end` on are zeros."""
     inside = (columns < D)[None, :]
     if not ARE_INSIDE:
         inside &= (r < end)[:, None]
