@@ -241,7 +241,7 @@ def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
 
 
 def _row_work(x_ND: Tensor, hidden_dim: int) -> int:
-    """Return the multiplications of a row with a weight; 0 on a GPU, where one thread runs all experts."""
+    """Return the number of multiplications of a row with a weight; 0 on a GPU, to use only one thread."""
     return x_ND.shape[1] * hidden_dim if x_ND.device.type == "cpu" else 0
 
 
