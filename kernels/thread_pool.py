@@ -17,7 +17,7 @@ import torch
 LEAST_WORK = 2**21
 # Reading an expert's weights takes as long as multiplying this many rows with the weights.
 ROWS_OF_READING = 8
-# If one thread would get more than UNEVEN times the mean rows of a thread, all threads share every expert.
+# If a thread would get more than UNEVEN times as many rows as the mean, all threads share each expert.
 UNEVEN = 1.25
 
 Worker = Callable[[int], None]
