@@ -32,7 +32,7 @@ _COUNTER = itertools.count()
 
 
 class Plan:
-    """A kernel launch without its tensors. Callers cache the plans of each combination of sizes and dtypes.
+    """A kernel launch without its tensors. Callers cache a plan for each combination of sizes and dtypes.
 
     Args:
         kernel: a function decorated with triton.jit.
@@ -188,7 +188,7 @@ class Product:
     def plan(
         self, kernel: Any, more_columns: int = 0, numbers: tuple[int, ...] = (), **constants: Any
     ) -> Plan:
-        """Return a kernel's plan, with one program per tile and `more_columns` more per row tile."""
+        """Return a plan with one program per tile, and `more_columns` additional programs per row tile."""
         tile, (num_experts, *sizes) = self.tile, self.shape
         columns = cdiv(sizes[0], tile.block_n) + more_columns
         tiles_m = num_tiles(self.num_rows, num_experts, tile.block_m)
@@ -291,7 +291,7 @@ def blocks_of(rows: Tensor, index: Tensor | None, hardware: str, block: tuple[in
 
 
 def _misaligned(tensors: list[Tensor]) -> bool:
-    """Return whether TMA does not support the address of the first or the last of one or two tensors."""
+    """Return whether one of the tensors (one or two) does not have the alignment that TMA requires."""
     return bool((tensors[0].data_ptr() | tensors[-1].data_ptr()) % ALIGNMENT)
 
 
