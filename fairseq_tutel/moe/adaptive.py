@@ -87,7 +87,7 @@ def weights_of(
 
 
 def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
-    """Join the shards [G, e, ...] from G ranks with e experts or shards each to [experts, ...]."""
+    """Join the experts' shards from G ranks, [G, e, ...], to complete experts, [experts, ...]."""
     flat = stack.flatten(0, 1)
     if slices == 1:
         return flat

@@ -177,7 +177,7 @@ def _real_probs(routing: Routing) -> Tensor:
 
 
 def _without_padding(routing: Routing, values_TE: Tensor) -> Tensor:
-    """Return the tensor with zeros for padding."""
+    """Set the values of padding tokens to 0."""
     if routing.real_T is None:
         return values_TE
     return values_TE.masked_fill(~routing.real_T.unsqueeze(1), 0.0)
@@ -198,7 +198,7 @@ LOSSES: dict[str, Callable[[Routing, GateOutput], Tensor]] = {
 
 
 def balance_losses(names: dict[str, float], routing: Routing, gate: GateOutput) -> dict[str, Tensor]:
-    """Return the balance losses whose names are keys of `names`, unweighted, as scalars by name."""
+    """Return the unweighted balance loss, a scalar, for each name in `names`."""
     return {name: LOSSES[name](routing, gate) for name in names}
 
 
@@ -216,7 +216,7 @@ class BalanceBias(nn.Module):
 
     @torch.no_grad()
     def count(self, assigned_KE: Tensor) -> None:
-        """Add a micro-batch's assignments, dropped or not, to the experts' loads; ignore padding."""
+        """Add a micro-batch's assignments, dropped or not, to the experts' loads."""
         self.load.add_(assigned_KE.sum(dim=0))
 
     @torch.no_grad()

@@ -170,7 +170,7 @@ class ExpertStack(nn.Module):
         Args:
             rows_RD: the rows, without unused rows.
             groups: the number of rows of each expert.
-            to_expert_R: int64, the indices in `rows_RD` of the rows, sorted by expert.
+            to_expert_R: int64, the row numbers of `rows_RD` in the order of the rows' experts.
             to_row_R: int64, the inverse of `to_expert_R`.
             weights: as in `forward`.
         """

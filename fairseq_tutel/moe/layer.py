@@ -93,8 +93,8 @@ class MoELayer(nn.Module):
         seed: seed of the layer's generators. None draws a seed from torch's global generator, which must
             then have the same seed on every rank.
         name: gives layers with the same seed different parameters.
-        gate_configs: the configuration of each gate, if the layer has several gates. They may differ only
-            in options that apply before dispatch. None builds a gate for every name in `config.gate_type`.
+        gate_configs: the configuration of each gate, if the layer has several gates. Only options that
+            apply before dispatch may differ. None builds a gate for every name in `config.gate_type`.
         gates: existing gates, one for each configuration; built-in gates are initialized again from `seed`.
         experts: existing experts in place of new experts; they are initialized again from `seed`.
 
