@@ -304,7 +304,7 @@ class ExpertStack(nn.Module):
     def _take(self, name: str, tensor: Tensor) -> nn.Parameter:
         """Register a tensor loaded from a state dict as a parameter and return the parameter."""
         old: nn.Parameter = getattr(self, name)
-        if tensor.untyped_storage().nbytes() > tensor.nbytes:  # otherwise the whole storage stays in memory
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:  # without a copy, all of it stays in memory
             tensor = tensor.clone()
         taken = nn.Parameter(tensor.to(old.dtype), requires_grad=old.requires_grad)
         self.register_parameter(name, taken)
