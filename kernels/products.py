@@ -30,7 +30,7 @@ def linear(
     if isinstance(weight_OI, QuantizedMatrix):
         y_nO = weight_OI.linear(rows_nI, bias_O)
         return y_nO if out_nO is None else out_nO.copy_(y_nO)
-    if out_nO is None:  # With `out=` in all cases, the results do not depend on `out_nO`.
+    if out_nO is None:  # A product with `out=` may differ in bits from a product without it.
         out_nO = rows_nI.new_empty(len(rows_nI), len(weight_OI))
     if are_few(rows_nI) and weight_OI.numel() * weight_OI.itemsize >= LEAST_BYTES:
         return out_nO.copy_(linear_of_few(rows_nI, weight_OI, bias_O))
