@@ -102,7 +102,7 @@ def _plan(
 ) -> Plan:
     """Return the forward kernel's plan, or the backward's if `backward` is (weight size, dprobs stride)."""
     num_tokens, num_experts = shape
-    # A tile covers all experts; an fp64 tile has half as many elements.
+    # A tile covers all experts, and has about TILE elements, or half as many in fp64.
     block_e = max(next_power_of_2(num_experts), 16)
     block_t = max(TILE // (2 if dtype == torch.float64 else 1) // block_e, 1)
     constants = {
