@@ -302,7 +302,7 @@ class ExpertStack(nn.Module):
         self.mark()
 
     def _take(self, name: str, tensor: Tensor) -> nn.Parameter:
-        """Register a tensor loaded from a state dict as a parameter and return the parameter."""
+        """Register a loaded tensor as the parameter `name`, and return the parameter."""
         old: nn.Parameter = getattr(self, name)
         if tensor.untyped_storage().nbytes() > tensor.nbytes:  # without a copy, all of it stays in memory
             tensor = tensor.clone()
