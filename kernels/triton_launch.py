@@ -291,7 +291,7 @@ def blocks_of(rows: Tensor, index: Tensor | None, hardware: str, block: tuple[in
 
 
 def _misaligned(tensors: list[Tensor]) -> bool:
-    """Return whether one of the tensors (one or two) does not have the alignment that TMA requires."""
+    """Return whether the address of one of the tensors (one or two) is misaligned for TMA."""
     return bool((tensors[0].data_ptr() | tensors[-1].data_ptr()) % ALIGNMENT)
 
 
