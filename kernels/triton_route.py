@@ -100,7 +100,7 @@ def gate_backward(
 def _plan(
     shape: tuple[int, ...], top_k: int, normalize: bool, dtype: torch.dtype, backward: tuple[int, ...] = ()
 ) -> Plan:
-    """Return the forward kernel's plan, or the backward's if `backward` is (weight size, dprobs stride)."""
+    """Return the forward kernel's plan, or with `backward` (weight size, dprobs stride) the backward's."""
     num_tokens, num_experts = shape
     # A tile covers all experts, and has about TILE elements, or half as many in fp64.
     block_e = max(next_power_of_2(num_experts), 16)
