@@ -76,7 +76,7 @@ def table_start(num_rows: int, num_experts: int, block_m: int) -> int:
     return num_experts + 1 + 3 * sum(smaller)
 
 
-# up: x @ fc1.T and the activation. linear: a product. dx: the gradient of input rows. hidden: the
+# up: x @ fc1.T and the activation. linear: rows @ weight.T. dx: the gradient of input rows. hidden: the
 # gradient of hidden rows. weight: a weight gradient. A prefix glu_ means gated experts, whose fc3 needs
 # more products. A prefix relu_ means the activation relu, which needs the fewest registers.
 KINDS = "up relu_up glu_up linear dx glu_dx hidden relu_hidden glu_hidden weight"
