@@ -35,8 +35,8 @@ class Chosen:
     weights_TK: Tensor  # weights of all assignments
 
 
-# A function that returns new keys from keys_TE and logits_TE, without gradients. A token chooses the
-# experts with the K largest keys. A key of -inf excludes an expert.
+# A token chooses the experts with the K largest keys. A key of -inf excludes an expert. A way is a function
+# that returns new keys from keys_TE and logits_TE, without gradients.
 Way = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -163,7 +163,7 @@ class _SoftmaxTopK(torch.autograd.Function):
 
 
 def rsample_keys(keys_TE: Tensor, logits_TE: Tensor, score_function: str) -> Tensor:
-    """Return random keys whose top-k samples experts by score without replacement (Kool et al. 2019)."""
+    """Return random keys. Their top-k samples experts by score without replacement (Kool et al. 2019)."""
     # In half precision, many random keys would be equal, which would favour experts with low IDs.
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     log_scores_TE = logits_TE if score_function == "softmax" else F.logsigmoid(logits_TE)

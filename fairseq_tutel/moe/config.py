@@ -1,7 +1,7 @@
 """The options of a MoE layer. Flags, hydra keys and docs/flags.md are made from `MoEConfig`.
 
 Options of a model change the result and are saved with the model. Options of a task change only the
-execution, so runs that load the same checkpoint may have different options of a task.
+execution, so they may differ between runs that load the same checkpoint.
 """
 
 import math
@@ -70,7 +70,7 @@ BALANCE_LOSSES = {
 }
 
 
-# Options that cannot be combined: an option, a test of its value, and the options that it then excludes.
+# If the test (second item) of an option's value is true, the option excludes the listed other options.
 EXCLUDED: tuple[tuple[str, Callable[["MoEConfig"], object], tuple[str, ...]], ...] = (
     (
         "--moe-choice experts",
@@ -101,7 +101,7 @@ class MoEConfig:
 
     # fmt: off
     prefix: ClassVar[str] = "moe_"  # prefix of the fields' names in fairseq's configuration
-    # Fields whose option has no `of` are set from other options of the fairseq model or from ModelConfig.
+    # Fields without `of` in their `option(…)` are set from other options of the model or from ModelConfig.
     model_dim: int = option(
         MISSING, rule=AT_LEAST_1, flag="--decoder-embed-dim / --encoder-embed-dim",
         help="D, the width of a token",

@@ -75,7 +75,7 @@ class MicroBatch:
 
 
 def evaluates_as_in_training(config: MoEConfig) -> bool:
-    """Whether evaluation uses the training capacity, by an option or because experts choose tokens."""
+    """Return whether evaluation uses the training capacity, as an option or expert choice demands."""
     fraction = config.eval_capacity_token_fraction
     unset = fraction == 0 and config.eval_capacity_factor == 0
     return fraction < 0 or (config.choice == "experts" and unset)
