@@ -79,7 +79,7 @@ def test_help_texts_show_defaults_in_square_brackets(name):
 def test_inputs_of_tools_are_positional_and_outputs_use_the_flag_output(name):
     flags = {flag: action for action in SHOWN[name] for flag in action.option_strings}
     assert not {"--input", "--inputs", "--input-prefix", "--model"} & flags.keys()
-    assert "--data" not in flags or name == "convert vocabulary"  # optional there
+    assert "--data" not in flags or name == "convert vocabulary"  # optional in `convert vocabulary`
     assert ("--output" in flags) == ("--overwrite" in flags)
     for flag, action in flags.items():
         if "write" in action.help.split() and action.nargs != 0:
