@@ -122,7 +122,7 @@ def test_a_missing_or_incomplete_checkpoint_file_of_another_rank_raises_an_error
         checkpoint.records_of([checkpoint.Written(sizes={"a": 3})], tmp_path)
 
 
-def test_a_save_that_lacks_an_expert_tensor_raises_an_error(tmp_path):
+def test_a_save_that_lacks_a_piece_of_an_expert_tensor_raises_an_error(tmp_path):
     written = checkpoint.CopiedExperts(model(None), Topology(), states).write(tmp_path, lambda: None)
     stack, pieces = next(iter(written.pieces.items()))
     written.pieces[stack] = dict(list(pieces.items())[1:])

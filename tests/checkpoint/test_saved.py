@@ -34,7 +34,7 @@ def test_saved_experts_are_found_by_their_global_ids(keep_shards, path, tmp_path
     assert all(torch.equal(written[key], expected[key]) for key in expected)
 
 
-def test_the_model_s_name_and_options_can_be_edited_in_both_configuration_formats(path):
+def test_model_name_and_options_can_be_edited_in_both_configuration_formats(path):
     new = SavedModel.open(path)
     flat = argparse.Namespace(arch="moe_transformer_lm", task="moe_language_modeling", moe_top_k=2)
     old = SavedModel({**new.state, "args": flat, "cfg": None})

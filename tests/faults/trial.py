@@ -144,7 +144,7 @@ def carry_out(trial: Trial, data: Path, folder: Path, undisturbed: Any) -> None:
 
 
 def check_end(trial: Trial, job: Job) -> None:
-    """Assert that exit codes are as expected, and that each surviving rank logged an error of `CLEAR`."""
+    """Assert that exit codes are as expected, and that the error of each surviving rank matches `CLEAR`."""
     if trial.outcome == "continued":
         assert not any(job.codes), job.text[-2000:]
         return

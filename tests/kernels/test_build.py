@@ -18,7 +18,7 @@ TARGETS = {
     "gfx942": (64 * 1024, "v_mfma"),
     "gfx950": (160 * 1024, "v_mfma"),
 }
-# Triton version -> the bytes per thread that it spills in one shape of the kernel `hidden` on sm_90.
+# Triton version -> the most bytes per thread that a kernel may spill. (`hidden` spills on sm_90.)
 MOST_SPILLED = {"3.6.0": 120, "3.7.0": 120, "3.8.0": 120}
 DESCRIBED = {"sm_90", "sm_100", "sm_120"}
 PRODUCTS = {"up", "hidden", "linear", "weight_grad"}

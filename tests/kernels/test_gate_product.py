@@ -71,7 +71,7 @@ def test_a_layer_trains_equally_with_the_bf16_product_and_with_fp32_copies(optio
 
 
 def compare_layers(options: dict, needs_dx: bool) -> None:
-    """Compare the training of a layer with the bf16 gate product and with a product of fp32 copies."""
+    """Train a layer with the bf16 gate product and with a product of fp32 copies; compare the results."""
     results = []
     for is_new in (True, False):
         gate_product.is_supported = lambda x, w, is_new=is_new: is_new and x.dtype == torch.bfloat16

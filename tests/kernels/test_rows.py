@@ -128,7 +128,7 @@ def test_compiled_slots_and_rows_equal_brute_force():
 
 
 @pytest.mark.gpu
-def test_100_000_tokens_need_no_table_of_tokens_and_experts_and_no_host_synchronization():
+def test_100_000_tokens_need_no_table_of_token_expert_pairs_and_no_host_synchronization():
     drawn_KT = asking(8, 100_000, 256).cuda()
     ids_TK, asked_TK = drawn_KT.clamp_max(255).t().contiguous(), (drawn_KT < 256).t().contiguous()
     order_N, limit = order(8, 100_000).cuda(), torch.tensor(4000).cuda()

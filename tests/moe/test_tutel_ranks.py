@@ -65,7 +65,7 @@ def compare(case: Case) -> int:
     members = list(range(4)) if group is None else dist.get_process_group_ranks(group)
     layer = build(case, group, case.per_device)
     whole = build(case, alone(), layer.num_global_experts)
-    # Each rank initializes all its custom experts at once, so they differ from those of one process.
+    # A rank draws all its custom experts at once, so one process draws other values.
     if case.kind == "custom":
         parts = [None] * len(members)
         dist.all_gather_object(parts, layer.experts.W.detach(), group=group)

@@ -10,7 +10,7 @@ import pytest
 
 from fairseq_tutel.__main__ import TOOLS, parser_of
 
-# A program that prints the help of `fairseq-tutel`, of each tool and of each subcommand.
+# A program that checks that every help text has an example and needs no slow import.
 HELP = """
 import contextlib, io, sys
 from fairseq_tutel.__main__ import TOOLS, main
