@@ -1,4 +1,4 @@
-"""Experts in a store give the outputs of experts in memory, and the numbers of fetches equal formulas."""
+"""The tests compare experts in a store with experts in memory, and count the fetches of the store."""
 
 import itertools
 
@@ -91,7 +91,7 @@ def test_a_store_computes_with_experts_that_stay_quantized(tmp_path, kind, packi
 
 
 @pytest.mark.parametrize("policy", STORE_POLICIES)
-def test_the_numbers_of_fetches_and_of_experts_in_memory_equal_formulas(tmp_path, policy):
+def test_every_store_policy_fetches_and_keeps_the_expected_numbers_of_experts(tmp_path, policy):
     resident = model_of(FFN)
     source, size = source_of(write(resident, tmp_path)), FFN.num_experts
     with ExpertStore(policy) as store:

@@ -47,7 +47,7 @@ def _layers(configs, parallel, local):
 
 
 def _calls(rank, number):
-    """Return the random calls of a rank as (layer, tokens); rank 1 makes no calls."""
+    """Return the random calls of a rank as (layer index, number of tokens); rank 1 makes no calls."""
     rng = random.Random(rank)
     count = 0 if rank == 1 else rng.randint(4, 9)
     return [(rng.randrange(number), rng.choice([0, 1, 5])) for _ in range(count)]
