@@ -187,7 +187,7 @@ def test_convert_prune_keeps_the_experts_with_the_largest_load_or_importance(nam
 
 
 def test_convert_prune_reads_only_the_experts_that_it_keeps(convert, tmp_path):
-    """The shard file of a removed expert is damaged, but `convert prune` does not read the file."""
+    """The tensor of the removed expert is damaged, but `convert prune` does not read this tensor."""
     save(tmp_path / "a.pt")
     tool("convert", "sharded", tmp_path / "a.pt", "--output", tmp_path / "sharded.pt")
     (file, *_) = sorted((tmp_path / "experts").rglob("decoder.layers.0.*"))

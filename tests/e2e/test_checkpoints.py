@@ -12,7 +12,7 @@ from models import lm_args
 
 from fairseq_tutel.plugin.training.save import writing
 
-# Name of a fault -> the fault to inject into training, and a pattern of the last log line.
+# Each entry has the fault to inject into training, and a pattern of the last log line.
 FAULTS = {
     "memory": (
         Trial(what="oom", place="train", when=3, rank=1),

@@ -21,7 +21,7 @@ SPEAKS = (
 )  # fmt: skip
 READS = ("--encoder-transformer-layers", 2, "--encoder-conv-layers", 1)
 IN_UNITS = ("--target-is-code", "--target-code-size", len(LETTERS), "--vocoder", "code_hifigan")
-# Architecture -> (task, options of the task, criterion, options of the model).
+# Each architecture has a task, options of the task, a criterion, and options of the model.
 SPOKEN = {
     "s2ut_transformer": (
         "speech_to_speech", IN_UNITS, "speech_to_unit", (*HEARS, "--decoder-layers", 2),

@@ -24,7 +24,7 @@ _compose = utils.compose
 
 
 def compose(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
-    """Return hydra's configuration, and reuse a prepared configuration with the same parts and options."""
+    """Return hydra's configuration; adapt a prepared configuration with the same parts if there is one."""
     words, config = _composed.pop(_parts(overrides), (set(), None))
     if config is None:
         return _compose(config_name, overrides=overrides, strict=strict)

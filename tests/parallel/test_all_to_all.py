@@ -1,4 +1,4 @@
-"""The 2-D hierarchical all-to-all is bit-identical to the linear one, with fewer messages between nodes."""
+"""The 2-D hierarchical all-to-all is bit-identical to the linear all-to-all."""
 
 import pytest
 import torch

@@ -50,7 +50,7 @@ def test_the_cost_model_includes_all_reduces_of_replicas_and_dense_parameters():
 
 
 def test_predicted_memory_equals_hand_computed_values():
-    # With P = 4 and E = 2, a rank stores 64 of the 256 expert weights of each of the 3 layers.
+    # With 2 experts on 4 ranks, a rank stores 64 of the 256 expert weights of each of the 3 layers.
     work = replace(WORK, layers=3, dense_parameters=1000)
     found = cost.memory_bytes(work, FOUR, Strategy(adaptive_r=1, algorithm="2dh"))
     parameters = 3 * 64 + 1000

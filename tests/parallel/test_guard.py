@@ -23,7 +23,7 @@ def _group():
 
 
 def _reduce(rank, fate, victim):
-    """Run an all-reduce in a group with a time-out after rank `victim` has died or stopped."""
+    """Run an all-reduce with a time-out, after rank `victim` has died or stopped."""
     group = _group()
     dist.all_reduce(torch.ones(3), group=group)
     if rank == victim:

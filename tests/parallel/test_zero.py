@@ -107,7 +107,7 @@ def fp32_copies_by_hand(dtype, scale):
 @pytest.mark.parametrize(
     ("dtype", "stage", "offload"), [(torch.bfloat16, 1, False), (torch.float16, 2, True)]
 )
-def test_half_precision_weights_equal_fp32_masters_for_any_gradient_scale(ranks, dtype, stage, offload):
+def test_half_precision_training_equals_training_of_complete_fp32_masters(ranks, dtype, stage, offload):
     # If fp16 gradients were divided by this scale, they would be rounded to 0.
     scale = 2.0**30 if dtype == torch.float16 else 1.0
     expected = fp32_copies_by_hand(dtype, scale)

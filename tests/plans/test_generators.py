@@ -59,7 +59,7 @@ def test_every_rank_sends_the_documented_number_of_messages(name, collective, me
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 4), (3, 2)])
-def test_hierarchical_plans_send_few_messages_between_nodes(nodes, local):
+def test_hierarchical_plans_send_the_documented_messages_within_and_between_nodes(nodes, local):
     L, n = local, nodes
     for name, within, across in (
         ("hierarchical", (2 * (L - 1), Fraction(2 * (L - 1), L)), (n - 1, Fraction(n - 1, L))),
@@ -78,7 +78,7 @@ def test_hierarchical_plans_send_few_messages_between_nodes(nodes, local):
     (("ring", "all_gather", 1), "A plan needs at least 2 ranks, but 1 was given"),
     (("hierarchical", "all_reduce", 4, 3), "4 ranks cannot be divided equally among 3 nodes"),
 ])  # fmt: skip
-def test_arguments_for_which_a_generator_has_no_plan_raise_an_error(arguments, sentence):
+def test_invalid_arguments_of_a_plan_generator_raise_an_error(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(*arguments[:3], nodes=arguments[3] if len(arguments) > 3 else 1)
 

@@ -22,7 +22,7 @@ TREE_OF_SWITCHES = network_of(
     4,
     [link for a, b in ((0, 4), (1, 4), (2, 5), (3, 5), (4, 6), (5, 6)) for link in ((a, b, 1), (b, a, 1))],
 )
-# Network -> (the least possible time for shards of size 1, the number of trees per rank that reach it).
+# The values are the optimal time for shards of size 1, and the number of trees per rank that it needs.
 KNOWN = {
     UNEVEN_LINE: (2, 1),
     TREE_OF_SWITCHES: (3, 1),
@@ -56,7 +56,7 @@ def check_every_cut(seed):
     best = optimum(network)
     assert best.seconds == widest_cut(network), seed
     assert is_enough(network, optimal_share(network, best))
-    # The bandwidth of the links that leave the cut proves the lower bound.
+    # `narrow` has the number of ranks in the vertex set `cut`, and the bandwidth that leaves the set.
     inside = {vertex for vertex in range(len(network.vertices)) if best.cut >> vertex & 1}
     assert not inside.issuperset(range(network.ranks))
     leaving = sum(x.bandwidth for x in network.links if x.source in inside and x.target not in inside)
@@ -70,7 +70,7 @@ def test_small_networks_have_no_cut_with_a_larger_lower_bound(seeds):
 
 
 def test_a_fixed_number_of_trees_takes_the_shortest_possible_time():
-    """The trees must not fit if link capacities are computed with a slightly smaller scale."""
+    """With a slightly smaller `stretch`, the link capacities must not be enough for the trees."""
     for seed in range(12):
         network = random_network(Random(seed), most=7)
         best = optimum(network)
