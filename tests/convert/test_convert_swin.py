@@ -36,7 +36,7 @@ def position_index(window):
 
 
 def shift_mask(side, window):
-    """Return the attention mask of windows of N positions, [windows, N, N], as in the released code.
+    """Return the attention mask [windows, N, N] for windows of N positions, as in the released code.
 
     The mask is -100 between image parts that are neighbors only because of the shift."""
     line = torch.zeros(side)

@@ -1,4 +1,4 @@
-"""With collective plans, training has the same bits as training that adds in the order of ranks."""
+"""Training with collective plans gives the same bits as training with sums in the order of ranks."""
 
 import json
 from pathlib import Path

@@ -68,7 +68,7 @@ def test_the_gradient_norm_counts_every_expert_once_for_every_ep_size(ranks, par
 
 
 def gradients_by_division(parallel: int, division: str) -> dict[str, Tensor]:
-    """Return the gradients of a layer after the reduction over ranks that an optimizer runs."""
+    """Return a layer's gradients after the reductions that an optimizer runs."""
     place = make_topology([4], parallel)
     config = MoEConfig(
         model_dim=4, hidden_dim=3, num_experts=4, shared_experts=1, expert_grad_norm=division

@@ -1,4 +1,4 @@
-"""All named plans are correct and send the documented numbers of messages."""
+"""All named plans are correct and send the documented messages and bytes."""
 
 from collections import Counter
 from fractions import Fraction
@@ -51,7 +51,7 @@ def sent(plan: Plan, rank: int, to=lambda peer: True) -> tuple[int, Fraction]:
     ("two_phase", "all_reduce", lambda N: 2 * N - 2, lambda N: Fraction(2 * N - 2, N), lambda N: 2),
     ("linear", "all_to_all", lambda N: N - 1, lambda N: Fraction(N - 1, N), lambda N: 1),
 ])  # fmt: skip
-def test_every_rank_sends_the_documented_number_of_messages(name, collective, messages, size, depth):
+def test_every_rank_sends_the_documented_messages_and_bytes(name, collective, messages, size, depth):
     for ranks in (2, 3, 5, 8):
         plan = make(name, collective, ranks)
         assert {sent(plan, r) for r in range(ranks)} == {(messages(ranks), size(ranks))}

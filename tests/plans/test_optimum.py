@@ -1,4 +1,4 @@
-"""The tests compare ForestColl's optimum with known values and with all cuts of small networks."""
+"""The tests compare ForestColl's optimum with known values and with all vertex sets of small networks."""
 
 from fractions import Fraction
 from random import Random
@@ -64,12 +64,12 @@ def check_every_cut(seed):
 
 
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 2000), marks=pytest.mark.long)])
-def test_small_networks_have_no_cut_with_a_larger_lower_bound(seeds):
+def test_small_networks_have_no_vertex_set_with_a_larger_lower_bound(seeds):
     for seed in seeds:
         check_every_cut(seed)
 
 
-def test_a_fixed_number_of_trees_takes_the_shortest_possible_time():
+def test_the_time_with_a_fixed_number_of_trees_is_the_shortest_possible():
     """With a slightly smaller `stretch`, the link capacities must not be enough for the trees."""
     for seed in range(12):
         network = random_network(Random(seed), most=7)
@@ -92,7 +92,7 @@ def test_a_fixed_number_of_trees_takes_the_shortest_possible_time():
         ("mi250:2", 1, "32/320"),
     ],
 )
-def test_a_fixed_number_of_trees_takes_the_known_time(name, trees, seconds):
+def test_the_time_with_a_fixed_number_of_trees_has_the_known_value(name, trees, seconds):
     network = find(name)
     share = fixed_share(network, optimum(network), trees)
     ranks, bandwidth = seconds.split("/")
