@@ -53,7 +53,7 @@ def windows_of(x, window):
 
 
 def images_of(x, side):
-    """Join windows [windows, N, D] to images [B, side, side, D]."""
+    """Join windows [windows, N, D] into images [B, side, side, D]."""
     window, D = math.isqrt(x.shape[1]), x.shape[2]
     x = x.view(-1, side // window, side // window, window, window, D).transpose(2, 3)
     return x.reshape(-1, side, side, D)

@@ -24,7 +24,7 @@ def evaluated(data, save_dir):
 
 @pytest.fixture(scope="module")
 def alone(lm_data, tmp_path_factory):
-    """The logged losses and gradient norms of a run on one rank, and the evaluation loss of its model."""
+    """The logged losses and gradient norms of a run on one rank, and the model's evaluation loss."""
     folder = tmp_path_factory.mktemp("alone")
     return train(lm_data, folder, updates=6), evaluated(lm_data, folder)
 

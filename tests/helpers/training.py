@@ -1,6 +1,6 @@
 """A small training run, which must have equal results on any number of ranks.
 
-The fp64 model has two MoE layers and a dense layer. W ranks divide the four micro-batches of an update.
+The fp64 model has two MoE layers and a dense layer. The ranks divide the four micro-batches of an update.
 """
 
 from collections.abc import Callable

@@ -36,7 +36,7 @@ def compose(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
 
 
 def prepare(parser: ArgumentParser, *words: str) -> None:
-    """Compose a command line's configuration in advance for the first `compose` with the same parts."""
+    """Compose a command line's configuration in advance, for the first call with the same parts."""
 
     def keep(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
         config = _compose(config_name, overrides=overrides, strict=strict)

@@ -11,7 +11,7 @@ from fairseq_tutel.parallel.guard import CommunicationError
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=4, num_experts=4, top_k=1)
 
-# Each entry has the number of experts, the EP size P, the ranks per node, exchange options, and a strategy.
+# Each entry has the number of experts, the EP size, the ranks per node, exchange options, and a strategy.
 PATHS = {
     "linear": (4, 4, 0, {}, Strategy()),
     "replicas": (4, 2, 0, {}, Strategy()),

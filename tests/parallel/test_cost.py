@@ -20,7 +20,7 @@ FOUR = Cluster(nodes=2, local=2, expert_parallel_size=4)
 
 
 def test_predicted_times_of_all_parts_of_a_step_equal_hand_computed_values():
-    # With 2 shards per expert and r = 2, ranks gather no weights and send each of 16 rows to 2 ranks.
+    # With 2 shards per expert and adaptive_r 2, no weights are gathered, and 16 rows go to 2 ranks each.
     parts = cost.step_parts(WORK, ROUND, FOUR, Strategy(adaptive_r=2))
     rows, dim, hidden, parameters = 16, 4, 16, 2 * 4 * 16
     assert parts["gate"] == pytest.approx(3 * 2 * 8 * dim * 2 / 1e5)

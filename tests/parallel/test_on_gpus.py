@@ -59,7 +59,7 @@ def run(ranks, function, *args):
     return results, logs[0]
 
 
-# Each entry has a layer's options, the number of ranks per node, and the EP size P.
+# Each entry has a layer's options, the number of ranks per node, and the EP size.
 FORMS = {
     "linear": ({}, 0, 0),
     "bf16": ({"a2a_dtype": "bf16"}, 0, 2),
@@ -94,7 +94,7 @@ def layer_step(device, options, local, size):
 @pytest.mark.parametrize("form", FORMS)
 def test_the_host_waits_for_one_small_copy_in_the_forward_pass_and_never_in_the_backward_pass(ranks, form):
     for forward, backward in run(ranks, layer_step, *FORMS[form])[0]:
-        # With r = 0, the kernels in plain torch need the copy, but Triton kernels would not.
+        # With adaptive_r 0, the kernels in plain torch need this copy, but Triton kernels would not.
         ((what, numel),) = forward
         assert what == "to the host" and numel <= 24
         assert backward == []

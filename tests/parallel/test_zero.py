@@ -173,7 +173,7 @@ def moments(parallel, stage, dtype, offload):
 ])  # fmt: skip
 def test_optimizer_state_can_be_gathered_and_partitioned_again(ranks, parallel, stage, dtype, offload):
     expected = moments(1, 0, dtype, True)
-    # All ranks have equal gradients. Expert gradients are summed over EP replicas and divided by W.
+    # All ranks have equal gradients. Expert gradients are sums over EP replicas, divided by 4.
     for whole in ranks(4).run(moments, parallel, stage, dtype, offload):
         for number, (found, wanted) in enumerate(zip(whole, expected, strict=True)):
             assert found.keys() == wanted.keys()
