@@ -64,7 +64,7 @@ def everything(folder):
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
-def test_convert_prints_the_system_error_if_it_cannot_write(kind, tmp_path, request):
+def test_convert_prints_the_system_error_if_a_file_cannot_be_written(kind, tmp_path, request):
     save(tmp_path / "a.pt", hidden_dim=64)
     (tmp_path / "b.pt").write_text("older")
     before = everything(tmp_path)

@@ -16,7 +16,7 @@ ONE = make("one_phase", "all_reduce", 2)
 def test_the_checker_reports_the_steps_and_depth_and_loads_of_a_plan():
     report = check(make("ring", "all_gather", 4))
     links = {(r, (r + 1) % 4) for r in range(4)}
-    assert report.steps == 4 * 13 and report.depth == 4  # Depth: one start signal, then 3 transfers.
+    assert report.steps == 4 * 13 and report.depth == 4  # The depth counts a start signal and 3 transfers.
     assert report.bytes_of_link == dict.fromkeys(links, 3)
     assert report.loads == (dict.fromkeys(links, Fraction(1)),) * 3
     assert report.predicted(100, 1.0, lambda link: 2.0 if link == (0, 1) else 0.5) == 4 + 3 * 100 * 2

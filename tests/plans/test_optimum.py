@@ -22,7 +22,7 @@ TREE_OF_SWITCHES = network_of(
     4,
     [link for a, b in ((0, 4), (1, 4), (2, 5), (3, 5), (4, 6), (5, 6)) for link in ((a, b, 1), (b, a, 1))],
 )
-# The values are the optimal time for shards of size 1, and the number of trees per rank that it needs.
+# The values are the optimal time for shards of size 1, and the trees per rank that reach this time.
 KNOWN = {
     UNEVEN_LINE: (2, 1),
     TREE_OF_SWITCHES: (3, 1),
