@@ -1,4 +1,4 @@
-"""All subcommands of `convert` run with hostile, damaged and sharded input, and with a full disk."""
+"""The tests give the subcommands of `convert` hostile, damaged and sharded input, and a full disk."""
 
 import os
 import resource
@@ -15,7 +15,7 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor, write_pieces
 
 
 class Hostile:
-    """This object creates a file if it is unpickled without restrictions."""
+    """This object creates a folder if it is unpickled without restrictions."""
 
     def __init__(self, path):
         self.path = path
@@ -64,7 +64,7 @@ def everything(folder):
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
-def test_convert_prints_the_system_error_if_it_cannot_write(kind, tmp_path, request):
+def test_convert_prints_the_system_error_if_a_file_cannot_be_written(kind, tmp_path, request):
     save(tmp_path / "a.pt", hidden_dim=64)
     (tmp_path / "b.pt").write_text("older")
     before = everything(tmp_path)
@@ -160,7 +160,7 @@ def test_convert_tools_hold_one_expert_of_a_sharded_checkpoint_in_memory(words, 
     assert is_whole(str(tmp_path / "c.pt")) and not left
 
 
-def test_fairseq_opens_the_output_of_convert_full(tmp_path):
+def test_torch_loads_the_output_of_convert_full_without_classes_of_the_plugin(tmp_path):
     source, shards = save(tmp_path / "a.pt"), tmp_path / "b.pt"
     convert("sharded", "--input", source, "--output", shards)
     convert("full", "--input", shards, "--output", tmp_path / "c.pt")

@@ -254,7 +254,7 @@ def test_convert_meta_writes_dictionaries_with_data_source_tags_that_fit_the_mod
     # The new checkpoint does not name the folder of the old dictionaries.
     assert load(output / "model.pt")["cfg"]["task"]["data"] == ""
     assert "is another dictionary" in refusal("meta", tmp_path / "best.pt", "--output", data / "model.pt")
-    # First the dictionaries are missing, and then --dictionary names one of another model.
+    # First the dictionaries are missing, and then --dictionary names the dictionary of another model.
     (data / "dict.de.txt").unlink()
     (data / "dict.en.txt").rename(data / "others.txt")
     assert "--dictionary" in refusal(*words, "--overwrite")

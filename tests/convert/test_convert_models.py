@@ -5,7 +5,7 @@ import torch
 from moe_files import load, save
 from tool_in_process import convert, refusal
 
-# Every second layer has experts, and the third MoE layer has more experts than the first two.
+# Layers whose names end with "!" are dense, so every second decoder layer has experts.
 EIGHT = tuple(f"decoder.layers.{i}{'!' * (i % 2 == 0)}" for i in range(6))
 BOTH = ("encoder.layers.0!", "encoder.layers.1", "encoder.layers.2", *EIGHT)
 
@@ -98,7 +98,7 @@ def test_convert_student_raises_an_error_if_pre_gating_needs_too_many_earlier_mo
     assert not (tmp_path / "b.pt").exists()
 
 
-def test_convert_pregate_changes_gate_inputs_but_not_weights(files, tmp_path):
+def test_a_pre_gated_model_has_new_gate_inputs_but_the_old_weights(files, tmp_path):
     save(tmp_path / "a.pt", ("encoder.layers.1", *EIGHT), balance_bias=True)
     printed = convert(*files, "--moe-pregate", 1)
     assert printed.splitlines()[:4] == [

@@ -1,4 +1,4 @@
-"""Models with the format of released Swin V2 files give the logits of plain torch after `convert swin`."""
+"""After `convert swin`, a model gives the logits that plain torch computes from the released file."""
 
 import math
 import sys
@@ -22,7 +22,7 @@ MOE, EXPERTS = "mlp._moe_layer.", ("fc1_w", "fc2_w", "fc1_bias", "fc2_bias")
 
 
 def offsets(window, trained):
-    """Return the table of relative positions [1, 2w-1, 2w-1, 2] as in the released code."""
+    """Return the table of relative positions as in the released code."""
     line = torch.arange(1.0 - window, window) / (trained - 1) * 8
     table = torch.stack(torch.meshgrid(line, line, indexing="ij"), -1).unsqueeze(0)
     return table.sign() * torch.log2(table.abs() + 1) / math.log2(8)
@@ -36,7 +36,7 @@ def position_index(window):
 
 
 def shift_mask(side, window):
-    """Return the attention mask [windows, N, N] as in the released code.
+    """Return the attention mask [windows, N, N] for windows of N positions, as in the released code.
 
     The mask is -100 between image parts that are neighbors only because of the shift."""
     line = torch.zeros(side)
@@ -46,14 +46,14 @@ def shift_mask(side, window):
 
 
 def windows_of(x, window):
-    """Split images [B, side, side, D] into windows [windows, N, D]."""
+    """Split images [B, side, side, D] into windows of N positions, [windows, N, D]."""
     B, side, _, D = x.shape
     x = x.view(B, side // window, window, side // window, window, D).transpose(2, 3)
     return x.reshape(-1, window**2, D)
 
 
 def images_of(x, side):
-    """Join windows [windows, N, D] to images [B, side, side, D]."""
+    """Join windows [windows, N, D] into images [B, side, side, D]."""
     window, D = math.isqrt(x.shape[1]), x.shape[2]
     x = x.view(-1, side // window, side // window, window, window, D).transpose(2, 3)
     return x.reshape(-1, side, side, D)
@@ -279,8 +279,8 @@ def test_a_released_swin_model_opens_with_a_new_head_and_another_window(released
 
 
 @pytest.mark.parametrize(("form", "fc2_bias"), [("v2", True), ("moe", False)])
-def test_the_logits_of_a_converted_swin_model_equal_plain_torch(tmp_path, form, fc2_bias, monkeypatch):
-    """The input files have the configuration of a training run, whose class cannot be imported."""
+def test_a_converted_swin_model_gives_the_logits_of_plain_torch(tmp_path, form, fc2_bias, monkeypatch):
+    """The input file contains a configuration object whose class cannot be imported."""
     theirs = scaled(released(form, (WINDOW, WINDOW, WINDOW)))
     if not fc2_bias:
         theirs = {name: t for name, t in theirs.items() if not name.endswith("fc2.bias")}
@@ -317,7 +317,7 @@ SAVED = {
 
 
 @pytest.mark.parametrize("case", SAVED)
-def test_the_logits_of_a_converted_swin_model_with_experts_equal_plain_torch(tmp_path, case):
+def test_a_converted_swin_model_with_experts_gives_the_logits_of_plain_torch(tmp_path, case):
     experts, ranks, cosine, how, named = SAVED[case]
     blocks, top_k = ALL if "all blocks" in case else [(1, 1)], 1
     theirs = released_experts(experts, cosine, how != "final", blocks)

@@ -1,4 +1,4 @@
-"""Small random models give equal logits in fairseq after `convert from-hf` and in transformers."""
+"""Small random models give equal logits in transformers and, after `convert from-hf`, in fairseq."""
 
 import contextlib
 import json

@@ -218,7 +218,7 @@ def released(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small(released):
-    """An imported model."""
+    """Return the folder of an imported model."""
     converted(released, released.with_name("ours"))
     return released.with_name("ours")
 
@@ -279,7 +279,7 @@ def test_inconsistent_router_options_raise_an_error(tmp_path):
         assert sentence in refused(folder), changes
 
 
-# The import keeps these experts in encoder layers 1 and 3 and in decoder layers 1 and 3.
+# The IDs of the kept experts. Encoder layers 1 and 3 and decoder layers 1 and 3 have four experts each.
 GLOBAL = [0, 3, 4, 5, 6, 7, 9, 10, 11, 12, 14]
 
 
@@ -360,7 +360,7 @@ def content(folder):
     }
 
 
-def test_the_import_holds_one_expert_in_memory_and_leaves_no_file_if_it_is_interrupted(
+def test_the_import_holds_one_expert_in_memory_and_an_interrupted_import_leaves_no_file(
     released, tmp_path, monkeypatch
 ):
     plain, alive, most = ReleasedFolder.read, weakref.WeakSet(), []

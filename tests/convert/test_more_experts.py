@@ -1,4 +1,4 @@
-"""`convert upcycle` copies the experts of a MoE model, which then gives nearly the old outputs."""
+"""`convert upcycle` copies the experts of a MoE model, and the new model gives nearly the old outputs."""
 
 import pytest
 import torch

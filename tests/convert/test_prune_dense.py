@@ -158,7 +158,7 @@ def test_convert_dense_pads_the_ffns_of_all_layers_to_one_hidden_dimension(conve
     assert same_outputs(tmp_path)
 
 
-# Expert 1 has the smallest load. Expert 3 has the smallest importance, because its confidence is low.
+# In decoder_0, expert 3 has a larger load than expert 1, but a smaller importance (low confidence).
 USE = {
     "decoder_0": LayerStatistics(10, [0.4, 0.29, 0.01, 0.3], [0.5, 0.9, 0.9, 0.1], [1.2, 0.6, 0.7, 1.5]),
     "decoder_1": LayerStatistics(10, [0.97, 0.01, 0.01, 0.01], [0.9, 0.5, 0.4, 0.3], [2.5, 0.5, 0.6, 0.4]),
@@ -187,7 +187,7 @@ def test_convert_prune_keeps_the_experts_with_the_largest_load_or_importance(nam
 
 
 def test_convert_prune_reads_only_the_experts_that_it_keeps(convert, tmp_path):
-    """The shard file of a removed expert is damaged, but `convert prune` does not read the file."""
+    """The tensor of the removed expert is damaged, but `convert prune` does not read this tensor."""
     save(tmp_path / "a.pt")
     tool("convert", "sharded", tmp_path / "a.pt", "--output", tmp_path / "sharded.pt")
     (file, *_) = sorted((tmp_path / "experts").rglob("decoder.layers.0.*"))

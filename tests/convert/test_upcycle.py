@@ -87,7 +87,7 @@ def case(options):
 
 
 @pytest.mark.parametrize("name", [*EQUAL, *UNEQUAL])
-def test_convert_upcycle_prints_whether_the_output_equals_that_of_the_dense_ffn(name):
+def test_convert_upcycle_predicts_whether_outputs_equal_those_of_the_dense_ffn(name):
     config, how = case({**EQUAL, **UNEQUAL}[name])
     ffn = dense_step(config.hidden_layer_norm)
     x = torch.randn(40, D, generator=torch.Generator().manual_seed(5))

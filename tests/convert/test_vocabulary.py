@@ -80,7 +80,7 @@ def old(tmp_path):
 
 
 def scores(path, data, words=None):
-    """Return log-probabilities by symbol after a short input, relative to <unk>, and the input's words."""
+    """Return the score of every symbol after a short input, and the words of the input."""
     from fairseq import checkpoint_utils
 
     overrides = {"data": str(data)}
@@ -161,7 +161,7 @@ def test_the_token_of_a_new_language_follows_the_tokens_of_the_old_languages(sty
         made = state["model"]["encoder.embed_tokens.weight"]
         index = symbols(form("de")) + 1
         assert torch.equal(made[index], expected) and torch.equal(made[:index], rows[:index])
-        assert torch.equal(made[index + 1 :], rows[index:])  # <mask>
+        assert torch.equal(made[index + 1 :], rows[index:])  # The row of <mask> follows.
         assert state["cfg"]["task"].langs == ["en", "de", "fr"]
         assert {file.name for file in folder.glob("dict.*.txt")} >= {"dict.de.txt", "dict.fr.txt"}
         assert state["model"]["decoder.output_projection.weight"].data_ptr() == made.data_ptr()

@@ -1,9 +1,9 @@
 """Runs fairseq's real command lines in tests without importing fairseq for each run.
 
 A fork server imports fairseq and the plugin's modules once. Each rank of a run is a child process of the
-fork server. Each rank calls `cli_main` with separate arguments, environment and log. fairseq-train without
---user-dir must run without the plugin, so it runs in a new process. If a run has several ranks, each rank
-gets torchrun's environment variables.
+fork server. Each rank calls `cli_main` with separate arguments, environment and log. A training command
+without --user-dir must not load the plugin, so it runs in a new process. If a run has several ranks, each
+rank gets torchrun's environment variables.
 """
 
 import json

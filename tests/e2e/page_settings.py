@@ -155,7 +155,7 @@ MT_FLAGS = {
     "--task": "moe_translation", "--arch": "moe_transformer_iwslt_de_en", "--optimizer": "moe_adam",
     "--criterion": "moe_label_smoothed_cross_entropy", "--lr": "0.01", "--max-tokens": "400",
 }  # fmt: skip
-# Flags to train the checkpoints that commands on the pages average.
+# Flags of a run that keeps several checkpoints, because commands on the pages average them.
 KEPT = "--save-interval-updates 2 --keep-best-checkpoints 5 --max-tokens 400 --max-epoch 9 --store-ema"
 STOCK = "--task translation --criterion label_smoothed_cross_entropy --optimizer adam"
 MOE_FLAGS = {"--moe-freq": "1", "--moe-expert-count": "4"}

@@ -1,4 +1,4 @@
-"""Sharded checkpoints that threads write during training equal checkpoints that a blocking save writes."""
+"""Background saves write the same sharded checkpoints as blocking saves."""
 
 import pytest
 import torch

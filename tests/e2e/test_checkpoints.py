@@ -12,7 +12,7 @@ from models import lm_args
 
 from fairseq_tutel.plugin.training.save import writing
 
-# Name of a fault -> the fault to inject into training, and a pattern of the last log line.
+# Each entry has the fault to inject into training, and a pattern of the last log line.
 FAULTS = {
     "memory": (
         Trial(what="oom", place="train", when=3, rank=1),
@@ -30,7 +30,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("case", FAULTS)
-def test_a_fault_ends_every_rank_with_an_error_and_keeps_the_last_checkpoint(lm_data, tmp_path, case):
+def test_after_a_fault_all_ranks_end_with_an_error_and_the_last_checkpoint_remains(lm_data, tmp_path, case):
     trial, sentence = FAULTS[case]
     args = lm_args(lm_data, tmp_path / "save", "--user-dir", PLACES, "--save-interval-updates", 2)
     run = wait(start("train", *args, ranks=1 + trial.rank, env=environment(tmp_path, trial)))

@@ -40,10 +40,8 @@ def student(data, folder, teacher, *extra, criterion="moe_cross_entropy", update
     )
 
 
-def test_distillation_ends_at_the_given_update_and_the_run_resumes_without_a_teacher(
-    lm_data, teacher, tmp_path
-):
-    """After --distill-until updates, moe_distillation computes only the loss of --distill-criterion."""
+def test_after_distillation_ends_a_run_equals_a_run_without_a_teacher(lm_data, teacher, tmp_path):
+    """After the updates of `--distill-until`, the loss is only that of `--distill-criterion`."""
     sgd = ("--optimizer", "moe_sgd", "--save-interval-updates", 1)
     run = student(lm_data, tmp_path / "whole", teacher, "--distill-until", 1, *sgd, updates=2)
     of_teacher = [record["distill_loss"] for record in run.stats("train_inner")]

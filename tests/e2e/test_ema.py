@@ -75,7 +75,7 @@ def test_the_saved_average_is_the_moving_average_of_the_saved_weights(lm_data, t
 
 
 def test_convert_and_average_read_a_moving_average_that_started_in_a_resumed_run(lm_data, tmp_path):
-    """With a decay of 1, a moving average stays equal to the weights at its start."""
+    """A moving average with a decay of 1 does not change after its start."""
     saved, full, again = (tmp_path / name for name in ("saved", "full", "again"))
     full.mkdir()
     again.mkdir()

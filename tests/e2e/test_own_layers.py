@@ -24,12 +24,12 @@ def evaluated(data, save_dir):
 
 @pytest.fixture(scope="module")
 def alone(lm_data, tmp_path_factory):
-    """The logged losses and gradient norms of a run on one rank, and the evaluation loss of its model."""
+    """The logged losses and gradient norms of a run on one rank, and the model's evaluation loss."""
     folder = tmp_path_factory.mktemp("alone")
     return train(lm_data, folder, updates=6), evaluated(lm_data, folder)
 
 
-def test_a_custom_model_of_two_ranks_resumes_on_three_and_is_evaluated_on_one(alone, lm_data, tmp_path):
+def test_a_custom_model_moves_from_two_ranks_to_three_and_is_evaluated_on_one(alone, lm_data, tmp_path):
     words = ("--moe-zero-stage", 2, "--moe-checkpoint", "sharded", "--store-ema")
     begun = train(lm_data, tmp_path, *words, updates=3, ranks=2)
     resumed = train(lm_data, tmp_path, *words, updates=6, ranks=3)

@@ -1,4 +1,4 @@
-"""Training with collective plans gives the same bits as an all-reduce that adds in the order of ranks."""
+"""Training with collective plans gives the same bits as training with sums in the order of ranks."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from fairseq_tutel.plans.generators import make
 
 FIXED = str(Path(__file__).parent / "fixed_order_user_dir")
 UPDATES = 3
-# Generators of plans that add tensors in the order of ranks.
+# The generator and the collective of each plan. These plans add tensors in the order of ranks.
 IN_ORDER = (("one_phase", "reduce_scatter"), ("one_phase", "all_gather"), ("two_phase", "all_reduce"))
 
 

@@ -1,4 +1,4 @@
-"""fairseq's commands translate with and fine-tune an NLLB-MoE model imported from Hugging Face."""
+"""fairseq's commands open and fine-tune an NLLB-MoE model that was imported from Hugging Face."""
 
 import os
 import subprocess

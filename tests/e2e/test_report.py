@@ -20,7 +20,7 @@ DENSE = ROOT / "docs" / "report" / "dense.json"
 
 @pytest.fixture(scope="module")
 def moe(lm_data, tmp_path_factory):
-    """The --save-dir of a MoE run on two ranks that drops assignments."""
+    """The --save-dir of a MoE run that drops assignments, on two ranks."""
     folder = tmp_path_factory.mktemp("runs") / "moe"
     folder.mkdir()
     flags = ("--moe-capacity-factor", 1, "--record-a2a-perf-stats", "--log-file", folder / "train.log")

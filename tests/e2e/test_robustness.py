@@ -29,7 +29,7 @@ def test_the_other_ranks_name_a_killed_rank_in_their_error(lm_data, tmp_path):
     assert not (tmp_path / "save" / "crash.pt").exists()
 
 
-def test_a_stopped_rank_ends_the_other_ranks_with_an_error(lm_data, tmp_path):
+def test_the_other_rank_ends_with_an_error_if_one_rank_is_stopped(lm_data, tmp_path):
     flags = ("--moe-expert-parallel-size", 1, "--moe-comm-timeout", 1)
     started = _start(lm_data, tmp_path, "stop", *flags, ranks=2)
     (process, _), (stopped, _) = started

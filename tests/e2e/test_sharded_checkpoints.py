@@ -34,7 +34,7 @@ def train(data, folder, updates, ranks, freq, *extra):
 
 
 ZERO = ("--moe-zero-stage", 2, "--moe-offload-optimizer")
-# Name of a run -> (number of ranks, expert parallel size, flags).
+# Each run has a number of ranks, an expert parallel size, and flags.
 LAYOUTS = {
     "1 full": (1, 1, ()),
     "1 sharded": (1, 1, SHARDED),

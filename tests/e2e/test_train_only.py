@@ -12,7 +12,7 @@ from models import dense_lm_args, mt_args
 
 from fairseq_tutel.checkpoint.shards import bind, unbind
 
-# Value of --moe-train-only -> (text in the names of all trained parameters, other flags of the run).
+# For each value of --moe-train-only: text in the names of all trained parameters, and other flags.
 CASES = {
     "gates": (".fc1.gate.", ("--bf16", "--moe-zero-stage", 1, "--checkpoint-activations")),
     "experts": (".experts.", ("--moe-checkpoint", "sharded", "--moe-zero-stage", 2, "--moe-balance-bias")),

@@ -66,7 +66,7 @@ DECODER = (
 )  # fmt: skip
 WRITES = ("--task", "moe_audio_finetuning", "--labels", "ltr", "--autoregressive")
 CTC = ("--criterion", "moe_ctc", "--post-process", "letter")
-# Architecture -> (pretrained model, options of the task, options of the model).
+# Each architecture has a pretrained model, options of the task, and options of the model.
 FINE_TUNED = {
     "wav2vec_seq2seq": ("wav2vec2", WRITES, (*DECODER, "--decoder-embed-dim", 512)),
     "hubert_ctc": (

@@ -83,7 +83,7 @@ def one_process(lm_data, tmp_path_factory):
 
 # These two recipes together use every kind of parallelism of the recipes parallel_*.
 @pytest.mark.parametrize("form", ["e_d_m", "e_z_offload"])
-def test_four_ranks_of_a_parallel_recipe_train_the_same_model_as_one(form, lm_data, one_process, tmp_path):
+def test_four_ranks_and_one_process_train_equal_models_of_a_recipe(form, lm_data, one_process, tmp_path):
     run = fairseq("train", lm_data, *_recipe(form), "--save-dir", tmp_path, ranks=4)
     assert ("this rank keeps the optimizer state of" in run.output) == ("z" in form)
     slices = "Strategy(adaptive_r=2" in run.output

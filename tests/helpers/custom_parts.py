@@ -22,7 +22,7 @@ class ShortGate(CalmGate):
 
 
 class DeepExpert(nn.Module):
-    """This expert has nested modules, a scalar and a frozen parameter, dropout, and a sum over H."""
+    """This expert has nested modules, a scalar and a frozen parameter, dropout, and a sum over units."""
 
     def __init__(self, config) -> None:
         super().__init__()

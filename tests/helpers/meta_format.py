@@ -2,8 +2,8 @@
 
 `layer_by_loops` computes Meta's MoE layer token by token. The checkpoint format follows the documentation
 of Meta's moe branch. The file X-shared.pt holds all weights outside of experts, and X-rank-N.pt holds the
-experts of rank N under local numbers. If there are more ranks than experts, rank N has expert N mod E. Each
-weight is random, with a seed that depends on its name.
+experts of rank N under local numbers. If there are more ranks than experts, rank N has expert N modulo the
+number of experts. Each weight is random, with a seed that depends on its name.
 """
 
 import argparse
@@ -94,7 +94,7 @@ class Meta:
             yield f"{layer}.{attention}_layer_norm.bias", (D,)
         has_cmr = bool(self.options.get("moe_cmr"))
         if layer in self.moe_layers():
-            # Meta's CMR layer contains the MoE layer, which then has two names.
+            # A CMR layer contains the MoE layer, so the MoE layer has a second name.
             for moe in ("moe_layer", *["cmr_layer.moe_layer"] * has_cmr):
                 yield f"{layer}.{moe}.gate.wg.weight", (self.num_experts, D)
                 for expert in range(self.local):
@@ -130,7 +130,7 @@ def drawn(name, shape, scale=0.4):
 
 
 def global_name(meta, name, rank):
-    """Return the name of a rank's weight, with the expert's local number replaced by its global ID."""
+    """Return the name of a rank's weight, with the expert's global ID instead of its local number."""
     if ".experts." not in name:
         return name
     before, _, rest = name.partition(".experts.")

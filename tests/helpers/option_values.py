@@ -1,6 +1,6 @@
 """This module lists valid values of MoE layer options, for tests of every value of every option.
 
-The values come from the table of options, so tests automatically run a new switch or a new option with
+The values come from the table of options, so tests automatically cover new switches and new options with
 choices. A new way to choose experts also needs a line in `WAYS_TO_CHOOSE`. Other new options may need a
 line in `VALUES` or `NEEDED`.
 """

@@ -33,7 +33,7 @@ def with_steps(plan: Plan, rank: int, lane: int, start: int, stop: int, *steps: 
 
 
 def mutants(plan: Plan) -> Iterator[tuple[str, str, Plan]]:
-    """Yield (kind, where, plan) for plans with a step deleted, doubled, swapped with the next or moved."""
+    """Yield (kind, where, plan) for plans with a step deleted, doubled or swapped, or a chunk moved."""
     for rank, lane, index, step in plan.steps():
         where = f"rank {rank}, lane {lane}, step {index} ({step.op})"
         steps = plan.programs[rank][lane]

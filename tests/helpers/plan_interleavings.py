@@ -25,7 +25,7 @@ class Interleavings:
 
     def __init__(self, plan: Plan, calls: int = 3) -> None:
         self.plan, self.calls = plan, calls
-        # (call, chunk) -> the first rank's all_reduce result, which all other ranks must get too.
+        # For each call and chunk: the first rank's all_reduce result, which all other ranks must also get.
         self.sums = {}
         self.lanes = [(r, lane) for r, lanes in enumerate(plan.programs) for lane in range(len(lanes))]
 

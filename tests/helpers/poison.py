@@ -1,6 +1,6 @@
 """Fills uninitialized tensors of the package with NaN or with an out-of-range integer.
 
-If a kernel leaves elements unwritten, its test then always fails.
+If a kernel leaves elements unwritten, its test therefore always fails.
 """
 
 import functools

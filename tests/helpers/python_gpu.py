@@ -113,7 +113,7 @@ def index_of(device):
 
 
 class Stream:
-    """A CUDA stream; `seen` has the number of operations of each stream that this stream waited for."""
+    """A CUDA stream; `seen` counts, for each stream, the operations for which this stream has waited."""
 
     def __init__(self, device=None, priority=0):
         self.device, self.priority, self.seen = torch.device("cuda", index_of(device)), priority, {self: 0}
@@ -144,7 +144,7 @@ class Event:
 
 
 class Memory:
-    """Holds the operation numbers of the last write of an allocation, and of later reads on each stream."""
+    """Holds the numbers of an allocation's last write, and of each stream's last read after this write."""
 
     def __init__(self, num_bytes, stream):
         self.num_bytes, self.home, self.device = num_bytes, stream, DEVICE
@@ -277,7 +277,7 @@ def settle(tensor):
 
 
 class Work:
-    """A collective on its group's stream; as in NCCL, its tensors are kept until a stream waits for it."""
+    """A collective on the stream of its group; as in NCCL, the tensors are kept until a stream waits."""
 
     def __init__(self, real, stream, tensors):
         self.real, self.end, self.kept = real, stream.record_event(), tensors

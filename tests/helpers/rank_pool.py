@@ -1,4 +1,4 @@
-"""Starts W ranks on this machine, connected by gloo."""
+"""Starts ranks on this machine, and connects them by gloo."""
 
 import shutil
 import tempfile
@@ -10,7 +10,7 @@ from workers import Workers
 
 
 class Ranks(Workers):
-    """Holds W processes in which torch.distributed is initialised; `run` calls a function on every rank.
+    """Holds processes in which torch.distributed is initialised; `run` calls a function on every rank.
 
     With `on_gpus` the processes can use `python_gpu`.
     """

@@ -1,6 +1,6 @@
 """A small training run, which must have equal results on any number of ranks.
 
-The fp64 model has two MoE layers and a dense layer. W ranks divide the four micro-batches of an update.
+The fp64 model has two MoE layers and a dense layer. The ranks divide the four micro-batches of an update.
 """
 
 from collections.abc import Callable
@@ -119,7 +119,7 @@ class Training:
         }
 
     def topology(self) -> Topology:
-        """Return the process groups of this rank. Collective."""
+        """Return the process groups of this rank; all ranks must call this method."""
         layout = LAYOUTS[self.layout]
         world = dist.get_world_size() if dist.is_initialized() else 1
         placed = plans.placed(*plans.of(2), *plans.of(4)) if self._way[2] else ()

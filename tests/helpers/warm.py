@@ -24,7 +24,7 @@ _compose = utils.compose
 
 
 def compose(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
-    """Return hydra's configuration, and reuse a prepared configuration with the same parts and options."""
+    """Return hydra's configuration; adapt a prepared configuration with the same parts if there is one."""
     words, config = _composed.pop(_parts(overrides), (set(), None))
     if config is None:
         return _compose(config_name, overrides=overrides, strict=strict)
@@ -36,7 +36,7 @@ def compose(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
 
 
 def prepare(parser: ArgumentParser, *words: str) -> None:
-    """Compose a command line's configuration in advance for the first `compose` with the same parts."""
+    """Compose a command line's configuration in advance, for the first call with the same parts."""
 
     def keep(config_name: str, overrides: list[str], strict: bool) -> DictConfig:
         config = _compose(config_name, overrides=overrides, strict=strict)

@@ -16,7 +16,7 @@ class Workers:
 
     Each process first calls setup(index, *setup_args()), and `setup_args` is called once for all processes.
     Processes must be able to import `setup` and every function that they run. By default a process imports
-    all modules again, so `setup` can change environment variables before imports. In a `context` of
+    all modules again, so `setup` can change environment variables before imports. With the context
     `forkserver.context()`, slow modules are imported already.
     """
 

@@ -1,4 +1,4 @@
-"""The 2-D hierarchical all-to-all is bit-identical to the linear one, with fewer messages between nodes."""
+"""The 2-D hierarchical all-to-all is bit-identical to the linear all-to-all."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from fairseq_tutel.parallel import all_to_all
 from fairseq_tutel.parallel.call_id import CallCounter, CallId
 from fairseq_tutel.parallel.groups import make_topology
 
-# Each entry is the number of ranks, the size of an EP group, and the number of ranks per node.
+# Each entry has the number of ranks, the size of an EP group, and the number of ranks per node.
 LONG = [pytest.param(*s, marks=pytest.mark.long) for s in ((6, 6, 2), (6, 6, 3), (8, 4, 2))]
 SPLITS = [(4, 4, 2), *LONG]
 MODEL_DIM, EXPERTS_PER_RANK = 3, 2

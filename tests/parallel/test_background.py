@@ -1,4 +1,4 @@
-"""Background communication runs in a thread on a CPU, and in a stream on a GPU."""
+"""On a CPU, a thread runs the jobs of background communication in order."""
 
 import threading
 

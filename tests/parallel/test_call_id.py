@@ -1,4 +1,4 @@
-"""Ranks that call different layers of equal shape raise a clear error, with every strategy."""
+"""Ranks that are in different layer calls raise a clear error, with every strategy."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from fairseq_tutel.parallel.guard import CommunicationError
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=4, num_experts=4, top_k=1)
 
-# Each entry has the number of experts, the EP size P, the ranks per node, exchange options, and a strategy.
+# Each entry has the number of experts, the EP size, the ranks per node, exchange options, and a strategy.
 PATHS = {
     "linear": (4, 4, 0, {}, Strategy()),
     "replicas": (4, 2, 0, {}, Strategy()),
@@ -79,7 +79,7 @@ def one_evaluates_within_a_training(count, *path):
 
 
 @pytest.mark.parametrize("name", ("padded", "gathered"))
-def test_ranks_in_training_and_evaluation_or_in_different_calls_raise_an_error(ranks, name):
+def test_ranks_with_different_modes_or_call_counts_raise_an_error(ranks, name):
     for mode, late in ranks(2).run(one_evaluates_within_a_training, 4, 2, 0, *PATHS[name][3:]):
         assert (
             "(rank 0 in call 1 of layers.0, for evaluation; rank 1 in call 1 of layers.0, for "

@@ -20,7 +20,7 @@ FOUR = Cluster(nodes=2, local=2, expert_parallel_size=4)
 
 
 def test_predicted_times_of_all_parts_of_a_step_equal_hand_computed_values():
-    # With 2 shards per expert and r = 2, ranks gather no weights and send each of 16 rows to 2 ranks.
+    # With 2 shards per expert and adaptive_r 2, no weights are gathered, and 16 rows go to 2 ranks each.
     parts = cost.step_parts(WORK, ROUND, FOUR, Strategy(adaptive_r=2))
     rows, dim, hidden, parameters = 16, 4, 16, 2 * 4 * 16
     assert parts["gate"] == pytest.approx(3 * 2 * 8 * dim * 2 / 1e5)
@@ -50,7 +50,7 @@ def test_the_cost_model_includes_all_reduces_of_replicas_and_dense_parameters():
 
 
 def test_predicted_memory_equals_hand_computed_values():
-    # With P = 4 and E = 2, a rank stores 64 of the 256 expert weights of each of the 3 layers.
+    # With 2 experts on 4 ranks, a rank stores 64 of the 256 expert weights of each of the 3 layers.
     work = replace(WORK, layers=3, dense_parameters=1000)
     found = cost.memory_bytes(work, FOUR, Strategy(adaptive_r=1, algorithm="2dh"))
     parameters = 3 * 64 + 1000

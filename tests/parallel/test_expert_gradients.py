@@ -46,14 +46,14 @@ def reduce(parallel: int, missing: bool) -> tuple[list[float], list[float]]:
         (4, False, [[2**r / 4, 1 / 4] for r in range(4)]),
     ],
 )
-def test_an_expert_gradient_is_the_sum_over_ep_replicas_divided_by_w(ranks, parallel, missing, expected):
+def test_expert_gradients_are_sums_over_replicas_divided_by_world_size(ranks, parallel, missing, expected):
     assert ranks(4).run(reduce, parallel, missing) == [([5.0], grad) for grad in expected]
 
 
 def norm(parallel: int) -> float:
     topology = make_topology([4], parallel)
     dense = with_gradient([3.0, 1.0], expert=False)
-    # Expert e has the gradient e + 1, and each rank holds 4 / P experts.
+    # Expert e has the gradient e + 1, and each rank holds 4 / `parallel` experts.
     held = [float(e + 1) for e in topology.local_experts(4)]
     expert = with_gradient(held, expert=topology.expert_parallel_size > 1)
     return float(global_grad_norm([dense, expert], topology))
@@ -68,7 +68,7 @@ def test_the_gradient_norm_counts_every_expert_once_for_every_ep_size(ranks, par
 
 
 def gradients_by_division(parallel: int, division: str) -> dict[str, Tensor]:
-    """Return the gradients of a layer after the reduction over ranks that an optimizer runs."""
+    """Return a layer's gradients after the reductions that an optimizer runs."""
     place = make_topology([4], parallel)
     config = MoEConfig(
         model_dim=4, hidden_dim=3, num_experts=4, shared_experts=1, expert_grad_norm=division
@@ -87,7 +87,7 @@ def gradients_by_division(parallel: int, division: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world_size, parallel", [(2, 2), (2, 1), (4, 2)])
-def test_sqrt_world_size_makes_expert_gradients_larger_by_the_root_of_w(ranks, world_size, parallel):
+def test_sqrt_world_size_multiplies_expert_gradients_by_the_root_of_world_size(ranks, world_size, parallel):
     plain, by_root = (
         ranks(world_size).run(gradients_by_division, parallel, division)
         for division in ("world_size", "sqrt_world_size")

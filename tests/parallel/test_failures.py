@@ -87,7 +87,7 @@ def _run(function, world_size, folder, *args):
         (0, _has_too_little_time, EXIT_CODE, "rank 0 received SIGTERM and could not end within 0 s"),
     ],
 )
-def test_ranks_on_other_machines_end_after_a_failure_without_a_signal(victim, fate, code, reason, tmp_path):
+def test_a_failure_ends_ranks_on_other_machines_that_get_no_signal(victim, fate, code, reason, tmp_path):
     codes, logs = _run(_blocked, 3, tmp_path, victim, fate)
     assert codes.pop(victim) == code and codes == [1, 1]
     for rank in {0, 1, 2} - {victim}:

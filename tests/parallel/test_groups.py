@@ -45,7 +45,7 @@ def describe(counts: list[int], requested: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("counts, requested", [([8], 2), ([6], 0), ([4, 2], 0)])
-def test_consecutive_ranks_form_ep_groups_and_ranks_equal_modulo_p_are_replicas(ranks, counts, requested):
+def test_consecutive_ranks_form_ep_groups_and_replicas_have_equal_positions(ranks, counts, requested):
     for rank, got in enumerate(ranks(4).run(describe, counts, requested)):
         assert got == {
             "size": 2,

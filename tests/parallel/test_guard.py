@@ -23,7 +23,7 @@ def _group():
 
 
 def _reduce(rank, fate, victim):
-    """Run an all-reduce in a group with a time-out after rank `victim` has died or stopped."""
+    """Run an all-reduce with a time-out, after rank `victim` has died or stopped."""
     group = _group()
     dist.all_reduce(torch.ones(3), group=group)
     if rank == victim:
@@ -65,7 +65,7 @@ def test_ranks_in_different_operations_all_answer_the_health_check():
         assert "ranks 0-1 answered a health check or ended during it, so a connection broke" in sentence
 
 
-def test_the_guard_keeps_errors_that_are_not_from_communication_or_are_already_explained():
+def test_the_guard_does_not_replace_other_errors_or_explained_errors():
     for error in (
         ValueError("Connection closed by peer"),
         RuntimeError("Split sizes doesn't match total dim 0 size"),

@@ -28,7 +28,7 @@ SYSTEMS = {
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_the_smallest_of_available_memory_and_cgroup_limits_is_available(tmp_path, name):
+def test_cgroup_limits_reduce_the_available_host_memory(tmp_path, name):
     cgroups, folders, expected = SYSTEMS[name]
     files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 1024000 kB\n", "proc/self/cgroup": cgroups}
     files |= {f"{folder}/{name}": text for folder, own in folders.items() for name, text in own.items()}

@@ -1,4 +1,4 @@
-"""The tests run layers, training and saves on four simulated GPUs, and check waits and collectives."""
+"""The tests run layers, training and saves on four simulated GPUs, and check host waits and collectives."""
 
 import itertools
 from unittest import mock
@@ -59,7 +59,7 @@ def run(ranks, function, *args):
     return results, logs[0]
 
 
-# Each entry has a layer's options, the number of ranks per node, and the EP size P.
+# Each entry has a layer's options, the number of ranks per node, and the EP size.
 FORMS = {
     "linear": ({}, 0, 0),
     "bf16": ({"a2a_dtype": "bf16"}, 0, 2),
@@ -94,7 +94,7 @@ def layer_step(device, options, local, size):
 @pytest.mark.parametrize("form", FORMS)
 def test_the_host_waits_for_one_small_copy_in_the_forward_pass_and_never_in_the_backward_pass(ranks, form):
     for forward, backward in run(ranks, layer_step, *FORMS[form])[0]:
-        # With r = 0, the kernels in plain torch need the copy, but Triton kernels would not.
+        # With adaptive_r 0, the kernels in plain torch need this copy, but Triton kernels would not.
         ((what, numel),) = forward
         assert what == "to the host" and numel <= 24
         assert backward == []
@@ -127,7 +127,7 @@ def trained(device, training, *zero):
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_training_on_gpus_equals_one_cpu_rank_and_ranks_start_collectives_in_one_order(ranks, name):
+def test_training_on_several_gpus_equals_training_on_one_cpu_rank(ranks, name):
     found = run(ranks, trained, *TRAININGS[name])[0][0]
     for key, expected in train(TRAININGS[name][0], updates=1).items():
         torch.testing.assert_close(found[key], expected, rtol=1e-10, atol=1e-10, msg=key)
@@ -145,7 +145,7 @@ def gradients_of_experts(device):
     return [parameter.grad for parameter in parameters], None
 
 
-def test_expert_gradients_are_all_reduced_in_buckets(ranks):
+def test_expert_gradients_are_all_reduced_in_one_bucket(ranks):
     _, log = run(ranks, gradients_of_experts)
     sums = [(len(c.ranks), c.numel) for c in log if c.name == "all_reduce"]
     assert sums == [(2, 33)]
@@ -175,7 +175,7 @@ def test_zero_stage_2_frees_gradients_even_if_the_host_runs_ahead_of_collectives
 
 
 def gathered_and_saved(device, folder):
-    """Return an offloaded optimizer moment that was gathered on rank 0, and the peak of GPU bytes."""
+    """Return gathered and saved tensors, and the peak of GPU bytes while rank 0 gathers a moment."""
     topology = make_topology([4])
     config = MoEConfig(model_dim=4, hidden_dim=64, num_experts=4)
     layer = MoELayer(config, topology, seed=1).double().to(device.name)
@@ -214,5 +214,5 @@ def compared_later(device):
     return [], list(device.waits)
 
 
-def test_the_next_layer_call_compares_the_call_ids_of_a_gpu(ranks):
+def test_on_a_gpu_the_call_ids_of_a_call_are_checked_at_the_next_call(ranks):
     assert run(ranks, compared_later)[0] == ([("event", 0)],) * RANKS

@@ -11,7 +11,7 @@ from fairseq_tutel.parallel.zero_partition import Share, own_elements, partition
 @pytest.mark.parametrize(("dtype", "offload"), [
     (torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.float16, True),
 ])  # fmt: skip
-def test_a_rank_owns_an_fp32_copy_of_parameters_that_are_offloaded_or_not_fp32(dtype, offload):
+def test_offloaded_or_half_precision_parameters_have_a_separate_fp32_copy(dtype, offload):
     parameters = some_parameters(dtype)
     place = Topology(world_size=4, rank=1, expert_parallel_size=2)
     partitions, _ = partitions_of(parameters, place, offload=offload)

@@ -65,8 +65,8 @@ def largest(tensor):
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-# A transfer dtype has an error of half a unit in the last place of the largest element. Ranks transfer
-# gradients twice as often as outputs.
+# `digit` is the largest rounding error of the transfer dtype, relative to the largest element. Gradients
+# are transferred twice as often as outputs, so their error may be twice as large.
 @pytest.mark.parametrize("wire, digit", [("bf16", 2**-8), ("fp8", 2**-4)])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_precision_of_a_transfer_dtype_limits_the_error_of_a_layer(kept, wire, digit, way):
@@ -148,7 +148,7 @@ def test_an_error_in_the_experts_of_one_rank_ends_the_other_ranks():
 
 
 def traffic(strategy, tokens, experts):
-    """Count the messages and bytes that a rank sends in a forward pass, from its collectives."""
+    """Return the numbers of messages and bytes that this rank sends in a forward pass."""
     topology = make_topology([experts], 4, 2)
     layer = MoELayer(dataclasses.replace(CONFIG, num_experts=experts, top_k=experts), topology, seed=2)
     layer.follow(strategy)
@@ -179,7 +179,7 @@ def traffic(strategy, tokens, experts):
 @pytest.mark.parametrize("experts, degree", [(4, 1), (2, 1), (2, 2)])
 def test_the_numbers_of_sent_messages_and_bytes_equal_formulas(ranks, experts, degree, overlap):
     tokens, world, local, row = 8, 4, 2, 6 * 4
-    # Ranks send every token to r ranks of each expert and back.
+    # Every token is sent to `degree` ranks of each expert and back.
     rows = tokens * experts * degree // world
     strategy = Strategy(adaptive_r=degree, overlap=overlap)
     for sent in ranks(4).run(traffic, strategy, tokens, experts):

@@ -1,4 +1,4 @@
-"""Only rank 0 draws progress bars, and only on a terminal and for long work."""
+"""A progress bar is drawn on a terminal, without a new thread or a multiprocessing lock."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""ZeRO reduces gradients to the owning ranks, for every stage, order and number of backward passes."""
+"""ZeRO reduces gradients to the ranks that own them, for every stage and number of backward passes."""
 
 import math
 

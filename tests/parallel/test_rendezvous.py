@@ -1,4 +1,4 @@
-"""A start with missing ranks or a store that never answers ends in limited time with a clear error."""
+"""If ranks are missing or the store never answers, a start ends in limited time with a clear error."""
 
 import os
 import threading

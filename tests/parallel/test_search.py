@@ -32,7 +32,7 @@ def search(tuner, cost, key="0", predict=None):
 
 
 def model(gather, send, overlap_gain, far):
-    """Return a cost function for gathering weights from 16 / r ranks and sending rows to r ranks."""
+    """Return a cost function: weights come from 16 / adaptive_r ranks, and rows go to adaptive_r ranks."""
 
     def cost(strategy):
         if strategy.adaptive_r == 0:

@@ -30,7 +30,7 @@ def test_the_transfer_dtype_same_keeps_all_bits(dtype):
 def test_the_error_is_limited_by_the_precision_of_the_transfer_dtype(wire, error, scale):
     rows = rows_of(scale=scale)
     largest = rows.abs().amax(1, keepdim=True)
-    # The limit is half a unit in the last place of each element, plus half of the smallest step for fp8.
+    # The limit is half a unit in the last place of an element, and for fp8 also half of the smallest step.
     bound = error * rows.abs() + (largest * 2**-10 / 448 if wire == "fp8" else 0)
     assert ((through(rows, wire) - rows).abs() <= bound).all()
 

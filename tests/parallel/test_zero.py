@@ -107,7 +107,7 @@ def fp32_copies_by_hand(dtype, scale):
 @pytest.mark.parametrize(
     ("dtype", "stage", "offload"), [(torch.bfloat16, 1, False), (torch.float16, 2, True)]
 )
-def test_half_precision_weights_equal_fp32_masters_for_any_gradient_scale(ranks, dtype, stage, offload):
+def test_half_precision_training_equals_training_of_complete_fp32_masters(ranks, dtype, stage, offload):
     # If fp16 gradients were divided by this scale, they would be rounded to 0.
     scale = 2.0**30 if dtype == torch.float16 else 1.0
     expected = fp32_copies_by_hand(dtype, scale)
@@ -173,7 +173,7 @@ def moments(parallel, stage, dtype, offload):
 ])  # fmt: skip
 def test_optimizer_state_can_be_gathered_and_partitioned_again(ranks, parallel, stage, dtype, offload):
     expected = moments(1, 0, dtype, True)
-    # All ranks have equal gradients. Expert gradients are summed over EP replicas and divided by W.
+    # All ranks have equal gradients. Expert gradients are sums over EP replicas, divided by 4.
     for whole in ranks(4).run(moments, parallel, stage, dtype, offload):
         for number, (found, wanted) in enumerate(zip(whole, expected, strict=True)):
             assert found.keys() == wanted.keys()

@@ -17,7 +17,7 @@ LONG = pytest.mark.long
 
 
 def of_two(most):
-    """Return the plan with two lanes and all named plans of two ranks with at most `most` steps."""
+    """Return the plan with two lanes, and all named plans of two ranks that have at most `most` steps."""
     return [two_lanes(), *(plan for plan in plans.of(2) if check(plan).steps <= most)]
 
 
@@ -47,8 +47,8 @@ def test_edited_plans_that_the_checker_accepts_are_correct_in_every_interleaving
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=LONG)])
-def test_accepted_edits_of_larger_plans_do_not_change_results(ranks):
-    """The checker accepts only edits that repeat a step or swap adjacent steps that need no order."""
+def test_accepted_edits_of_larger_plans_only_repeat_or_swap_steps(ranks):
+    """Repeating a step or swapping independent steps does not change a result."""
     count, passed = Counter(), []
     for plan in plans.of(ranks):
         for kind, where, edited in mutants(plan):

@@ -21,7 +21,7 @@ def test_a_chunk_layout_joins_adjacent_chunks_to_one_run():
 
 def test_a_slot_of_tmp_is_as_long_as_the_longest_chunk_that_it_holds():
     plan = SimpleNamespace(chunks=2)
-    long, short = Kind(-1, -1, 0), Kind(-1, -1, 1)  # The chunks have 2 elements and 1 element.
+    long, short = Kind(-1, -1, 0), Kind(-1, -1, 1)  # These chunks have 2 and 1 elements.
     slots = (frozenset({long, short}), frozenset({short}), frozenset())
     layout = Layout(SimpleNamespace(plan=plan, tmp_kinds=(slots,)), 3)
     assert layout.starts(0, "tmp") == [0, 2, 3, 3]

@@ -24,7 +24,7 @@ PHASES = {"all_gather": [1], "reduce_scatter": [-1], "all_reduce": [-1, 1]}
 
 @pytest.fixture(autouse=True)
 def replayed(monkeypatch):
-    """Replay ForestColl's edge splitting, and check that each replaced link exists."""
+    """Replay ForestColl's edge splitting, and check the capacities of the links that it replaces."""
     splits, split = [], edge_splitting._Splitting._split
     without_switches = edge_splitting.without_switches
 
@@ -101,7 +101,7 @@ def test_the_trees_of_random_networks_are_spanning_trees_with_the_optimal_time(s
         assert_is_a_forest(grow(network))
 
 
-def test_a_very_large_number_of_trees_is_computed_fast():
+def test_a_forest_may_have_ten_billion_trees_but_has_few_by_default():
     assert grow(find("dgx_a100:1"), trees=10**10).share.trees == 10**10
     assert grow(find("boxes:2x2:99991:7")).share.trees < 10
 
@@ -121,7 +121,7 @@ def test_plans_of_forests_are_correct_and_load_links_like_the_trees(collective, 
     report = check(plan)
     assert plan.network == network.digest
     phases = PHASES[collective]
-    # An all_gather has one more hop, because ranks first signal that they have begun.
+    # An all_gather has one more signal, by which ranks first report that they have begun the call.
     assert report.depth <= len(phases) * forest.depth + (collective == "all_gather")
     messages = Counter()
     for step, tree in product(phases, forest.trees):
@@ -147,7 +147,7 @@ def test_the_slices_of_a_chunk_are_sent_one_round_apart(collective):
     assert seconds(cut) <= 0.9 * seconds(whole)
 
 
-def test_plans_of_shipped_networks_are_correct():
+def test_plans_of_named_networks_are_correct():
     for name in ("dgx_a100:2", "mi250:1", "cluster:2x4:40:1"):
         report = check(plan_of("all_reduce", grow(find(name))))
         assert report.depth < 25

@@ -1,4 +1,4 @@
-"""All named plans are correct and send the documented numbers of messages."""
+"""All named plans are correct and send the documented messages and bytes."""
 
 from collections import Counter
 from fractions import Fraction
@@ -51,7 +51,7 @@ def sent(plan: Plan, rank: int, to=lambda peer: True) -> tuple[int, Fraction]:
     ("two_phase", "all_reduce", lambda N: 2 * N - 2, lambda N: Fraction(2 * N - 2, N), lambda N: 2),
     ("linear", "all_to_all", lambda N: N - 1, lambda N: Fraction(N - 1, N), lambda N: 1),
 ])  # fmt: skip
-def test_every_rank_sends_the_documented_number_of_messages(name, collective, messages, size, depth):
+def test_every_rank_sends_the_documented_messages_and_bytes(name, collective, messages, size, depth):
     for ranks in (2, 3, 5, 8):
         plan = make(name, collective, ranks)
         assert {sent(plan, r) for r in range(ranks)} == {(messages(ranks), size(ranks))}
@@ -59,7 +59,7 @@ def test_every_rank_sends_the_documented_number_of_messages(name, collective, me
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 4), (3, 2)])
-def test_hierarchical_plans_send_few_messages_between_nodes(nodes, local):
+def test_hierarchical_plans_send_the_documented_messages_within_and_between_nodes(nodes, local):
     L, n = local, nodes
     for name, within, across in (
         ("hierarchical", (2 * (L - 1), Fraction(2 * (L - 1), L)), (n - 1, Fraction(n - 1, L))),
@@ -78,7 +78,7 @@ def test_hierarchical_plans_send_few_messages_between_nodes(nodes, local):
     (("ring", "all_gather", 1), "A plan needs at least 2 ranks, but 1 was given"),
     (("hierarchical", "all_reduce", 4, 3), "4 ranks cannot be divided equally among 3 nodes"),
 ])  # fmt: skip
-def test_arguments_for_which_a_generator_has_no_plan_raise_an_error(arguments, sentence):
+def test_invalid_arguments_of_a_plan_generator_raise_an_error(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(*arguments[:3], nodes=arguments[3] if len(arguments) > 3 else 1)
 

@@ -1,4 +1,4 @@
-"""A plan that writes a chunk to a place of `out` that has another length raises an error."""
+"""Chunks of different lengths cannot be added, or written to the same position of `out`."""
 
 import pytest
 

@@ -118,7 +118,7 @@ def test_msccl_files_give_correct_plans(text, collective, load):
         assert sum(part for (source, _), part in links.items() if source == rank) == load
 
 
-def test_the_byte_range_and_the_collective_are_read_from_an_msccl_file():
+def test_the_name_and_the_byte_range_are_read_from_an_msccl_file():
     plan = from_xml(GATHER.encode())
     assert (plan.name, plan.min_bytes, plan.max_bytes) == ("allgather_ring", 1024, None)
 
@@ -155,7 +155,7 @@ def test_a_malformed_msccl_file_raises_an_error(before, after, sentence):
 
 
 @pytest.mark.parametrize(("text", "sentence"), [
-    (exchanged(), "writes a chunk of a different length to out"),  # Chunks of two ranks may differ in size.
+    (exchanged(), "writes a chunk of a different length to out"),  # Chunk sizes may differ by rank.
     (all_pairs().replace('inplace="1"', 'inplace="0"'), "writes to the buffer `in`, which is read-only"),
 ], ids=["in place", "out of place"])  # fmt: skip
 def test_an_msccl_file_that_writes_to_a_forbidden_place_raises_an_error(text, sentence):

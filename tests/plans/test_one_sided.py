@@ -84,7 +84,7 @@ def same(sizes, dtypes):
 @pytest.mark.parametrize(
     ("number", "sizes", "dtype"), [(2, (0, 1, 20011), torch.float32), (4, (1007,), torch.bfloat16)]
 )
-def test_shared_memory_plans_return_the_results_and_copy_the_bytes_of_the_plan(ranks, number, sizes, dtype):
+def test_plans_in_shared_memory_equal_plans_over_messages_in_results_and_bytes(ranks, number, sizes, dtype):
     assert ranks(number).run(same, sizes, [dtype]) == [[]] * number
 
 
@@ -95,7 +95,7 @@ def test_shared_memory_plans_work_for_any_number_of_elements_and_any_dtype(ranks
 
 
 def grown(what):
-    """Return the bytes of shared memory before and after a large call, and whether the sum is right."""
+    """Return the bytes of shared memory before and after several calls, and whether all sums are right."""
     program = OneSided(make("one_phase", "all_reduce", 2), None)
     before, patch = program.memory.size, pytest.MonkeyPatch()
     if what == "full":

@@ -1,4 +1,4 @@
-"""The tests compare ForestColl's optimum with known values and with all cuts of small networks."""
+"""The tests compare ForestColl's optimum with known values and with all vertex sets of small networks."""
 
 from fractions import Fraction
 from random import Random
@@ -22,7 +22,7 @@ TREE_OF_SWITCHES = network_of(
     4,
     [link for a, b in ((0, 4), (1, 4), (2, 5), (3, 5), (4, 6), (5, 6)) for link in ((a, b, 1), (b, a, 1))],
 )
-# Network -> (the least possible time for shards of size 1, the number of trees per rank that reach it).
+# The values are the optimal time for shards of size 1, and the trees per rank that reach this time.
 KNOWN = {
     UNEVEN_LINE: (2, 1),
     TREE_OF_SWITCHES: (3, 1),
@@ -56,7 +56,7 @@ def check_every_cut(seed):
     best = optimum(network)
     assert best.seconds == widest_cut(network), seed
     assert is_enough(network, optimal_share(network, best))
-    # The bandwidth of the links that leave the cut proves the lower bound.
+    # `narrow` has the number of ranks in the vertex set `cut`, and the bandwidth that leaves the set.
     inside = {vertex for vertex in range(len(network.vertices)) if best.cut >> vertex & 1}
     assert not inside.issuperset(range(network.ranks))
     leaving = sum(x.bandwidth for x in network.links if x.source in inside and x.target not in inside)
@@ -64,13 +64,13 @@ def check_every_cut(seed):
 
 
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 2000), marks=pytest.mark.long)])
-def test_small_networks_have_no_cut_with_a_larger_lower_bound(seeds):
+def test_small_networks_have_no_vertex_set_with_a_larger_lower_bound(seeds):
     for seed in seeds:
         check_every_cut(seed)
 
 
-def test_a_fixed_number_of_trees_takes_the_shortest_possible_time():
-    """The trees must not fit if link capacities are computed with a slightly smaller scale."""
+def test_the_time_with_a_fixed_number_of_trees_is_the_shortest_possible():
+    """With a slightly smaller `stretch`, the link capacities must not be enough for the trees."""
     for seed in range(12):
         network = random_network(Random(seed), most=7)
         best = optimum(network)
@@ -92,7 +92,7 @@ def test_a_fixed_number_of_trees_takes_the_shortest_possible_time():
         ("mi250:2", 1, "32/320"),
     ],
 )
-def test_a_fixed_number_of_trees_takes_the_known_time(name, trees, seconds):
+def test_the_time_with_a_fixed_number_of_trees_has_the_known_value(name, trees, seconds):
     network = find(name)
     share = fixed_share(network, optimum(network), trees)
     ranks, bandwidth = seconds.split("/")

@@ -1,6 +1,6 @@
 """For random plans and sizes, both executors return the result of the plan's steps.
 
-The oracle stores each chunk in a separate tensor.
+The function `evaluated` computes this result with a separate tensor for each chunk.
 """
 
 from random import Random
@@ -19,7 +19,7 @@ from fairseq_tutel.plans.format import PlanError
 
 
 def random_plan(dice, ranks):
-    """Return a generated plan after up to three edits that keep the plan correct."""
+    """Return a generated plan after random edits that keep the plan correct."""
     plan = dice.choice(plans.of(ranks))
     for _ in range(30):
         edited = drawn(dice, plan, 1)

@@ -47,7 +47,7 @@ def every_collective(cases):
     return wrong
 
 
-def test_the_sums_of_a_collective_plan_have_a_fixed_order(ranks):
+def test_plans_over_messages_give_the_same_bits_as_plans_run_in_one_process(ranks):
     assert ranks(4).run(every_collective, CASES) == [[]] * 4
 
 

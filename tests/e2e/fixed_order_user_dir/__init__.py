@@ -1,6 +1,6 @@
 """A --user-dir that loads the plugin, and makes all-reduce add tensors in the order of ranks.
 
-torch's own all-reduce adds tensors with one element, such as a norm.
+torch's own all-reduce still handles single elements, fp64 tensors, and operations other than sums.
 """
 
 from types import SimpleNamespace
