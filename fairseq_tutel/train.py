@@ -1,4 +1,4 @@
-"""Runs fairseq-train, or fairseq-hydra-train if --config-name is given, with the plugin on several ranks.
+"""Runs fairseq-train (with --config-name, fairseq-hydra-train) on several ranks, with the plugin loaded.
 
 Usage: `torchrun --nproc_per_node N -m fairseq_tutel.train <arguments of fairseq-train>`. The ranks are read
 from torchrun's environment. Collectives use gloo on CPU and NCCL on GPU. Without torchrun, fairseq starts
@@ -29,7 +29,7 @@ def run_command(name: str, call: Callable[[Any], object] = methodcaller("cli_mai
     # Import the command before the plugin, because the first of the two sets the format of the log.
     module = importlib.import_module(f"fairseq_cli.{name}")
 
-    logging.getLogger("hydra").setLevel(logging.INFO)  # wav2vec2 sets the root logger to DEBUG.
+    logging.getLogger("hydra").setLevel(logging.INFO)  # wav2vec2 sets the default level to DEBUG.
 
     from fairseq_tutel.plugin import register
 

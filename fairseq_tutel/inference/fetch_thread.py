@@ -60,7 +60,7 @@ class Fetch:
 class Fetcher:
     """A queue of fetches, and a thread that runs the fetches.
 
-    After an exception in the fetch thread, every call raises ValueError.
+    After an exception in the fetch thread, further fetches raise ValueError.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Defines the model ensemble_of, which averages the probabilities of models of one architecture.
+"""Defines the model `ensemble_of`, which averages the probabilities of models of one architecture.
 
 The state dict has the members' weights under `members.0.`, `members.1.`, …. All members draw initial
 weights from one random generator, one after another. The first member therefore has the same initial
@@ -116,7 +116,7 @@ class EnsembleModel(BaseFairseqModel):
         modules = dict(member.named_modules())
         member.get_submodule(name)  # This call raises an error for a missing layer.
         above = [modules[path] for path in modules if name.startswith(f"{path}.")]
-        if any(hasattr(module, "precheckpoint_forward") for module in above):  # These are recomputed.
+        if any(hasattr(module, "precheckpoint_forward") for module in above):  # These are checkpointed.
             raise ValueError(
                 f"--ensemble-share-after is {name}, which activation checkpointing recomputes for each "
                 "member alone; name a complete layer, or turn off activation checkpointing."

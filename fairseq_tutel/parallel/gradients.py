@@ -38,7 +38,7 @@ def unmark_expert(parameter: nn.Parameter) -> None:
 def mark_root_scaled(parameter: nn.Parameter) -> None:
     """Mark an expert parameter, so that its summed gradient is divided by sqrt(world size).
 
-    The option --moe-normalize-expert-grad sqrt_world_size needs this divisor. The default divisor is W.
+    `--moe-normalize-expert-grad sqrt_world_size` needs this divisor. The default divisor is W.
     """
     parameter.root_scaled = True  # type: ignore[attr-defined]
 
@@ -93,7 +93,7 @@ def _sum(parameters: Iterable[nn.Parameter], operation: str, group: Group) -> No
     previous: Started | None = None
     for bucket in _buckets(trained, BUCKET_BYTES if in_buckets else 0):
         started = _start_sum(bucket, operation, group)
-        # At most two buckets are in memory: one is being stacked, and one is being reduced.
+        # At most two buckets are in memory: one is being concatenated, and one is being reduced.
         if previous is not None:
             previous.wait()
         previous = started

@@ -117,7 +117,7 @@ class Topology:
     def share_group(self, slices: int, degree: int) -> dist.ProcessGroup | None:
         """Return the group of ranks that gather an expert's shards, or None for a single rank.
 
-        The group has `slices` / `degree` ranks.
+        The group has s / r ranks, where s is `slices` and r is `degree`.
         """
         joined = slices // degree
         return self.share_groups[joined] if joined > 1 else None
@@ -158,8 +158,8 @@ def share_sizes(size: int, expert_counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(n for n in range(2, size + 1) if any(s % n == 0 for s in shards))
 
 
-# All layers and models share process groups, because every rank must join the creation of a group. A
-# process group lives as long as the group from which it was split.
+# All layers and models share process groups, because every rank must join the creation of a group. Each key
+# is the group of a topology's W ranks, and the topology is kept as long as this group exists.
 _topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
 
 

@@ -24,7 +24,7 @@ LONGEST_CHECK = 3.0
 GRACE_SECONDS = 1.0
 WAIT_LONGER = "raise --moe-comm-timeout"
 PRESENT = "fairseq_tutel/health_check"
-# gloo raises plain RuntimeErrors with one of these texts. The text "Wait timeout" is from a file store.
+# RuntimeErrors with these texts are from gloo or, for "Wait timeout", from a file store.
 MARKS = ("gloo/transport", "gloo/rendezvous", "Gloo connectFullMesh failed", "Wait timeout")
 
 

@@ -210,8 +210,8 @@ def partitions_of(
     """Return one partition for each parameter, and the communication buckets of these partitions.
 
     Buckets are in the order in which a backward pass probably computes their gradients. Without `cut`, no
-    parameter is sharded, which offload without ZeRO needs. A bucket has about `bucket_bytes` bytes. A
-    parameter with more bytes gets a separate bucket.
+    parameter is sharded, as in offload without ZeRO. A bucket has about `bucket_bytes` bytes. A parameter
+    with more bytes gets a separate bucket.
     """
     partitions = [Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters]
     buckets: list[Bucket] = []

@@ -1,4 +1,4 @@
-"""Sharded or offloaded optimizer state of a model, which an ordinary optimizer updates.
+"""Shards or offloads the state of an ordinary optimizer.
 
 The optimizer has only this rank's elements of each parameter, in fp32. An update calls `finish_backward`
 after each backward pass, and then `reduce`, `clip`, `step` and `zero_grad`.
@@ -104,7 +104,7 @@ class GradientReducer:
 def _set_hook(parameter: nn.Parameter, reducer: GradientReducer, number: int) -> None:
     """Register a hook that notifies `reducer` of a parameter's gradients, and remove the previous hook.
 
-    After loading a checkpoint, fairseq builds a new optimizer, and hooks must not notify the old one.
+    After loading a checkpoint, fairseq builds a new optimizer. Hooks must not notify the old reducer.
     """
     reference = weakref.ref(reducer)
 
@@ -242,7 +242,7 @@ class ZeroState:
 
 
 def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Parameter]:
-    """Multiply a bucket's gradients by `factor`, in the dtype and on the device of the optimizer."""
+    """Convert a bucket's gradients for the optimizer, times `factor`; return the owned parameters."""
     owned = [partition.own for partition in bucket.partitions]
     device, dtype = owned[0].device, owned[0].dtype
     if isinstance(factor, Tensor):

@@ -122,8 +122,8 @@ def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor
 class WindowAttention(nn.Module):
     """Self-attention within windows, with a relative position bias.
 
-    In the form v2, scores are cosine similarities times a learned scale per head, position biases are
-    between 0 and 16, and the key projection has no bias. In the form moe, scores are scaled dot products,
+    In the form `v2`, scores are cosine similarities times a learned scale per head, position biases are
+    between 0 and 16, and the key projection has no bias. In the form `moe`, scores are scaled dot products,
     and position biases have no bounds.
     """
 
