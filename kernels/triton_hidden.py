@@ -224,35 +224,40 @@ def _hidden_kernel(
         scale = tl.load(gate + sources, mask=rows < readable, other=0.0).to(ACC)
     # The epilogue holds up to six values per element. Splitting the tile into parts saves registers.
     part = tl.zeros([BLOCK_M], dtype=ACC)
-    halves = da.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
-    for half in tl.static_range(2):
-        parts_of_half = (halves[half],)
-        if IS_CUDA:
-            parts_of_half = halves[half].reshape(BLOCK_M, 2, BLOCK_N // 4).permute(0, 2, 1).split()
-        for i in tl.static_range(2 if IS_CUDA else 1):
-            column = n + half * (BLOCK_N // 2) + i * (BLOCK_N // 4)
-            part += _hidden_backward(
-                parts_of_half[i],
-                scale,
-                a_in,
-                h_in,
-                g_in,
-                dh_out,
-                dg_out,
-                a_out,
-                first,
-                count,
-                readable,
-                column,
-                N,
-                ACTIVATION,
-            )
+    pieces = _halves(da)
+    if IS_CUDA:
+        pieces = _halves(pieces[0]) + _halves(pieces[1])
+    if IS_CUDA and BLOCK_N > 128:
+        pieces = _halves(pieces[0]) + _halves(pieces[1]) + _halves(pieces[2]) + _halves(pieces[3])
+    for i in tl.static_range(len(pieces)):
+        part += _hidden_backward(
+            pieces[i],
+            scale,
+            a_in,
+            h_in,
+            g_in,
+            dh_out,
+            dg_out,
+            a_out,
+            first,
+            count,
+            readable,
+            n + i * (BLOCK_N // len(pieces)),
+            N,
+            ACTIVATION,
+        )
     if gate is not None:
         part_at = parts + n_tile.to(tl.int64) * num_rows
         if IS_CUDA:
             tl.store(part_at + first + rows, part, mask=rows < count)
         else:  # on gfx950, the line above would add 23 instructions to the main loop
             tl.store(part_at + (first + rows), part, mask=first + rows < end)
+
+
+@triton.jit
+def _halves(tile):
+    """Split a tile into its left and right columns."""
+    return tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()
 
 
 @triton.jit

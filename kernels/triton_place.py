@@ -82,20 +82,11 @@ def place_assignments(
     time: int,
     batch: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the kernels of `assign_rows`.
+    """Launch the kernels of `assign_rows`, with `time` and `batch` in place of its `time_first`.
 
     Return slots_TK, row_of_TK, source_of_R, token_of_R, and a buffer that `_parts` splits. For K = 1,
-    token_of_R is None, or empty under torch.compile.
-
-    Args:
-        ids_TK: as in `assign_rows`.
-        asked_TK: as in `assign_rows`.
-        order_N: as in `assign_rows`. None: first choices before second choices, then tokens by (sentence,
-            time).
-        limit: as in `assign_rows`.
-        num_experts: E.
-        time: the number of time steps if token t is (t // batch, t % batch); 1 if `time_first` is None.
-        batch: T / time.
+    token_of_R is None, or empty under torch.compile. `time` is the number of time steps if token t is
+    (t // batch, t % batch), or 1 if `time_first` is None. `batch` is T / time.
     """
     found = _fake_place_assignments(ids_TK, asked_TK, order_N, limit, num_experts)
     slots_TK, row_of_TK, source_of_R, token_of_R, counts = found

@@ -108,16 +108,12 @@ class ShardedTensor:
             self._file(self.pieces[first * self.slicing.count])
         out = torch.empty(shape, dtype=self.dtype)
         for i in range(count):
-            self._read_expert(out[i], first + i, slicing, index)
+            self.read_into(out[i], first + i, slicing, index)
         return out
 
     def __getitem__(self, expert: int) -> Tensor:
         """Return the tensor of one expert."""
         return self.read(expert, 1)[0]
-
-    def read_into(self, out: Tensor, expert: int) -> None:
-        """Write the tensor of one expert into `out`."""
-        self._read_expert(out, expert, Slice(), 0)
 
     def select(self, experts: Sequence[int]) -> "ShardedTensor":
         """Return the stacked tensor of the given experts, which is read from the same shard files."""
@@ -138,7 +134,8 @@ class ShardedTensor:
         """Return the path of the shard file that contains a piece (an expert or an expert shard)."""
         return self.root / self.folder / piece.file
 
-    def _read_expert(self, out: Tensor, expert: int, slicing: Slice, index: int) -> None:
+    def read_into(self, out: Tensor, expert: int, slicing: Slice, index: int) -> None:
+        """Write shard `index` of an expert's tensor into `out`; `Slice()` and 0 select the whole tensor."""
         s, dim = self.slicing.count, self.slicing.dim or slicing.dim
         pieces = self.pieces[expert * s : (expert + 1) * s]
         if dim == 0:

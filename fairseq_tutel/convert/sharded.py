@@ -70,7 +70,7 @@ def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
         stack = torch.from_file(file.name, shared=True, size=count, dtype=sharded.dtype)
     stack = stack.view(sharded.shape)
     for expert in range(len(stack)):
-        sharded.read_into(stack[expert], expert)
+        sharded.read_into(stack[expert], expert, Slice(), 0)
     return stack
 
 

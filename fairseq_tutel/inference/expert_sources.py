@@ -17,7 +17,6 @@ import torch
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, unreadable
 from fairseq_tutel.files import open_ordinary, parse_json
 from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout, buffers_on_host
-from fairseq_tutel.inference.fetch_thread import Source
 from fairseq_tutel.moe.expert_stack import ExpertStack
 
 LONGEST_HEADER = 100_000_000  # In bytes, as in the safetensors library.
@@ -99,7 +98,9 @@ class FromHost:
         buffer.memory.copy_(self.buffers[expert].memory, non_blocking=True)
 
 
-def source_of(stack: ExpertStack, tensors: Mapping[str, Any], tier: str, files: ShardFiles) -> Source:
+def source_of(
+    stack: ExpertStack, tensors: Mapping[str, Any], tier: str, files: ShardFiles
+) -> FromFiles | FromHost:
     """Return a source of a layer's experts, for the tier `disk` or `host`.
 
     Raises:

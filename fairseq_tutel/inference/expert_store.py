@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout
 from fairseq_tutel.inference.expert_cache import ExpertCache, Key
-from fairseq_tutel.inference.expert_sources import ShardFiles, source_of
-from fairseq_tutel.inference.fetch_thread import Fetch, Fetcher, Source
+from fairseq_tutel.inference.expert_sources import FromFiles, FromHost, ShardFiles, source_of
+from fairseq_tutel.inference.fetch_thread import Fetch, Fetcher
 from fairseq_tutel.inference.options import (
     AUTO,
     EVICTIONS,
@@ -66,12 +66,9 @@ class ExpertStore:
     store's next use raises ValueError. A deep copy of a model shares the model's store. A forked process or
     second thread needs a separate store. A model with experts in a store can be neither saved nor loaded.
 
-    Policies (docs/inference.md):
-
-    - `on-demand`: fetch experts when a call needs them.
-    - `pregated`: also fetch the experts that calls of `prefetch` request.
-    - `prefetch-all`: also fetch all experts of the layer that will probably run next. This is the layer
-      that followed the current layer the last time or, at first, the layer that was added next.
+    docs/inference.md has a table of the policies. With `pregated`, the model calls `prefetch`. With
+    `prefetch-all`, the layer that followed the current layer the last time is fetched next. At first, the
+    layer that was added after the current layer is fetched next.
 
     Tiers: The tier `disk` reads the shard files of a checkpoint, and `host` keeps experts in memory (pinned
     if there is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes. The cache size
@@ -114,7 +111,7 @@ class ExpertStore:
         self.counters = Counters()
         self._sizes_cache = cache == AUTO
         self._cache = ExpertCache(eviction, *((0, None) if self._sizes_cache else cache_limits(cache)))
-        self._stacks: list[tuple[ExpertStack, Source]] = []
+        self._stacks: list[tuple[ExpertStack, FromFiles | FromHost]] = []
         self._followers: dict[int, int] = {}  # Maps a layer to the layer that ran after it the last time.
         self._last = -1
         self._fetches: dict[Key, Fetch] = {}  # The fetch of each expert that has a buffer.
@@ -225,7 +222,7 @@ class ExpertStore:
         self._cache.take(key)
         if key not in self._fetches:
             stack, source = self._stacks[key[0]]
-            self._fetches[key] = Fetch(source, key[1], self._buffer(source.layout, stack.device))
+            self._fetches[key] = Fetch(source.read, key[1], self._buffer(source.layout, stack.device))
             num_bytes, counters = source.layout.num_bytes, self.counters
             self._bytes += num_bytes
             counters.add(fetches=1, bytes=num_bytes)

@@ -6,44 +6,34 @@ The thread has no reference to the expert store. Python can therefore garbage-co
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
-from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout
+from fairseq_tutel.inference.expert_buffers import Buffer
 
 JOIN_SECONDS = 5.0  # `close` waits this long for a read that hangs.
 
 
-class Source(Protocol):
-    """A protocol for sources of a layer's experts, such as files or host memory."""
-
-    layout: BufferLayout
-
-    def read(self, expert: int, buffer: Buffer) -> None:
-        """Read one expert of the layer into a buffer."""
-
-
 class Fetch:
-    """A pending or completed fetch of one expert into a buffer."""
+    """A pending or completed fetch of one expert into a buffer, by a source's function `read`."""
 
-    def __init__(self, source: Source, expert: int, buffer: Buffer) -> None:
+    def __init__(self, read: Callable[[int, Buffer], None], expert: int, buffer: Buffer) -> None:
         self.buffer = buffer
         self.is_here = False  # True if the buffer contains the expert.
         self.is_new = True  # True if no layer call has used the expert yet.
-        self._source, self._expert = source, expert
+        self._read, self._expert = read, expert
         self._copied: torch.cuda.Event | None = None
 
     def run(self, stream: torch.cuda.Stream | None) -> None:
         """Read the expert into the buffer; if the buffer is on a GPU, use the CUDA stream `stream`."""
         if stream is None:
-            self._source.read(self._expert, self.buffer)
+            self._read(self._expert, self.buffer)
         else:
             with torch.cuda.stream(stream):
                 if self.buffer.freed is not None:
                     stream.wait_event(self.buffer.freed)
-                self._source.read(self._expert, self.buffer)
+                self._read(self._expert, self.buffer)
                 self._copied = stream.record_event()
             # Without record_stream, torch could reuse the memory of a closed store during the copy.
             self.buffer.memory.record_stream(stream)

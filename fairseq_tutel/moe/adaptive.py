@@ -5,14 +5,7 @@ another rank stores, the forward pass gathers these weights.
 
 T is the number of tokens, P the number of ranks, E the number of experts, and s the number of shards of an
 expert (P = E * s, or s = 1). H is hidden_dim. Rank (e, q) stores shard q of expert e for every value of r.
-Changing adaptive_r therefore moves no stored weights:
-
-    r = 0  every rank gathers all experts; no row is sent
-    r = 1  each of an expert's s ranks gathers the complete expert, and gets a part of the expert's rows
-    r = s  no weights are gathered; every row is sent to all s ranks of its expert
-    else   each rank gathers H / r hidden dimensions of its expert; every row is sent to r ranks
-
-The rank that sent a row sums the partial outputs that r ranks return for this row.
+Changing adaptive_r therefore moves no stored weights. docs/parallelism.md has a table of the values of r.
 
 Section 3.2 of Tutel (Hwang et al. 2023) describes adaptive parallelism.
 """

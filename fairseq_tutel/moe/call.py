@@ -59,17 +59,13 @@ class Call:
         """Return the routing arguments of this call; raise ValueError for an invalid capacity factor."""
         sentences, _ = self.sentences or (1, 1)
         return MicroBatch(
-            top_k=self.top_k_of(config),
+            top_k=config.top_k if self.top_k is None else self.top_k,
             capacity=capacity_of(config, training, self.capacity_factor, sentences),
             real_T=None if self.padding_T is None else ~self.padding_T,
             time_first=(self.shape[0], self.shape[1]) if self.time_first else None,
             training=training,
             bias_E=bias_E,
         )
-
-    def top_k_of(self, config: MoEConfig) -> int:
-        """Return the number of experts per token: this call's top_k, or the configured one by default."""
-        return config.top_k if self.top_k is None else self.top_k
 
     @property
     def sentences(self) -> tuple[int, int] | None:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,15 +56,6 @@ class Weights:
 OWN = Weights()
 
 
-class StoredStack(Protocol):
-    """Interface of stacked expert tensors [E, ...] outside memory, such as in checkpoint shard files."""
-
-    shape: tuple[int, ...]
-
-    def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
-        """Read `count` experts from expert `first` on; with `slicing`, read only shard `index` of each."""
-
-
 class ExpertStack(nn.Module):
     """One rank's experts or expert shards of a layer; dimension 0 of each parameter is the expert.
 
@@ -94,7 +85,8 @@ class ExpertStack(nn.Module):
         self.weights = OWN
         self._compute_device: torch.device | None = None
         self._loads_later = self._is_offloaded = False
-        self._sources: dict[str, Tensor | StoredStack] | None = None
+        # Tensors of all experts, in memory or (as checkpoint.shards.ShardedTensor) in shard files.
+        self._sources: dict[str, Any] | None = None
         self._in_state_dict: Mapping[str, Any] | None = None
 
     def compute_with(self, weights: Weights) -> None:
@@ -118,7 +110,7 @@ class ExpertStack(nn.Module):
         self._loads_later, self._sources = True, {} if keep_sources else None
         self._compute_device = torch.device("cpu")
 
-    def take_sources(self) -> Mapping[str, "Tensor | StoredStack"]:
+    def take_sources(self) -> Mapping[str, Any]:
         """Return, by name, the tensors of all experts that were loaded after `load_later`; release them."""
         sources, self._sources = self._sources, {}
         return sources or {}
@@ -318,14 +310,14 @@ class ExpertStack(nn.Module):
         self.register_parameter(name, taken)
         return taken
 
-    def _local_part(self, key: str, tensor: Tensor | StoredStack) -> Tensor:
+    def _local_part(self, key: str, tensor: Any) -> Tensor:
         name = key.rpartition(".")[2]
         self._check_shape(key, tensor)
         if not isinstance(tensor, Tensor):
             return tensor.read(self.first, self.num_local, self.slice_of(name), self.part.index)
         return self.own_part(name, tensor[self.first : self.first + self.num_local])
 
-    def _check_shape(self, key: str, tensor: Tensor | StoredStack) -> None:
+    def _check_shape(self, key: str, tensor: Any) -> None:
         expected = (self.config.num_experts, *self.whole_shape(key.rpartition(".")[2]))
         require(
             tuple(tensor.shape) == expected,

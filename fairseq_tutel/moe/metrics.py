@@ -55,13 +55,8 @@ class Metric:
 
     def names(self, top_k: int, name: str | None = None) -> list[str]:
         """Return the metric's keys in the log: one key, or one per choice; `name` replaces `self.name`."""
-        choices = range(1, top_k + 1) if self.is_per_choice else range(1)
+        choices = range(1, top_k + 1) if "{}" in self.name else range(1)
         return [(name or self.name).format(choice) for choice in choices]
-
-    @property
-    def is_per_choice(self) -> bool:
-        """Whether the metric has one value for each choice of a token."""
-        return "{}" in self.name
 
 
 def _fifth(counts: RoutingCounts, largest: bool) -> Tensor:

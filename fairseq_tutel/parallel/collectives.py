@@ -53,10 +53,6 @@ class Started:
         self.arrived = arrived
         return self
 
-    def is_done(self) -> bool:
-        """Return whether the collective has finished, so that `wait` would return at once."""
-        return self.work.is_completed()
-
     def wait(self) -> None:
         """Wait for the collective, and call the function set with `then`; on a GPU, the stream waits."""
         with guarded(self.operation, self.group):

@@ -72,10 +72,6 @@ class Partition:
             own = own.to("cpu" if offload else own.device, wide, copy=True)
         self.own = nn.Parameter(own)
 
-    def put_at(self, start: int) -> None:
-        """Set the position in the communication bucket at which this partition starts."""
-        self.start = start
-
     @torch.no_grad()
     def whole(self, value: Tensor) -> Tensor:
         """Gather a parameter's complete optimizer state tensor from all ranks of the group. Collective.
@@ -99,7 +95,7 @@ class Bucket:
         self.partitions, self.share = list(partitions), partitions[0].share
         self.length = 0
         for partition in self.partitions:
-            partition.put_at(self.length)
+            partition.start = self.length
             self.length += partition.length
         # This tensor has the reduced gradients [M] in the parameters' dtype. The tensor is None before the
         # reduction, and always if G is 1, because parameters then keep their gradients.

@@ -91,7 +91,7 @@ class GradientReducer:
                 divide_gradients((p.parameter for p in bucket.partitions), bucket.share.divisor)
 
     def _send(self) -> None:
-        self._finish([each for each in self.pending if each.is_done()])
+        self._finish([each for each in self.pending if each.work.is_completed()])
         self.pending.append(self.shared[self.sent].reduce_gradients())
         self.sent += 1
 

@@ -18,8 +18,6 @@ TARGETS = {
     "gfx942": (64 * 1024, "v_mfma"),
     "gfx950": (160 * 1024, "v_mfma"),
 }
-# Triton version -> the bytes per thread that it spills in one shape of the kernel `hidden` on sm_90.
-MOST_SPILLED = {"3.6.0": 120, "3.7.0": 120, "3.8.0": 120}
 DESCRIBED = {"sm_90", "sm_100", "sm_120"}
 PRODUCTS = {"up", "hidden", "linear", "weight_grad"}
 KERNELS = {"count", "scan", "place", "gather_sum", "gather_dot",
@@ -49,7 +47,7 @@ def test_every_kernel_compiles_without_spills_for_every_tile(target, precisions,
             kernel = launch.build(target)
             found = compiled.figures(kernel)
             assert found["registers"] > 0, f"{launch.name}: {found}"
-            assert found["spilled"] <= MOST_SPILLED.get(triton.__version__, 0), f"{launch.name}: {found}"
+            assert found["spilled"] == 0, f"{launch.name}: {found}"
             assert found["shared"] <= shared, f"{launch.name}: {found}"
             code = kernel.asm["ptx" if target.startswith("sm") else "amdgcn"]
             name = launch.name.split(",")[0]

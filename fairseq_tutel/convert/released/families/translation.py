@@ -83,6 +83,13 @@ POST_NORM = {"encoder_normalize_before": False, "decoder_normalize_before": Fals
 SINUSOIDAL = {"encoder_learned_pos": False, "decoder_learned_pos": False, "layernorm_embedding": False}
 LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True, "layernorm_embedding": True}
 ONE_TABLE = {"share_all_embeddings": True}
+# Required entries in the config.json of BART and mBART.
+BART_ASSUMED = {
+    "tie_word_embeddings": True,
+    "normalize_embedding": True,
+    "static_position_embeddings": False,
+    "extra_pos_embeddings": 2,
+}
 IDS = {
     "bos_token_id": 0,
     "pad_token_id": 1,
@@ -178,14 +185,7 @@ BART = Family(
     names=(SHARED, *LAYERS, LEARNED_POSITIONS, EMBEDDING_NORMS),
     options=_sizes("gelu", 0.0, 0.0, scales=False),
     fixed={**PLAIN, **ONE_TABLE, **POST_NORM, **LEARNED},
-    assumed={
-        "tie_word_embeddings": True,
-        "add_final_layer_norm": False,
-        "normalize_before": False,
-        "normalize_embedding": True,
-        "static_position_embeddings": False,
-        "extra_pos_embeddings": 2,
-    },
+    assumed={**BART_ASSUMED, "add_final_layer_norm": False, "normalize_before": False},
     written=IDS,
     zeros=LOGITS_BIAS,
     constants=VERSIONS,
@@ -202,14 +202,7 @@ MBART = Family(
     names=(SHARED, *LAYERS, LEARNED_POSITIONS, EMBEDDING_NORMS, FINAL_NORMS),
     options=_sizes("gelu", 0.0, 0.0, scales=False),
     fixed={**PLAIN, **ONE_TABLE, **PRE_NORM, **LEARNED},
-    assumed={
-        "tie_word_embeddings": True,
-        "add_final_layer_norm": True,
-        "normalize_before": True,
-        "normalize_embedding": True,
-        "static_position_embeddings": False,
-        "extra_pos_embeddings": 2,
-    },
+    assumed={**BART_ASSUMED, "add_final_layer_norm": True, "normalize_before": True},
     written=IDS,
     zeros=LOGITS_BIAS,
     constants=VERSIONS,
