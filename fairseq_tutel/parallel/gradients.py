@@ -9,7 +9,7 @@ on an element's position in the tensor. NCCL and collective plans reduce buckets
 gradient is reduced during the backward pass, for two reasons.
 
 - It is not known in advance which backward pass of an update is the last.
-- With NCCL, simultaneous row exchanges would change the order of sums.
+- With NCCL, simultaneous row exchanges would change the order in which gradients are added.
 """
 
 from collections.abc import Iterable, Sequence

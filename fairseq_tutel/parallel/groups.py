@@ -69,7 +69,7 @@ class Topology:
         expert_parallel_size: the number of ranks of an EP group, P.
         expert_group: the P ranks of the EP group.
         replica_group: the W / P ranks that hold the same experts.
-        grid: the nodes of the EP group; None if the group has only one node.
+        grid: the nodes of the EP group, or None without a grid (see `make_topology`).
         share_groups: maps each number of ranks to the group of this size that gathers expert shards.
 
     Example:
@@ -171,7 +171,7 @@ def make_topology(expert_counts: Sequence[int], requested: int = 0, ranks_per_no
     Args:
         expert_counts: the number of experts of every layer.
         requested: P, or 0 for the greatest common divisor of the numbers of ranks and experts.
-        ranks_per_node: the number of ranks per node, or 0 for no grid. A grid needs several nodes.
+        ranks_per_node: the number of ranks per node, or 0 for no grid. A grid needs 1 < ranks_per_node < P.
 
     Raises:
         ValueError: P does not fit the numbers of ranks and experts, or ranks gave different arguments.

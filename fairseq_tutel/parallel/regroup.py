@@ -84,7 +84,7 @@ def chunk_of(count: Tensor, index: int, number: int) -> Tensor:
 
 
 def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:
-    """Return the number of rows to send to each expert of each rank [P, e].
+    """Return the number of rows to send to each expert of each rank [P * e, 1], in the order of ranks.
 
     With s > 1 shards, ranks are in the order of (expert, copy m, part j). An expert's rows are split into
     s / r parts, and rank (expert, m, j) gets part j. The r ranks that differ only in m get the same rows.

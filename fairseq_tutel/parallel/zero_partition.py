@@ -144,7 +144,7 @@ class Bucket:
         return [None if grad is None else grad.reshape(-1) for grad in grads]
 
     def converted_gradients(self, convert: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
-        """Return this rank's gradients after `convert`, which is called once for a reduced bucket."""
+        """Apply `convert` to this rank's gradients (all at once if reduced), and return the results."""
         if self.gradient is not None:
             self.gradient = convert(self.gradient)
             return self.gradients()
@@ -188,7 +188,7 @@ class Bucket:
 
 
 def _rows(partition: Partition, stacked: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield one or two pairs of views of the same elements, in a bucket [G, M] and in a parameter."""
+    """Yield one or two pairs of views: elements in a bucket [G, M], and these elements in a parameter."""
     columns = stacked[:, partition.start : partition.start + partition.length]
     full, rest = divmod(flat.numel(), max(1, partition.length))
     yield columns[:full], flat[: full * partition.length].view(full, partition.length)

@@ -1,4 +1,4 @@
-"""The tool average averages the weights of several checkpoints, and writes one checkpoint.
+"""The tool `average` averages the weights of several checkpoints, and writes one checkpoint.
 
 All flags except --ema and --overwrite are from fairseq's scripts/average_checkpoints.py, which is not in
 fairseq's wheel. To average the best checkpoints, give SAVE/checkpoint.best_*.pt. The inputs may be sharded

@@ -105,7 +105,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 
 
 def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
-    """Return the output of the tool `plan`: a table of all configurations, and details of the best."""
+    """Return the output of the tool `plan`: a table of the candidates, and details of the first."""
     cluster = candidates[0].cluster
     parameters = work.layers * work.experts * work.expert_parameters + work.dense_parameters
     head = (

@@ -66,7 +66,7 @@ class ImageFolder:
 class ImageArrays:
     """A data set in an .npz file with arrays `images`, `labels` and, optionally, `classes` (class names).
 
-    The array `images` is uint8 [N, h, w] or [N, h, w, C], and `labels` is int [N]. Default class names are
+    The array `images` is uint8 [N, h, w] or [N, h, w, 3], and `labels` is int [N]. Default class names are
     numbers.
     """
 

@@ -1,4 +1,4 @@
-"""The tool report draws training curves and expert loads of one or several runs as one HTML page.
+"""The tool `report` draws training curves and expert loads of one or several runs as one HTML page.
 
 A run is given as a log of --log-format json (a --log-file, a captured output or hydra_train.log), or as a
 --save-dir with such a log. The curves of several runs are drawn in the same charts.
