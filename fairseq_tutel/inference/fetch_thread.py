@@ -12,7 +12,7 @@ import torch
 
 from fairseq_tutel.inference.expert_buffers import Buffer
 
-JOIN_SECONDS = 5.0  # `close` waits this long for a read that hangs.
+JOIN_SECONDS = 5.0  # `end` waits this long for a read that hangs.
 
 
 class Fetch:

@@ -100,8 +100,8 @@ def exchange_rows(
     """Dispatch rows to the ranks of their experts, run `expert_fn`, and send the outputs back. Collective.
 
     The rows [R, D] are sorted by expert. With `options.padded`, each expert has C rows. Otherwise, unused
-    rows may follow the last expert's rows; the result omits them. `counts_E` int64 has the number
-    of used rows per expert. Without padding, ranks first exchange row counts and compare call IDs.
+    rows may follow the last expert's rows; the result omits them. `counts_E` int64 has the number of used
+    rows per expert. Without padding, ranks first exchange row counts and compare call IDs.
     """
     capacity = len(rows_RD) // len(counts_E)
     if options.padded:

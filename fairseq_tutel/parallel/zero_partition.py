@@ -44,7 +44,7 @@ def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
 
 
 def own_elements(tensor: Tensor, share: Share) -> Tensor:
-    """Return this rank's elements of a contiguous tensor as a view [m], without padding."""
+    """Return this rank's elements of a contiguous tensor, as a view of at most m elements."""
     length = -(-tensor.numel() // share.size)  # with padding
     return tensor.view(-1)[share.index * length :][:length]
 

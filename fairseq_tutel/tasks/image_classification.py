@@ -116,7 +116,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return criterion
 
     def _read_training_set(self) -> dict[str, Any]:
-        """Return the training set's class names, and the image shape of the options or the first image."""
+        """Return the training set's class names, and the image shape (from options or the first image)."""
         root, config = root_of(self), self.image_config
         images = self._opened(self.cfg.data, "train" if root is None else root.dataset.train_subset)
         channels = config.channels or images.channels(0)

@@ -23,7 +23,7 @@ Size = tuple[int, int]  # A Size is (height, width), in tokens.
 FIRST_SCALE, MAX_SCALE = 10.0, 100.0
 MAX_BIAS = 16.0
 HIDDEN_DIM = 512
-# As in the released code, the largest offset is scaled to 8; log2(1 + offset) is divided by log2(8).
+# As in the released code, offsets are scaled to at most SPAN; log2(1 + offset) is divided by log2(SPAN).
 SPAN = 8
 
 
