@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fairseq_tutel.files import shown
 
 T = TypeVar("T")
-# A rule is a test of a value, and the end of the error message for a value that fails the test.
+# A rule is a test of a value, and the end of the error message if the test fails.
 Rule = tuple[Callable[[Any], bool], str]
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

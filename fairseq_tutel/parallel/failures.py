@@ -1,9 +1,9 @@
 """The failure watch ends all ranks within seconds after a rank fails, and names the failed rank.
 
 The rendezvous store keeps the first failure of a job under one key, the failure key. A rank with an error
-writes the failure key itself. If a rank is killed, another rank of its machine writes the failure key,
-because the kernel reports the end of a process without delay. On every rank, a thread reads the failure
-key, because the main thread may wait in C code for a collective.
+writes the failure key itself. If a rank is killed, another rank of the same machine writes the failure key.
+The kernel reports the end of a process without delay. On every rank, a thread reads the failure key,
+because the main thread may wait in C code for a collective.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 W is world_size, P is expert_parallel_size, E is the number of experts, and e is the number of local
 experts. Each P consecutive ranks form an EP group and exchange tokens. Ranks that are equal modulo P are EP
-replicas and hold the same experts. If P exceeds a layer's E, each of s = P / E consecutive ranks holds one
+replicas and hold the same experts. If P exceeds a layer's E, s = P / E consecutive ranks each hold one
 shard (part of the hidden dimension) of an expert.
 """
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 ALGORITHMS = ("linear", "2dh")
-PLAN = "plan:"  # An algorithm with this prefix is the name of a collective plan.
+PLAN = "plan:"  # An algorithm with this prefix names a collective plan.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """The tool `plan` sorts configurations of a model's experts on a cluster by their predicted time.
 
-A configuration has an EP group size P, a number r of ranks to which each row is sent, a number d of chunks
-for overlap, and an all-to-all algorithm. With r = 0, weights are gathered and no row is sent. The
-predicted time includes forward, backward and all-reduces at even load, but not optimizer and data loading.
-For options, formulas, sources and errors, see docs/scaling.md.
+A configuration has four values: P (the EP group size), r (the number of ranks to which each row is sent), d
+(the number of chunks for overlap) and the all-to-all algorithm. With r = 0, weights are gathered and no row
+is sent. The predicted time includes forward, backward and all-reduces at even load, but not optimizer and
+data loading. For options, formulas, sources and errors, see docs/scaling.md.
 """
 
 import argparse

@@ -140,7 +140,7 @@ def _pictures(section: str, chart: Chart, runs: dict[str, Run], time: bool = Fal
 
 
 def _curves_of(chart: Chart, runs: dict[str, Run], has_subsets: bool, seconds: float | None) -> list[Curve]:
-    """Return a chart's curves over updates or, with `seconds`, over time in this many seconds."""
+    """Return a chart's curves over time in units of `seconds`, or over updates if `seconds` is None."""
     curves = []
     for index, (name, run) in enumerate(runs.items()):
         measured = {"training": run.training, **(run.subsets if has_subsets else {})}
