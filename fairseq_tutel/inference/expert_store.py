@@ -67,8 +67,8 @@ class ExpertStore:
     second thread needs a separate store. A model with experts in a store can be neither saved nor loaded.
 
     docs/inference.md has a table of the policies. With `pregated`, the model calls `prefetch`. With
-    `prefetch-all`, the layer that followed the current layer the last time is fetched next. At first, the
-    layer that was added after the current layer is fetched next.
+    `prefetch-all`, the store prefetches the layer that followed the current layer the last time. At first,
+    the store prefetches the layer that was added after the current layer.
 
     Tiers: The tier `disk` reads the shard files of a checkpoint, and `host` keeps experts in memory (pinned
     if there is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes. The cache size

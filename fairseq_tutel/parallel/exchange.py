@@ -53,7 +53,7 @@ class ExchangeOptions:
 
     group: dist.ProcessGroup
     grid: Grid | None = None  # The nodes of the EP group, for the algorithm 2dh.
-    strategy: Strategy = field(default_factory=Strategy)  # Its adaptive_r is at least 1.
+    strategy: Strategy = field(default_factory=Strategy)  # adaptive_r is at least 1.
     slices: int = 1  # s, the number of ranks over which an expert is sharded.
     padded: bool = False  # Whether every expert has equally many rows on every rank.
     transfer_dtype: str = "same"

@@ -132,7 +132,7 @@ def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Par
 
 
 def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor:
-    """Return the L2 norm of the gradients of dense parameters and of all ranks' experts. Collective.
+    """Return the L2 norm of all gradients: dense parameters, and the experts of all ranks. Collective.
 
     Each expert parameter counts once, because the sum over all W ranks is divided by the number of EP
     replicas. Every rank gets bit-identical norms. A NaN or infinity on one rank gives a NaN or infinity on

@@ -1,6 +1,6 @@
 """Converts failures of collectives to errors that name the rank, the operation and missing ranks.
 
-The errors of torch itself name at most a socket. After a failed collective, a rank reads the job's first
+torch's own errors name at most a socket. After a failed collective, a rank reads the job's first
 failure from the rendezvous store (see failures.py). If the store has no failure, the rank runs a health
 check and names the ranks that did not answer. No code catches a CommunicationError, so the process ends.
 """

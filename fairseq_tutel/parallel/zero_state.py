@@ -225,7 +225,7 @@ class ZeroState:
         partition, own = self.partitions[index], dict(state)
         shape = partition.parameter.shape
         for key, value in own.items():
-            # A scalar, such as a step count, is not sharded unless the parameter is a scalar.
+            # A scalar, such as a step count, is sharded only if the parameter is a scalar.
             if not torch.is_tensor(value) or key == "step" or (value.dim() == 0 and len(shape) > 0):
                 continue
             if value.shape != shape:

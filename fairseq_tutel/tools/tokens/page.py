@@ -1,4 +1,4 @@
-"""The tool `tokens` draws the experts of each token of some sentences, as one HTML page.
+"""The tool `tokens` draws an HTML page with the experts of each token of some sentences.
 
 MODEL is a checkpoint or a --save-dir. DATA is the folder of the model's data set. Instead of DATA, --text
 gives sentences. For each layer, the page shows the tokens in the colors of their experts. The page lists
