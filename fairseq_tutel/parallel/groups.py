@@ -47,7 +47,7 @@ class Part:
 class Grid:
     """The ranks of an EP group on N nodes of L ranks: rank n * L + l has local index l on node n.
 
-    node_group has the ranks of this node. rail_group has the ranks of all nodes with this rank's local index.
+    node_group has the ranks of this node. rail_group has all ranks with this rank's local index.
     """
 
     nodes: int
