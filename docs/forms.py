@@ -8,7 +8,7 @@ DENSE, EXPERTS = 550_574_080, 9_669_574_656
 GPUS = 64
 # Each row has the form, recipe, flags, EP size P, ZeRO stage and offload.
 FORMS = [
-    ("data parallel alone", "", "--moe-expert-parallel-size 1", 1, 0, False),
+    ("data parallelism alone", "", "--moe-expert-parallel-size 1", 1, 0, False),
     ("E", "parallel_e", "--moe-expert-parallel-size 64", 64, 0, False),
     ("E + D", "parallel_e_d", "--moe-expert-parallel-size 16", 16, 0, False),
     ("E + Z", "parallel_e_z", "--moe-expert-parallel-size 64 --moe-zero-stage 2", 64, 2, False),

@@ -31,7 +31,7 @@ LACKING = "" if find_spec("triton") else "Triton is not installed"
 
 
 def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
-    """Return the backend, "reference" or "triton", for a choice of --moe-backend, and the reason.
+    """Return the backend ("reference" or "triton") that a value of --moe-backend selects, and the reason.
 
     Raises:
         ValueError: "triton" was requested but cannot run on this device.
@@ -63,10 +63,10 @@ def ops(
     """Return a namespace with the kernels and the FFN functions of the requested backend.
 
     Args:
-        requested: a choice of --moe-backend.
+        requested: a value of --moe-backend.
         device: the device of the tensors.
         dtype: the dtype of the experts' matrix products. On a GPU, fp64 selects the reference backend.
-        fp32_products: a choice of --moe-fp32-products.
+        fp32_products: a value of --moe-fp32-products.
     """
     backend, _ = backend_for(requested, device)
     if backend == "reference" or (dtype == torch.float64 and not interpreted()):

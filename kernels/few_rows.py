@@ -13,10 +13,10 @@ from torch import Tensor
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.quantized import QuantizedMatrix
 
-# With at most FEW_ELEMENTS elements in several rows, or FEW_ELEMENTS_OF_ONE in one row, weight @ rows.T is
-# faster than rows @ weight.T. The times are for MKL 2024.2 on one core of an AMD EPYC with AVX-512, and a
-# weight [2048, 512]. For 2 rows, weight @ rows.T took 0.24 ms and rows @ weight.T 1.06 ms; for 8 rows, 0.58
-# and 0.66 ms. For 1 row, weight @ rows.T with a second copy took 0.26 ms and rows @ weight.T 0.44 ms.
+# weight @ rows.T is faster than rows @ weight.T for several rows with at most FEW_ELEMENTS elements in all,
+# and for one row with at most FEW_ELEMENTS_OF_ONE. The times are for MKL 2024.2 on one core of an AMD EPYC
+# with AVX-512, and a weight [2048, 512]. For 2 rows, weight @ rows.T took 0.24 ms and rows @ weight.T 1.06
+# ms; for 8 rows, 0.58 and 0.66 ms; for 1 row, which weight @ rows.T reads twice, 0.26 and 0.44 ms.
 FEW_ELEMENTS = 4096
 FEW_ELEMENTS_OF_ONE = 1024
 
@@ -38,7 +38,7 @@ def ffn_of_few(x_nD: Tensor, tensors: Mapping[str, Any], activation: str) -> Ten
 
 
 def linear_of_few(x_nI: Tensor, weight_OI: Tensor | QuantizedMatrix, bias_O: Tensor | None) -> Tensor:
-    """Compute x @ weight.T + bias for few rows as a contiguous tensor, in the faster operand order."""
+    """Return x @ weight.T + bias as a contiguous tensor, computed in the faster operand order."""
     if isinstance(weight_OI, QuantizedMatrix):
         return weight_OI.linear(x_nI, bias_O)
     is_one = x_nI.shape[0] == 1

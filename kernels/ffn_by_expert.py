@@ -46,7 +46,7 @@ class Block:
 
 
 def blocks_of(counts: Sequence[int], most: int) -> list[Block]:
-    """Group experts with rows into blocks of one expert, or of several with at most `most` rows in all."""
+    """Divide the rows into blocks of one expert, or of several experts with at most `most` rows in all."""
     blocks, first, end = [], 0, 0
     inside: list[tuple[int, int]] = []
 
@@ -208,14 +208,14 @@ def ffn_backward(
 
 
 def _linear(rows_nI: Tensor, weight_EOI: Any, bias_EO: Any, block: Block, out_nO: Tensor) -> Tensor:
-    """Apply each row's expert: write rows @ weight.T + bias into `out_nO` and return it."""
+    """For each expert's rows, write rows @ weight.T + bias into `out_nO`. Return `out_nO`."""
     for e, rows, out in _by_expert(block, rows_nI, out_nO):
         linear(rows, weight_EOI[e], None if bias_EO is None else bias_EO[e], out)
     return out_nO
 
 
 def _times(dout_nO: Tensor, weight_EOI: Any, block: Block, out_nI: Tensor) -> Tensor:
-    """Write the input gradient, dout @ weight of each row's expert, into `out_nI` and return it."""
+    """For each expert's rows, write the input gradient dout @ weight into `out_nI`. Return `out_nI`."""
     for e, dout, out in _by_expert(block, dout_nO, out_nI):
         torch.mm(dout, weight_EOI[e], out=out)
     return out_nI
@@ -241,7 +241,7 @@ def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
 
 
 def _row_work(x_ND: Tensor, hidden_dim: int) -> int:
-    """Return the multiplications per row and weight; on a GPU 0, so that one thread runs all experts."""
+    """Return the number of multiplications of a row with a weight; 0 on a GPU, to use only one thread."""
     return x_ND.shape[1] * hidden_dim if x_ND.device.type == "cpu" else 0
 
 
@@ -251,7 +251,7 @@ def _sizes(blocks: Sequence[Block]) -> list[int]:
 
 
 def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
-    """Split a tensor into one view per block of rows; a tensor of None gives None for every block.
+    """Split a tensor into one view per block of rows. If `rows` is None, return None for every block.
 
     All views are created at once. Creating a view takes a microsecond, and Python threads would have to
     create views one at a time.
@@ -264,7 +264,7 @@ def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
 def _readers(
     x_ND: Tensor, index_R: Tensor | None, blocks: Sequence[Block]
 ) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory. Each thread calls it once, and gets a function from a block's number to its rows.
+    """Return a factory, from which each thread gets a function that maps a block's number to its rows.
 
     If the rows must be gathered, the function writes the rows of every block into the same buffer, which
     stays in cache.
@@ -282,7 +282,7 @@ def _readers(
 
 
 def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory. Each thread calls it once, and gets a function from a block's number to a buffer.
+    """Return a factory, from which each thread gets a function that maps a block's number to a buffer.
 
     A thread uses the same memory for all its blocks, so that this memory stays in cache.
     """

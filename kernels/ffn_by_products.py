@@ -37,7 +37,7 @@ def ffn_forward(
     Args:
         ops: a namespace with ffn_up and grouped_linear.
         x_ND: [R, D], or [N, D] if `index_R` gives each row's source.
-        index_R: [R] int64; -1 only in the tail.
+        index_R: [R] int64, each row's index in x, or -1 in the tail.
         weights: the experts' weights, in x's dtype.
         groups: the number of rows of each expert.
         activation: a name in ACTIVATIONS; gated experts ignore it.

@@ -35,7 +35,7 @@ def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
 
 
 class _Read:
-    """A wrapper of an autograd context that reads saved tensors once, as activation checkpoints require."""
+    """A wrapper of an autograd context that reads saved tensors once, which checkpointing requires."""
 
     def __init__(self, ctx: Any) -> None:
         self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -45,7 +45,7 @@ class _Read:
 
 
 class _Refused(torch.autograd.Function):
-    """Returns the first `number` tensors as functions of all tensors. Its backward raises an error."""
+    """Returns `number` tensors as if they depended on all given tensors. Its backward raises an error."""
 
     @staticmethod
     def forward(ctx: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:

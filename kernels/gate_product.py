@@ -77,7 +77,7 @@ choice = _Gate.apply  # not wrapped in a Python function, because the additional
 
 
 def _in_pairs(dlogits_TE: Tensor, dtype: torch.dtype) -> Tensor:
-    """Split the logits' gradients into values of a narrower dtype and remainders, as columns: [T, 2 E]."""
+    """Return [T, 2 E]: the logits' gradients, rounded to `dtype`, and the remainders of the rounding."""
     num_tokens, num_experts = dlogits_TE.shape
     pair_TF = dlogits_TE.new_empty(num_tokens, 2 * num_experts, dtype=dtype)
     high_TE, low_TE = pair_TF.split(num_experts, 1)

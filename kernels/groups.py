@@ -20,7 +20,7 @@ class Groups:
 
     @classmethod
     def of_tensor(cls, counts_E: Tensor, tiles: Tensor | None = None, num_rows: int = 0) -> "Groups":
-        """Create groups of rows from a tensor of row counts, [e] int64 on the device of the rows.
+        """Create groups of rows from a tensor of row counts, [E] int64 on the device of the rows.
 
         `tiles` are the tables of row tiles for `num_rows` rows, if a kernel has already written the tables.
         """
@@ -45,7 +45,7 @@ class Groups:
 
     @property
     def counts(self) -> Tensor:
-        """The number of rows of each group, [e] int64 on the device of the rows."""
+        """The number of rows of each group, [E] int64 on the device of the rows."""
         if self._counts is None:
             self._counts = torch.tensor(self._host, dtype=torch.int64, device=self._device)
         return self._counts

@@ -60,9 +60,9 @@ def opaque(
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Exclude a function, and all functions that it calls, from tracing by torch.compile.
 
-    The control flow of such functions depends on values that change in every micro-batch. Since
-    torch.compiler.disable imports the compiler, which takes time, the function is disabled only if the
-    compiler is already imported.
+    The control flow of such functions depends on values that change in every micro-batch.
+    torch.compiler.disable imports the compiler, which takes time. The wrapper therefore calls `disable`
+    only if the compiler is already imported.
     """
 
     @functools.cache

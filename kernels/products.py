@@ -12,7 +12,7 @@ from torch import Tensor
 from fairseq_tutel.kernels.few_rows import are_few, linear_of_few
 from fairseq_tutel.kernels.quantized import QuantizedMatrix
 
-# A weight with fewer bytes fits into the core's cache, and rows @ weight.T is faster than weight @ rows.T.
+# For a weight with fewer bytes, which fits into the cache, rows @ weight.T is faster than weight @ rows.T.
 LEAST_BYTES = 2**20
 # Up to 128 rows, clearing a weight gradient and adding a product to it is faster than writing the product:
 # 1.65 instead of 1.87 ms for 64 rows. Up to 32 rows, clearing and adding is even faster in parts that fit
@@ -30,7 +30,7 @@ def linear(
     if isinstance(weight_OI, QuantizedMatrix):
         y_nO = weight_OI.linear(rows_nI, bias_O)
         return y_nO if out_nO is None else out_nO.copy_(y_nO)
-    if out_nO is None:  # The products below always use `out=`, so that results have equal bits.
+    if out_nO is None:  # A product with `out=` may differ in bits from a product without it.
         out_nO = rows_nI.new_empty(len(rows_nI), len(weight_OI))
     if are_few(rows_nI) and weight_OI.numel() * weight_OI.itemsize >= LEAST_BYTES:
         return out_nO.copy_(linear_of_few(rows_nI, weight_OI, bias_O))

@@ -97,7 +97,7 @@ def packed_int4(nibbles_OI: Tensor) -> Tensor:
 
 
 def unpacked_int4(values: Tensor, scales_GO: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Convert b blocks [b, I, 32] of an int4 matrix to their values: transposed blocks [b, I, 64]."""
+    """Convert blocks [b, I, 32] of an int4 matrix to scaled values, in transposed blocks [b, I, 64]."""
     blocks, in_dim, half = values.shape
     wide = values.new_empty(blocks, in_dim, 2 * half, dtype=dtype)
     wide[..., :half] = values & 15

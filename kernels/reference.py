@@ -184,7 +184,7 @@ def ffn_up(
 
     Args:
         x_ND: [R, D], or [N, D] if `index_R` gives each row's source; any float dtype.
-        index_R: [R] int64; -1 only in the tail.
+        index_R: [R] int64, each row's index in x, or -1 in the tail.
         fc1_weight: [E, H, D] in x's dtype.
         fc1_bias: [E, H] or None.
         fc3_weight: [E, H, D] for gated experts, which ignore `activation`; else None.
@@ -224,7 +224,7 @@ def ffn_down_backward(
 
     Args:
         dy_ND: [R, D], or [N, D] if `index_R` gives each row's source.
-        index_R: [R] int64; -1 only in the tail.
+        index_R: [R] int64, each row's index in dy, or -1 in the tail.
         gate_N: gate weights, in dy's dtype or wider. None: every gate weight is 1, and dgate is None.
         source_R: [R] int64, each row's index in gate; not read after the last group; None without gate.
         fc2_weight: [E, D, H] in dy's dtype.

@@ -118,11 +118,11 @@ def assign_rows(
     Args:
         ids_TK: [T, K] int64, the expert of each assignment, from 0 to E - 1.
         num_experts: E.
-        asked_TK: bool, in any strides; False leaves an assignment out. None: no assignment is left out.
+        asked_TK: bool, with any strides; False leaves an assignment out. None: no assignment is left out.
         order_N: [K * T] int64, the assignments in the order in which they take slots; assignment j * T + t
             is choice j of token t. None: first choices before second choices, each in token order.
-        time_first: (time, batch) if token t is step t // batch of sentence t % batch. Tokens are then
-            in the order of (sentence, time). Must be None if `order_N` is given.
+        time_first: (time, batch) if token t is step t // batch of sentence t % batch. Tokens then take
+            slots in the order of (sentence, time). Must be None if `order_N` is given.
         limit: [] int64, the number of slots of an expert; later assignments are dropped. None: no limit.
     """
     num_tokens, top_k = ids_TK.shape
@@ -231,7 +231,7 @@ def token_sums(probs_TE: Tensor, weights_TK: Tensor, real_T: Tensor | None) -> T
 
 
 def load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a GShard balance loss, E * sum_e share_e * mass_e / tokens, and the gradient of mass_E.
+    """Return the GShard balance loss E * sum_e share_e * mass_e / tokens, and its gradient for mass_E.
 
     Args:
         mass_E: the sum of each expert's probabilities over all tokens, fp32 or fp64.

@@ -17,7 +17,7 @@ import torch
 LEAST_WORK = 2**21
 # Reading an expert's weights takes as long as multiplying this many rows with the weights.
 ROWS_OF_READING = 8
-# If a thread gets more rows than this factor times the mean, all threads compute each expert together.
+# If a thread would get more than UNEVEN times as many rows as the mean, all threads share each expert.
 UNEVEN = 1.25
 
 Worker = Callable[[int], None]

@@ -65,7 +65,7 @@ BLOCKS_M = (16, 32, 64, 128, 256)
 
 
 def num_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Return a number of row tiles of `block_m` rows that is enough for the rows of all experts."""
+    """Return an upper bound of the number of row tiles of `block_m` rows that all experts need."""
     return num_rows // block_m + num_experts + 1
 
 
@@ -76,13 +76,13 @@ def table_start(num_rows: int, num_experts: int, block_m: int) -> int:
     return num_experts + 1 + 3 * sum(smaller)
 
 
-# up: x @ fc1.T and the activation. linear: a product. dx: the gradient of input rows. hidden: the
+# up: x @ fc1.T and the activation. linear: rows @ weight.T. dx: the gradient of input rows. hidden: the
 # gradient of hidden rows. weight: a weight gradient. A prefix glu_ means gated experts, whose fc3 needs
 # more products. A prefix relu_ means the activation relu, which needs the fewest registers.
 KINDS = "up relu_up glu_up linear dx glu_dx hidden relu_hidden glu_hidden weight"
 # sm_80: all NVIDIA GPUs before sm_90. Its tiles must fit in the 99 KiB of shared memory of sm_86 and sm_89.
 HARDWARE = "sm_80 sm_90 sm_100 sm_120 amd"
-# half: fp16 and bf16. The others compute fp32 in TF32, as three TF32 products, or without tensor cores.
+# half: fp16 and bf16. tf32: fp32 in TF32. tf32x3: fp32 as three TF32 products. ieee: without tensor cores.
 PRECISIONS = "half tf32 tf32x3 ieee"
 
 COMPILED = "not measured: a large tile that compiles without spilled registers"

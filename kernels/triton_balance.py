@@ -70,7 +70,7 @@ def _token_sums_kernel(
     probs = tl.zeros([BLOCK_E], dtype=acc)
     entropy = tl.zeros([BLOCK_E], dtype=acc)
     weights = tl.zeros([BLOCK_K], dtype=acc)
-    # The programs take turns, so that each sum has the same order in every run.
+    # Each program always reads the same tokens, so that sums have the same order in every run.
     for first in range(tl.program_id(0) * BLOCK_T, num_tokens, tl.num_programs(0) * BLOCK_T):
         tokens = first + tl.arange(0, BLOCK_T).to(tl.int64)
         real = tokens < num_tokens
@@ -96,7 +96,7 @@ def _fake_load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple
 
 @opaque(_fake_load_loss)
 def load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a GShard balance loss and the gradient of mass_E, each expert's sum of probabilities."""
+    """Return a GShard balance loss, and its gradient for mass_E (each expert's sum of probabilities)."""
     mass_E, load_E = mass_E.contiguous(), load_E.contiguous()
     loss, gradient_E = _fake_load_loss(mass_E, load_E, num_tokens)
     plan = _plan(mass_E.shape[0], mass_E.dtype)

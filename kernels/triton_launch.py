@@ -32,7 +32,7 @@ _COUNTER = itertools.count()
 
 
 class Plan:
-    """A kernel launch without its tensors. Callers cache the plans of each combination of sizes and dtypes.
+    """A kernel launch without its tensors. Callers cache a plan for each combination of sizes and dtypes.
 
     Args:
         kernel: a function decorated with triton.jit.
@@ -155,7 +155,7 @@ def precision_of(dtype: torch.dtype, tf32x3: bool = False) -> str:
 def chosen(
     kind: str, rows: Tensor, num_rows: int, shape: tuple[int, ...], tf32x3: bool
 ) -> tuple[Tile, str, str]:
-    """Return the tile of a product with weights of this shape (E, N, K), the hardware and the precision."""
+    """Return a product's tile, hardware class and precision. `shape` is the weights' shape (E, N, K)."""
     hardware, precision = hardware_of(rows.device), precision_of(rows.dtype, tf32x3)
     return choose(kind, hardware, precision, num_rows, *shape), hardware, precision
 
@@ -188,7 +188,7 @@ class Product:
     def plan(
         self, kernel: Any, more_columns: int = 0, numbers: tuple[int, ...] = (), **constants: Any
     ) -> Plan:
-        """Return a kernel's plan, with one program per tile and `more_columns` more per row tile."""
+        """Return a plan with one program per tile, and `more_columns` additional programs per row tile."""
         tile, (num_experts, *sizes) = self.tile, self.shape
         columns = cdiv(sizes[0], tile.block_n) + more_columns
         tiles_m = num_tiles(self.num_rows, num_experts, tile.block_m)
@@ -208,7 +208,7 @@ class Product:
         )
 
 
-@functools.lru_cache(maxsize=1024)  # equal products are the same object, so that plans can be cached by it
+@functools.lru_cache(maxsize=1024)  # equal products are one object, which is the key of cached plans
 def product_of(
     tile: Tile,
     hardware: str,
@@ -291,7 +291,7 @@ def blocks_of(rows: Tensor, index: Tensor | None, hardware: str, block: tuple[in
 
 
 def _misaligned(tensors: list[Tensor]) -> bool:
-    """Return whether the address of one of one or two tensors does not support TMA."""
+    """Return whether the address of one of the tensors (one or two) is misaligned for TMA."""
     return bool((tensors[0].data_ptr() | tensors[-1].data_ptr()) % ALIGNMENT)
 
 

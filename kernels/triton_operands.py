@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the source from which `load_rows` loads, a tensor descriptor or pointers to the rows."""
+    """Return the operand of `load_rows`: a tensor descriptor, or pointers to the rows."""
     if DESCRIPTOR:
         operand = rows
     else:

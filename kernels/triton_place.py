@@ -100,7 +100,7 @@ def place_assignments(
     starts_BE, plan = _block_starts(ids_TK, asked, None, sizes, counts, limit)
     if order_N is not None:
         order_N = order_N.contiguous()
-        # In this order, a block can mix first and second choices. The call above has counted each choice.
+        # In the given order, a block can mix choices, so only the call above can count each choice.
         del starts_BE  # frees memory for the next tensor
         starts_BE, plan = _block_starts(ids_TK, asked, order_N, sizes, counts, limit)
     launch(
@@ -296,7 +296,7 @@ def _place_kernel(
         _, theirs = _assignments_at(ids, asked, order, chain, peers, sizes)
         before = (own[:, None] == theirs[None, :]) & (peers[None, :] < positions[:, None])
         slots += tl.sum(before.to(tl.int32), axis=1)
-    offsets = tl.zeros([BLOCK], dtype=tl.int32)  # for each assignment, the rows of all earlier experts
+    offsets = tl.zeros([BLOCK], dtype=tl.int32)  # for each assignment, the first row of its expert
     total = tl.zeros([], dtype=tl.int32)
     for first_expert in range(0, num_experts, BLOCK_E):
         experts = first_expert + tl.arange(0, BLOCK_E)

@@ -64,7 +64,7 @@ def gate_backward(
     normalize: bool,
     weight_ED: Tensor | None,
 ) -> tuple[Tensor, Any]:
-    """Return the gradient of the logits and None, or with `weight_ED` two factors of the tokens' gradient.
+    """Without `weight_ED`, return the logits' gradient and None; else two factors of the tokens' gradient.
 
     The tokens' gradient is the matrix product of the factors. The factor [T, 2 E] has the logits' gradient,
     rounded to the weight's dtype, and the remainders. The factor [2 E, D] has the weight twice.
@@ -100,9 +100,9 @@ def gate_backward(
 def _plan(
     shape: tuple[int, ...], top_k: int, normalize: bool, dtype: torch.dtype, backward: tuple[int, ...] = ()
 ) -> Plan:
-    """Return the forward kernel's plan, or the backward's if `backward` is (weight size, dprobs stride)."""
+    """Return the forward kernel's plan, or with `backward` (weight size, dprobs stride) the backward's."""
     num_tokens, num_experts = shape
-    # A tile covers all experts; an fp64 tile has half as many elements.
+    # A tile covers all experts, and has about TILE elements, or half as many in fp64.
     block_e = max(next_power_of_2(num_experts), 16)
     block_t = max(TILE // (2 if dtype == torch.float64 else 1) // block_e, 1)
     constants = {

@@ -2,7 +2,7 @@
 
 The grid for R rows and E experts has R // BLOCK_M + E + 1 row tiles, at least as many as are needed. Rows
 after the last group form an additional group with expert -1. A table holds (expert, first row, end of the
-group's rows) for each row tile. In a tile that is not needed, the first row is not before the end.
+group's rows) for each row tile. In a row tile without rows, the first row is the end or later.
 """
 
 import triton
@@ -114,7 +114,7 @@ def place(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def read_tile(tiles, start, tiles_m, m):
-    """Read the expert, the first row and the end of rows of row tile m from the table at `start`."""
+    """Return the expert, first row and end of row tile m, from the table that begins at index `start`."""
     table = tiles + start
     expert = tl.load(table + m)
     first = tl.load(table + tiles_m + m)

@@ -1,6 +1,6 @@
 """Computes the gradients of every expert's weight and bias in Triton, summed over the expert's rows.
 
-The kernel gathers an operand while it loads the operand. With TMA, it loads contiguous rows in blocks. Each
+The kernel gathers rows while it loads the operands. With TMA, it loads contiguous rows in blocks. Each
 program writes one tile of an expert's weight gradient, or a part of the bias gradient, so no sums across
 programs are needed. The gradients of an expert without rows are set to zero.
 """
@@ -141,7 +141,7 @@ def _sources(index, r, end):
 
 @triton.jit
 def _load(x, source, r, end, columns, D, ARE_INSIDE: tl.constexpr):
-    """Load a tile [rows, columns] of x[source]. Rows from `end` on are zeros, if there are such rows."""
+    """Load a tile [rows, columns] of x[source]. Unless ARE_INSIDE is set, rows from `end` on are zeros."""
     inside = (columns < D)[None, :]
     if not ARE_INSIDE:
         inside &= (r < end)[:, None]

@@ -26,7 +26,7 @@ poison_empty()
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Return a function that starts `world_size` processes at its first call; all tests share them."""
+    """Return a function that returns `world_size` processes, which all tests share."""
     started: dict[tuple[int, bool], Ranks] = {}
 
     def of(world_size: int, on_gpus: bool = False) -> Ranks:

@@ -1,6 +1,6 @@
-"""Reading a pipe, folder, device, deeply nested or large file instead of a small file raises an error.
+"""Reading a pipe, a folder, a device, a deeply nested file or a large file raises an error.
 
-Tools that print the content of a file must not send its control characters to the terminal.
+Tools must not send control characters of a file to the terminal.
 """
 
 import json
@@ -52,7 +52,7 @@ def test_control_characters_are_printed_as_escapes():
 
 
 def test_control_characters_of_a_checkpoint_do_not_reach_the_terminal(tmp_path):
-    """The control characters are in an option's value and in the name of the file."""
+    """The control characters are in the names of a tensor and of the file, and in an option's value."""
 
     def rename(model):
         model["decoder.\x1b[2J"] = torch.ones(2)

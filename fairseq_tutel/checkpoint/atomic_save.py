@@ -80,7 +80,7 @@ def unwritable(folder: str, error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason of the OSError that caused `error`, or else the first line of `error`'s message."""
+    """Return the message of the OSError that caused `error`; without an OSError, `error`'s first line."""
     cause = system_error(error)
     return str(error).partition("\n")[0] if cause is None else str(cause.strerror)
 

@@ -74,8 +74,8 @@ def _refuse_other_weights(first: Path, expected: dict, other: Path, found: dict)
 def mean(tensors: list[Tensor]) -> Tensor:
     """Return the elementwise mean of tensors of equal shape, in the dtype of the first tensor.
 
-    The sum has a wider dtype, so the mean of equal tensors is bit-identical to these tensors. As in
-    fairseq, integer means are rounded down.
+    Except for fp64, the sum has a wider dtype, so the mean of equal tensors is bit-identical to them. As
+    in fairseq, integer means are rounded down.
     """
     dtype = tensors[0].dtype
     wider = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32

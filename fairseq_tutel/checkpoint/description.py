@@ -78,7 +78,7 @@ def _changed_options(state: dict[str, Any], known: Sequence[Option]) -> Facts:
 
 
 def _tensors(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each tensor in nested dictionaries and lists with its name; visit each container once."""
+    """Yield the name and value of each tensor in nested containers; visit each container once."""
     seen, open_trees = set(), [("", tree)]
     while open_trees:
         prefix, node = open_trees.pop()
@@ -92,7 +92,7 @@ def _tensors(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _bytes(tensors: Any) -> int:
-    """Return the total size of tensors in bytes; a storage that several tensors share counts once."""
+    """Return the total size of tensors in bytes; tied tensors count once."""
     total, seen = 0, set()
     for tensor in tensors:
         identity = (tensor.data_ptr(), tensor.shape) if isinstance(tensor, Tensor) else id(tensor)
@@ -143,7 +143,7 @@ def _quantization(stacks: Mapping[str, Any]) -> Facts:
 
 
 def _grouped(weights: Mapping[str, Any]) -> list[Facts]:
-    """Count the tensors of each name (ignoring layer numbers), shape and dtype."""
+    """Count the tensors that have the same name (ignoring layer numbers), shape and dtype."""
     groups = Counter(
         (re.sub(r"(?<=\.)\d+(?=\.)", "N", key), tuple(tensor.shape), _dtype(tensor))
         for key, tensor in weights.items()

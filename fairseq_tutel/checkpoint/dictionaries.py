@@ -1,4 +1,4 @@
-"""Computes fingerprints of a model's dictionaries for its checkpoints, and rejects other dictionaries."""
+"""Compares the dictionaries of a model and of a checkpoint by fingerprints in the checkpoint."""
 
 import hashlib
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def fingerprints_of(model: Any) -> dict[str, str]:
 
 
 def refuse_other_dictionaries(found: Mapping[str, str], extra_state: Mapping[str, Any], path: Any) -> None:
-    """Raise ValueError if a checkpoint's dictionaries differ from a model's in symbols or their order.
+    """Raise ValueError if a checkpoint's dictionary has other symbols, or another order, than the model's.
 
     Dictionaries of different lengths are not compared: models convert or reject embeddings of another size.
     Checkpoints of older versions and of stock fairseq have no fingerprints.

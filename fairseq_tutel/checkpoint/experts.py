@@ -112,7 +112,7 @@ def release(model: nn.Module) -> None:
 
 
 class _ShardFile(NamedTuple):
-    """One shard file of this rank: tensors by key, and each tensor's stack, expert ID and shard index."""
+    """A shard file of this rank: tensors by key, and each tensor's `_Stack`, expert ID and shard index."""
 
     name: str
     tensors: dict[str, Tensor]
@@ -124,7 +124,7 @@ def save_in_shards(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Write all experts and their optimizer state to shard files. Collective.
 
-    Each EP replica writes a part of the experts to shard files. The function returns a dict from
+    Ranks that hold the same experts each write a part of them. The function returns a dict from
     (qualified name of the module, tensor name) to the record of the tensor (see shards.py). A tensor of
     optimizer state has a name of the form PARAMETER.STATE. The next `model.state_dict()` has the records in
     place of the experts' tensors.
@@ -189,7 +189,7 @@ class Written:
 
 
 def begin_folder(save_dir: Path) -> Path:
-    """Create a folder for the next shard files on rank 0; return the folder on all ranks. Collective."""
+    """On rank 0, create a folder for new shard files; return its path on all ranks. Collective."""
 
     def begin() -> str:
         folders.collect(save_dir)
@@ -209,12 +209,12 @@ def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str,
 
 
 def gather_written(own: Written, group: dist.ProcessGroup | None = None) -> list[Written]:
-    """Return the `Written` of each rank of a group (None: all ranks). Collective."""
+    """Return the `Written` of each rank in `group`, or of all ranks if `group` is None. Collective."""
     return world.all_gather_object(own, "the agreement on the shards that were written", group)
 
 
 def records_of(everything: list[Written], folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """On rank 0, rename a complete folder of shard files, and return the tensors' records."""
+    """Check the sizes of the shard files, rename their folder, and return the records; for rank 0 only."""
     stacks = _joined(everything, folder.parent)
     digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
     sizes = {file: size for written in everything for file, size in written.sizes.items()}
@@ -286,7 +286,7 @@ def _share(num_local: int, topology: Topology, turn: int) -> range:
 
 
 def _joined(everything: list[Written], folder: Path) -> dict[_Stack, dict[tuple[int, int], Piece]]:
-    """Merge the results of all ranks; raise ValueError if a rank failed or an expert is incomplete."""
+    """Merge the pieces of all ranks; raise ValueError if a rank failed or a piece is missing."""
     joined: dict[_Stack, dict[tuple[int, int], Piece]] = {}
     for rank, written in enumerate(everything):
         if written.error is not None:

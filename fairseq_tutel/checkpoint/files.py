@@ -26,7 +26,7 @@ IS_CORRUPT = "is corrupt (truncated while it was written, or changed on disk)"
 # Checkpoints of speech tasks contain objects of this class. The class is imported on demand, because
 # importing fairseq takes seconds.
 DICTIONARY = "fairseq.data.dictionary.Dictionary"
-# File names of the checkpoint to use in a folder such as --save-dir, in order of preference.
+# The names of the checkpoint file to open in a folder such as --save-dir, in order of preference.
 USUAL = ("checkpoint_best.pt", "checkpoint_last.pt", "model.pt")
 
 
@@ -68,7 +68,7 @@ def has_an_end(path: str) -> bool:
 def identity(path: str) -> str:
     """Return a hash that identifies a checkpoint file, from names, sizes and checksums of its zip entries.
 
-    Copies of a checkpoint file have the same hash. The hash of a file from before torch 1.6 is its size.
+    Copies of a file have the same hash. For a file from before torch 1.6, the file size is returned.
     """
     if _is_old(path):
         return str(os.path.getsize(path))
@@ -143,7 +143,7 @@ def refused_class(error: BaseException) -> str | None:
 def read_file(path: Path, flag: str, verify: bool = True) -> Any:
     """Load the file at `path`, a value of the command-line flag `flag`; raise ValueError for a bad file.
 
-    The tensors stay on disk until they are read. With `verify`, all checksums of the file are compared.
+    The tensors stay on disk until they are read. With `verify`, all checksums of the file are checked.
     Without `verify`, a converter could write corrupt weights to a new file with valid checksums.
     """
     let_checkpoints_load()

@@ -1,9 +1,9 @@
 """Creates, commits and deletes the folders of shard files in --save-dir.
 
 An incomplete folder is named SAVE_DIR/experts/writing-89abcdef. A complete folder is named
-SAVE_DIR/experts/0123456789abcdef, where the number is a hash of its content. The checkpoint file that names
-a folder is written after the folder. Until then, other processes cannot detect that the folder is needed,
-so they delete a folder without a checkpoint only if the folder is at least one hour old.
+SAVE_DIR/experts/0123456789abcdef, where the number is a hash of the content. The checkpoint file that names
+a folder is written after the folder. Until then, other processes cannot detect that the folder is needed.
+Therefore, they delete no folder that is less than one hour old.
 """
 
 import hashlib
@@ -68,9 +68,9 @@ def sync(folder: Path) -> None:
 def collect(save_dir: Path) -> None:
     """Delete expert folders that are old and incomplete, or that no checkpoint in `save_dir` names.
 
-    A checkpoint may have any file name, so all files are read. If a checkpoint is unreadable, only
+    All files are read, because a checkpoint may have any name. If a checkpoint is unreadable, only
     incomplete folders are deleted. If `experts` is a symbolic link, nothing is deleted. A complete
-    folder less than one hour old is deleted only if this process wrote it or saw it in a checkpoint.
+    folder less than one hour old is deleted only if this process wrote it, or read its name in a file.
     """
     parent = save_dir / PARENT
     if parent.is_symlink() or not parent.is_dir():
@@ -109,7 +109,7 @@ def _age(folder: Path) -> float:
 
 
 def mentions(path: Path) -> set[str]:
-    """Return the expert folders that a checkpoint names, without unpickling; reject corrupt files."""
+    """Return the names of expert folders in a checkpoint; raise an error for a corrupt file."""
     with path.open("rb") as file:
         start = file.read(2)
     if start != b"PK":

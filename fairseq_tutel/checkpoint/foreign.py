@@ -20,7 +20,7 @@ SIGNS = {
 
 
 def kind_of(names: Collection[str]) -> str | None:
-    """Return the system that wrote a checkpoint, found by its tensor names, or None if unknown."""
+    """Return the kind in `SIGNS` whose pattern matches one of the tensor names, or None."""
     return next((kind for kind, sign in SIGNS.items() if any(re.search(sign, n) for n in names)), None)
 
 
@@ -35,7 +35,7 @@ def refuse_meta(names: Collection[str], path: str) -> None:
 
 
 def refuse_malformed(state: Any, path: str) -> None:
-    """Raise ValueError if a file holds no dictionary, or weights of a wrong dtype."""
+    """Raise ValueError if a file contains no dictionary, or if its weights have a wrong dtype."""
     if not isinstance(state, Mapping):
         raise ValueError(f"{path} holds a {type(state).__name__}; give a fairseq checkpoint.")
     refuse_weights(state.get("model") or {}, path)

@@ -30,7 +30,7 @@ def locked(folder: str) -> Iterator[bool]:
     path = os.path.join(folder, NAME)
     with contextlib.ExitStack() as stack:
         while True:
-            # Without O_NONBLOCK, opening a pipe with this name would block.
+            # Without O_NONBLOCK, opening a pipe with this name could block.
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK)
             stack.callback(os.close, file)
             with contextlib.suppress(OSError):  # The file of a killed run may have another owner.

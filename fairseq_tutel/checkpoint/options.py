@@ -3,7 +3,7 @@
 # Dtypes to which the experts of a sharded checkpoint can be converted.
 EXPERT_DTYPES = ("bf16", "int8", "int4")
 
-# Removed options, which are ignored in checkpoints, with the reason for the removal.
+# Options that were removed and are ignored in checkpoints, each with the reason for its removal.
 RETIRED = {
     "moe_kernel_tuning_seconds": "tile sizes of kernels come from a table",
     "distill_top_k": "the teacher's whole distribution is used",

@@ -24,7 +24,7 @@ from fairseq_tutel.checkpoint.options import EXPERT_DTYPES as EXPERT_DTYPES
 from fairseq_tutel.kernels.quantized import BLOCK, GROUP, ZERO, QuantizedMatrix, packed_int4, unpacked_int4
 
 LARGEST = {"int8": 127, "int4": 7}
-# A group's scale is the group's value of largest magnitude, divided by one of these numbers.
+# A group's value of largest magnitude is divided by each number; the better quotient is the scale.
 CANDIDATES = (-8.0, -9.0)
 ROW_BLOCK = 2**18  # The approximate number of values in a block of rows.
 
@@ -77,7 +77,7 @@ class Quantized:
         return torch.cat([*scales, *rows])
 
     def _quantized_rows(self, values_RW: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scale bytes and the value bytes of some rows of a quantized tensor."""
+        """Quantize rows, and return the bytes of the scales and the bytes of the quantized values."""
         largest, values_RW = LARGEST[self.expert_dtype], values_RW.float()
         scales_R1 = _finite(values_RW.abs().amax(1, keepdim=True) / largest)
         whole_RW = (values_RW / scales_R1.masked_fill(scales_R1 == 0, 1)).round_()
@@ -137,7 +137,7 @@ class Quantized:
 
 
 def _quantized_groups(values_RW: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales [R, W / 64] and the value bytes of some rows of an int4 tensor in groups."""
+    """Quantize rows to int4 in groups; return the scales [R, W / 64] and the bytes of the values."""
     values_RGg = values_RW.float().view(len(values_RW), -1, GROUP)
     largest_RG1 = values_RGg.gather(2, values_RGg.abs().argmax(2, keepdim=True))
     best = _finite((largest_RG1 / CANDIDATES[0]).bfloat16())

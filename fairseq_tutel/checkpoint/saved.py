@@ -22,7 +22,7 @@ from fairseq_tutel.parallel.progress import progress
 
 logger = logging.getLogger(__name__)
 
-# The parts of a configuration, each with the option that names the part in an old, flat configuration.
+# For each part of a configuration, the option with the part's name in older, flat configurations.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
 # The FFN tensors of a dense layer, and the tensors that --scale-fc adds.
 DENSE = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
@@ -89,7 +89,7 @@ def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
 
 
 class SavedModel:
-    """An open fairseq checkpoint, whose tensors stay on disk until they are read; edits change `state`."""
+    """An open fairseq checkpoint, whose tensors stay on disk until they are read; methods edit `state`."""
 
     def __init__(self, state: dict[str, Any], path: Path | None = None, flag: str = "INPUT") -> None:
         self.state, self.path, self.flag = state, path, flag

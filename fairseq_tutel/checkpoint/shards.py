@@ -70,7 +70,7 @@ class ShardedTensor:
     # The shard files that are open, by path; all tensors of a checkpoint share this dict.
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
     expert_dtype: str = ""  # One of EXPERT_DTYPES, or "" if not quantized.
-    error: tuple[float, float] = (0.0, 0.0)  # Relative errors of all rows and of the worst row.
+    error: tuple[float, float] = (0.0, 0.0)  # The relative errors of the tensor and of its worst row.
     in_rows: bool = False  # True for older int4 files, with a scale per row.
 
     @property
@@ -238,7 +238,7 @@ def write_pieces(
     `layout` has the dtype and the shape of each tensor, by key. The function `value` is called once per
     key, and returns the tensor for the key.
     """
-    # safetensors also sorts tensors in this way, which aligns every tensor.
+    # As in safetensors, the widest dtypes come first, which aligns every tensor.
     order = sorted(layout, key=lambda key: (-layout[key][0].itemsize, key))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -267,7 +267,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def is_record(value: Any) -> bool:
-    """Return whether a value in a checkpoint is a record that replaces a tensor in shard files."""
+    """Return whether a value in a checkpoint is the record of a tensor in shard files."""
     return isinstance(value, dict) and MARK in value
 
 

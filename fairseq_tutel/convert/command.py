@@ -155,7 +155,7 @@ PREFIX = (
     "{size}; or, with --input-size 1, the name of a single file"
 )
 MAX_SIZE = option(
-    "--max-shard-size", "maximum size of a file; larger weights get their own [5GB]", "BYTES", default="5GB"
+    "--max-shard-size", "maximum size of a file; a larger weight gets its own [5GB]", "BYTES", default="5GB"
 )
 KINDS = (
     Conversion(
@@ -222,12 +222,12 @@ architecture.""",
         call="experts:prune",
         text="""Remove experts, chosen by ID, by load or by importance.
 
-If none of a token's experts is removed and its weights are normalized to the sum 1, its output does not
-change. For a top-k of at least 2, weights are normalized by default.
+If all experts of a token remain, and the token's weights are normalized to the sum 1, the token's output
+does not change. For a top-k of at least 2, weights are normalized by default.
 
-The importance of an expert is its activity times exp(its confidence) (Koishekenov et al. 2023). Activity is
-the fraction of tokens whose first choice it is. Confidence is its mean gate probability over these tokens.
-`tokens --output-statistics` writes both to a file.""",
+The importance of an expert is activity * exp(confidence) (Koishekenov et al. 2023). Activity is the share
+of tokens whose first choice is the expert. Confidence is the expert's mean gate probability over these
+tokens. `tokens --output-statistics` writes both to a file.""",
         example="moe.pt --share 0.5 --by importance --statistics use.json --output pruned.pt",
         source=WITH_EXPERTS,
         one_of=(
@@ -288,9 +288,9 @@ write new dictionaries next to the output. Train the new checkpoint with --finet
         text="""Move experts to shard files next to the checkpoint.
 
 A training run reads both sharded and full checkpoints. --expert-dtype quantizes the experts' matrices; int8
-has a scale for each row, and int4 one for 64 values of a row (or for each row, if a size of the matrix is
-not a multiple of 64). The checkpoint stores the quantization error, which `inspect` prints. Optimizer state
-keeps its dtype.""",
+has a scale for each row, and int4 one for 64 values of a row (or for each row, if a dimension of the matrix
+is not a multiple of 64). The checkpoint stores the quantization error, which `inspect` prints. Optimizer
+state keeps its dtype.""",
         example="SAVE/checkpoint_best.pt --output SAVE/sharded.pt",
         options=(option("--expert-dtype", "quantize experts [keep their dtype]", choices=EXPERT_DTYPES),),
     ),

@@ -88,7 +88,7 @@ def counts_text(counts: Sequence[int]) -> str:
 
 
 def freq_of(places: Sequence[int], count: int, preferred: int = 0) -> int | None:
-    """Return a --moe-freq that selects exactly the layers `places` of `count` layers, or None."""
+    """Return a --moe-freq that selects exactly the layers `places` of `count` layers; None if none does."""
     freqs = (preferred, *range(count + 1))
     return next((f for f in freqs if chosen_layers(range(count), f) == list(places)), None)
 

@@ -90,8 +90,8 @@ def keep_experts(
 ) -> list[str]:
     """Remove all experts of a checkpoint except the experts in `kept`, in place.
 
-    Layers that `kept` does not contain keep all experts. The function returns one line per MoE layer, with
-    the old IDs of the kept experts.
+    Layers that are not in `kept` keep all experts. The function returns one line per MoE layer, with the
+    old IDs of the layer's remaining experts.
 
     Raises:
         ValueError: the remaining experts do not fit the layer's gate, expert groups or top_k.
@@ -165,7 +165,7 @@ def to_dense(saved: SavedModel, chosen: Mapping[Layer, Sequence[int]]) -> tuple[
 
 
 def _pad(made: dict[Layer, Tensors]) -> tuple[dict[str, int], dict[str, int]]:
-    """Pad FFNs with zeros to one hidden dimension in the encoder, in the decoder or in each Swin stage.
+    """Pad FFNs with zeros, to equal hidden dimensions in all layers of an encoder, decoder or Swin stage.
 
     The function returns the hidden dimension of each encoder, decoder or stage, and of each padded layer.
     """
@@ -284,7 +284,7 @@ def kept_by_share(
     if not globally:
         counts = {layer: max(least[layer], _rounded(share * len(ids))) for layer, ids in ranked.items()}
     else:
-        # t is the fraction of the layer's total score that an expert and all experts before it have.
+        # t is the fraction of the layer's total score that an expert and all better experts have together.
         order = []
         for layer, ids in ranked.items():
             sums = accumulate(scores[layer][i] / sum(scores[layer]) for i in ids)

@@ -46,7 +46,7 @@ EXPERTS = {
 # With --moe-cmr, a layer also has a dense FFN with fairseq's names, and a CMR gate.
 CMR_GATE, CMR_FFN = ".cmr_layer.gate.wg.", r"(.+\.layers\.\d+)\.(fc[12]\.(?:weight|bias))"
 BEFORE, BPR = "moe_normalize_gate_prob_before_dropping", "moe_batch_prioritized_routing"
-# For each common option, Meta's default, and a function that converts Meta's value.
+# For each option that both systems have: Meta's default, and a function that converts Meta's value.
 OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "moe_top1_expert": (False, bool),
     "moe_gating_use_fp32": (False, bool),
@@ -93,7 +93,7 @@ REFUSED = {
 TAGGED, TAGS = "add_data_source_prefix_tags", ("<MINED_DATA>", "<MMT_BT_DATA>", "<SMT_BT_DATA>")
 # Task options that name dictionaries, and their values for dictionaries next to the checkpoint.
 OWN_DICTIONARIES = {"data": "", "fixed_dictionary": None, "source_dict": None, "target_dict": None}
-# Options of Meta's branch that do not affect the outputs, and the behavior of fairseq_tutel instead.
+# For each option of Meta's branch that does not affect the outputs: the behavior of fairseq_tutel.
 LEFT_OUT = {
     "no_emb_dropout": "training in fairseq_tutel applies --dropout to embeddings",
     "dummy_a2a": "fairseq_tutel always exchanges rows",
@@ -212,7 +212,7 @@ def dictionaries(saved: SavedModel, given: Path | None = None) -> Vocabulary:
 
     Args:
         saved: the converted checkpoint.
-        given: the path of the original dictionary; by default, an option in the checkpoint has this path.
+        given: the path of the original dictionary; by default, the checkpoint's options give this path.
 
     Raises:
         ValueError: the original dictionary does not exist.

@@ -19,7 +19,7 @@ from fairseq_tutel.convert.configs import configs_of, counts_text, gate_rows, pe
 from fairseq_tutel.moe.build import seeded_generator
 from fairseq_tutel.plugin.registration.flags import expert_counts
 
-# Outputs stay equal only if tokens choose experts, and weights are a softmax of a linear gate's logits.
+# Supported values of routing options. With other values, outputs would not stay equal.
 COPIED = {"softmax", "tokens", "linear", "biased"}
 
 
@@ -65,7 +65,7 @@ def add_experts(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> 
 def _vary(
     weights: dict[str, Tensor], stacks: Sequence[str], gates: Sequence[str], copies: int, how: Variation
 ) -> None:
-    """Add noise to all copies of each expert but the first, and a vector to each gate row, in place."""
+    """Add noise to each expert's second and later copies, and a vector to each gate row, in place."""
     generator = seeded_generator(how.seed, gates[0], -1, "copies")
     for name in stacks:
         for i, expert in enumerate(weights[name]):

@@ -85,7 +85,7 @@ def upcycle(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> dict
 
 
 def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoEConfig]:
-    """Change a dense checkpoint's names and options to a MoE model's, and return the MoE configurations."""
+    """Change a dense checkpoint's options to those of a MoE model, and return the MoE configurations."""
     from fairseq.models import ARCH_CONFIG_REGISTRY, MODEL_DATACLASS_REGISTRY
 
     from fairseq_tutel.plugin.install import refuse_options

@@ -85,7 +85,7 @@ def _extended(
     lines = words.read_text(encoding="utf-8").split("\n") if words else []
     found = dict.fromkeys(word for line in lines if (word := re.split("[ \t\r]", line)[0]))
     names = [f"dict.{language}.txt" for language in ((*languages, *added) if fixed else added)]
-    first: dict[str, str] = {}  # The first file with each text; later files with this text become links.
+    first: dict[str, str] = {}  # For each text, the first file with this text; later files become links.
     links = {path.name: first.setdefault(path.read_text(encoding="utf-8"), path.name) for path in paths}
     if names and len(first) > 1:
         raise ValueError("INPUT's languages have different dictionaries; give --data with --add-languages.")
@@ -112,7 +112,7 @@ def _convert(
     if not tables:
         raise ValueError(f"INPUT names {saved.path}, whose model has no dictionary; give another file.")
     weights, lines, before, after = dict(saved.weights), {}, {}, {}
-    tied: dict[tuple, Tensor] = {}  # Tensors that shared memory share memory again.
+    tied: dict[tuple, Tensor] = {}  # Tensors that share memory before fitting also share it afterwards.
     for owner, (*bands, last) in tables.items():
         symbols, made = (symbols_of(_dictionary(task, owner, weights)) for task in (old, new))
         prints = fingerprint(symbols), fingerprint(made)

@@ -23,15 +23,15 @@ class StoreConfig:
     # fmt: off
     moe_expert_store: str = memory(
         "resident", choices=("resident", *STORE_POLICIES),
-        help="when inference loads experts into memory: resident loads all experts when the model is "
-        "opened; on-demand loads a layer's chosen experts when the layer runs; pregated loads a layer's "
-        "chosen experts while an earlier layer runs (needs --moe-pregate); prefetch-all loads all experts "
-        "of the next layer",
+        help="when inference loads experts into memory; resident: all experts when the model is opened; "
+        "on-demand: a layer's chosen experts when the layer runs; pregated: a layer's chosen experts while "
+        "an earlier layer runs (needs --moe-pregate); prefetch-all: all experts of a layer while the "
+        "previous layer runs",
     )
     moe_expert_tier: str = memory(
         "auto", choices=("auto", *STORE_TIERS),
-        help="source from which --moe-expert-store loads experts: host is host memory; disk is the files "
-        "of a sharded checkpoint; auto is host on a GPU, otherwise disk",
+        help="source from which --moe-expert-store loads experts; host: host memory; disk: the files of a "
+        "sharded checkpoint; auto: host memory on a GPU, otherwise the files",
     )
     moe_expert_cache: str = memory(
         "0", rule=(lambda v: v == AUTO or _limits_of(v) is not None, CACHE_SIZES),
@@ -44,15 +44,15 @@ class StoreConfig:
     )
     moe_expert_compute: str = memory(
         "quantized", choices=STORE_PRODUCTS,
-        help="how a CPU multiplies by the int8 and int4 experts of --moe-expert-store: quantized uses the "
-        "stored integers, and rounds inputs and outputs to bf16; unpacked first converts the experts to "
-        "the model's dtype, which is slower",
+        help="how a CPU multiplies by the int8 and int4 experts of --moe-expert-store; quantized: with the "
+        "stored integers, and with inputs and outputs rounded to bf16; unpacked (slower): the experts are "
+        "first converted to the model's dtype",
     )
     moe_inference_dtype: str = memory(
         "auto", choices=("auto", "bf16", "int8"),
-        help="dtype of a model in inference: auto is the dtype that the command sets; bf16 takes half of "
-        "the memory of fp32; int8 is bf16, but int8 for the decoder's linear layers without experts, "
-        "which is faster for few sentences on a CPU",
+        help="dtype of a model in inference; auto: the dtype that the command sets; bf16: half of "
+        "the memory of fp32; int8: int8 for the decoder's linear layers without experts and bf16 for the "
+        "rest, which is faster for few sentences on a CPU",
     )
     # fmt: on
 

@@ -29,7 +29,7 @@ from fairseq_tutel.parallel.machine import Machine, typical
 from fairseq_tutel.parallel.strategy import Strategy, degree_of
 
 OPERATION = "the all-gather of expert weights"
-TOKENS = 4096  # The number of tokens in a rank's micro-batch for which times are predicted by default.
+TOKENS = 4096  # Time predictions assume this number of tokens in a rank's micro-batch by default.
 WIRE_BYTES = {"bf16": 2, "fp8": 1}  # The bytes per element of each transfer dtype.
 
 
@@ -80,7 +80,7 @@ def weights_of(
 
 
 def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
-    """Join the gathered shards of each expert, from [G, e, ...] for G ranks to [experts, ...]."""
+    """Join the experts' shards from G ranks, [G, e, ...], to complete experts, [experts, ...]."""
     flat = stack.flatten(0, 1)
     if slices == 1:
         return flat

@@ -177,7 +177,7 @@ def _real_probs(routing: Routing) -> Tensor:
 
 
 def _without_padding(routing: Routing, values_TE: Tensor) -> Tensor:
-    """Return the tensor with zeros for padding."""
+    """Set the values of padding tokens to 0."""
     if routing.real_T is None:
         return values_TE
     return values_TE.masked_fill(~routing.real_T.unsqueeze(1), 0.0)
@@ -198,7 +198,7 @@ LOSSES: dict[str, Callable[[Routing, GateOutput], Tensor]] = {
 
 
 def balance_losses(names: dict[str, float], routing: Routing, gate: GateOutput) -> dict[str, Tensor]:
-    """Return the named balance losses as scalars by name. `names` maps loss names to weights."""
+    """Return the unweighted balance loss, a scalar, for each name in `names`."""
     return {name: LOSSES[name](routing, gate) for name in names}
 
 
@@ -216,13 +216,13 @@ class BalanceBias(nn.Module):
 
     @torch.no_grad()
     def count(self, assigned_KE: Tensor) -> None:
-        """Add a micro-batch's assignments, dropped or not, to the experts' loads; ignore padding."""
+        """Add a micro-batch's assignments, dropped or not, to the experts' loads."""
         self.load.add_(assigned_KE.sum(dim=0))
 
     @torch.no_grad()
     def update(self, load_E: Tensor) -> None:
         """Raise the bias of underloaded experts, lower that of overloaded experts, and reset all loads."""
-        # In integers, as E * mean - E * load, the sign of mean - load is the same on every rank.
+        # The integers E * mean - E * load have exact signs, which are the same on every rank.
         below_E = load_E.sum() - load_E * len(load_E)
         self.bias.add_(below_E.sign().to(self.bias.dtype), alpha=self.rate)
         self.load.zero_()
@@ -242,7 +242,7 @@ class BalanceBias(nn.Module):
 
 
 def update_biases(model: nn.Module) -> None:
-    """Update every layer's balance bias from the loads summed over the ranks of its topology. Collective.
+    """Update each layer's balance bias from the loads of all ranks of the layer's topology. Collective.
 
     The loads count all micro-batches since the previous call of this function. Custom training loops must
     call this function after every optimizer step. fairseq's tasks call this function automatically. The

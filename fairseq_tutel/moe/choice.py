@@ -29,14 +29,14 @@ from fairseq_tutel.moe.slots import MicroBatch
 class Chosen:
     """The experts that each token chose, with their weights, before slots are assigned."""
 
-    scores_TE: Tensor  # without gradient
+    scores_TE: Tensor  # the scores by which the experts were chosen
     probs_TE: Tensor  # as in `Routing`
     expert_ids_TK: Tensor  # int64, best first
     weights_TK: Tensor  # weights of all assignments
 
 
-# A function that returns new keys from keys_TE and logits_TE, without gradients. A token chooses the
-# experts with the K largest keys. A key of -inf excludes an expert.
+# A token chooses the experts with the K largest keys. A key of -inf excludes an expert. A way is a function
+# that returns new keys from keys_TE and logits_TE, without gradients.
 Way = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -77,7 +77,7 @@ def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
         weights_TK = scores_TE.gather(1, expert_ids_TK)
         weights_TK = normalized(weights_TK) if normalize else weights_TK
     return Chosen(
-        scores_TE=scores_TE.detach(), probs_TE=probs_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK
+        scores_TE=scores_TE, probs_TE=probs_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK
     )
 
 
@@ -99,7 +99,7 @@ def choose_from(
         and not ways_of(config, batch)
         and not is_hooked(gate)
         and not torch.is_autocast_enabled(x_TD.device.type)
-        and not torch.compiler.is_compiling()
+        and not torch.compiler.is_dynamo_compiling()
         and not isinstance(x_TD, FakeTensor)
     )
     if not can_fuse or not hasattr(ops := kernels.ops(config.backend, x_TD.device), "gate_backward"):
@@ -110,7 +110,7 @@ def choose_from(
         x_TD, gate.weight, batch.top_k, ops, normalize
     )
     chosen = Chosen(
-        scores_TE=probs_TE.detach(), probs_TE=probs_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK
+        scores_TE=probs_TE, probs_TE=probs_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK
     )
     return passed_TD, logits_TE, chosen
 
@@ -163,7 +163,7 @@ class _SoftmaxTopK(torch.autograd.Function):
 
 
 def rsample_keys(keys_TE: Tensor, logits_TE: Tensor, score_function: str) -> Tensor:
-    """Return random keys whose top-k samples experts by score without replacement (Kool et al. 2019)."""
+    """Return random keys. Their top-k samples experts by score without replacement (Kool et al. 2019)."""
     # In half precision, many random keys would be equal, which would favour experts with low IDs.
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     log_scores_TE = logits_TE if score_function == "softmax" else F.logsigmoid(logits_TE)

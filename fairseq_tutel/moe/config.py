@@ -1,7 +1,7 @@
 """The options of a MoE layer. Flags, hydra keys and docs/flags.md are made from `MoEConfig`.
 
 Options of a model change the result and are saved with the model. Options of a task change only the
-execution, so runs that load the same checkpoint may have different options of a task.
+execution, so they may differ between runs that load the same checkpoint.
 """
 
 import math
@@ -70,7 +70,7 @@ BALANCE_LOSSES = {
 }
 
 
-# Options that cannot be combined: an option, a test of its value, and the options that it then excludes.
+# If the test (second item) of an option's value is true, the option excludes the listed other options.
 EXCLUDED: tuple[tuple[str, Callable[["MoEConfig"], object], tuple[str, ...]], ...] = (
     (
         "--moe-choice experts",
@@ -101,7 +101,7 @@ class MoEConfig:
 
     # fmt: off
     prefix: ClassVar[str] = "moe_"  # prefix of the fields' names in fairseq's configuration
-    # Fields whose option has no `of` are set from other options of the fairseq model or from ModelConfig.
+    # Fields without `of` in their `option(…)` are set from other options of the model or from ModelConfig.
     model_dim: int = option(
         MISSING, rule=AT_LEAST_1, flag="--decoder-embed-dim / --encoder-embed-dim",
         help="D, the width of a token",
@@ -142,20 +142,20 @@ class MoEConfig:
     )
     drop_policy: str = capacity(
         "position", choices=("position", "bpr", "rts", "probability"),
-        help="which assignments get an expert's slots first: with position, those of earlier tokens; with "
-        "bpr, those of tokens with a larger best score; with rts, those of random tokens (in training); "
-        "with probability, those with a larger score",
+        help="which assignments get an expert's slots first; position: those of earlier tokens; bpr: those "
+        "of tokens with a larger best score; rts: those of random tokens (in training); probability: "
+        "those with a larger score",
     )
     choice: str = routing(
         "tokens", choices=("tokens", "experts"),
         help="tokens: each token chooses its experts; experts: each expert chooses the tokens with the "
-        "highest scores (expert choice), which is not for causal models",
+        "highest scores (expert choice; not for causal models)",
     )
     gate_type: str | type = routing(  # noqa: RUF009
         "linear", rule=GATES, or_class=True,
         help="type of the gate: linear; biased (linear with a bias per expert); cosine (cosine similarity "
         "of the projected token and one vector per expert); or a custom package.module.Class; several "
-        "types separated by commas give several gates for the same experts",
+        "types, separated by commas, give several gates for the same experts",
     )
     gate_index: int = routing(0, "index of the gate to use if a layer has several gates", rule=AT_LEAST_0)
     gate_projection_dim: int = routing(
@@ -170,8 +170,8 @@ class MoEConfig:
     )
     normalize_gate: str = routing(
         "before", choices=("before", "after", "none"),
-        help="whether a token's weights are divided by their sum (if top_k > 1) before assignments are "
-        "dropped, after assignments are dropped, or not at all (none)",
+        help="when a token's weights are divided by their sum (if top_k > 1): before or after assignments "
+        "are dropped; none: never",
     )
     routed_scaling_factor: float = routing(1.0, "factor for all weights after normalization", rule=POSITIVE)
     prescore: bool = routing(False, "multiply the experts' inputs, not their outputs, by the weights")
@@ -195,9 +195,9 @@ class MoEConfig:
     )
     second_expert_policy: str = routing(
         "all", choices=("all", "sampling", "random"),
-        help="choice of a token's second and later experts: all takes those with the best scores; "
-        "sampling samples by score in training; random takes those with the best scores, but training "
-        "keeps each with probability top_k * weight",
+        help="choice of a token's second and later experts; all: the experts with the best scores; "
+        "sampling: in training, experts sampled by score; random: as all, but training keeps each of these "
+        "experts with probability top_k * weight",
     )
     rsample: bool = routing(
         False,
@@ -219,7 +219,7 @@ class MoEConfig:
     gate_fp32: bool = option(True, "compute the gate and its softmax in fp32")
     balance_loss: str = balance(
         "gshard:1",
-        help="balance losses of a layer and their relative weights, as name:weight separated by commas, or "
+        help="balance losses of a layer and their relative weights: name:weight, separated by commas, or "
         f"none; the losses are {', '.join(f'{name} ({text})' for name, text in BALANCE_LOSSES.items())}",
     )
     balance_bias: bool = balance(
@@ -233,8 +233,8 @@ class MoEConfig:
     )
     expert_type: str | type = experts(  # noqa: RUF009
         "ffn", rule=one_of(EXPERT_TYPES, or_class=True), or_class=True,
-        help="ffn has two linear layers with an activation between them; glu is SwiGLU, W2 (silu(W1 x) * "
-        "W3 x); a custom package.module.Class is a torch module of one expert",
+        help="type of the experts; ffn: two linear layers with an activation between them; glu: SwiGLU, "
+        "W2 (silu(W1 x) * W3 x); package.module.Class: a custom torch module of one expert",
     )
     shared_experts: int = experts(
         0, rule=AT_LEAST_0, help="number of shared experts, which process every token",
@@ -254,8 +254,8 @@ class MoEConfig:
     )
     expert_grad_norm: str = experts(
         "world_size", flag="--moe-normalize-expert-grad", choices=("world_size", "sqrt_world_size"),
-        help="divisor of an expert's gradient, which is summed over all ranks: world_size, as for other "
-        "parameters, or sqrt_world_size, the square root of the number of ranks",
+        help="divisor of an expert's gradient, which is summed over all ranks; world_size: the number of "
+        "ranks, as for other parameters; sqrt_world_size: the square root of this number",
     )
     activation: str = option(
         "relu", rule=one_of(ACTIVATIONS), flag="--activation-fn",
@@ -272,8 +272,8 @@ class MoEConfig:
     )
     backend: str = kernels(
         "auto", choices=("auto", "reference", "triton"),
-        help="kernels for routing, dispatch, experts and combine: auto uses triton on a GPU if Triton is "
-        "installed, otherwise reference, which is plain torch",
+        help="kernels for routing, dispatch, experts and combine; reference: plain torch; triton: Triton; "
+        "auto: Triton on a GPU if Triton is installed, otherwise plain torch",
     )
     recompute_experts: bool = memory(
         False,
@@ -281,24 +281,24 @@ class MoEConfig:
     )
     fp32_products: str = kernels(
         "torch", choices=("torch", "tf32x3"),
-        help="matrix products of fp32 experts on a GPU: torch uses torch's TF32 setting, which is off by "
-        "default; tf32x3 computes a product as three TF32 products on tensor cores, with a precision of "
+        help="matrix products of fp32 experts on a GPU; torch: with torch's TF32 setting, which is off by "
+        "default; tf32x3: three TF32 products on tensor cores for each product, with a precision of "
         "about 22 bits instead of 24, on NVIDIA GPUs with Triton kernels",
     )
     exchange: str = communication(
         "ragged", choices=("ragged", "padded"),
-        help="rows that an all-to-all sends: ragged sends only rows of assignments that have a slot; "
-        "padded sends buffers of equal size to all ranks",
+        help="what an all-to-all sends; ragged: only rows of assignments that have a slot; padded: buffers "
+        "of equal size to all ranks",
     )
     a2a_algorithm: str = communication(
         "linear", rule=ALGORITHM,
-        help="all-to-all algorithm: linear sends from every rank to every other rank; 2dh sends first "
-        "within the node, then between nodes; auto is linear or 2dh, whichever the cost model predicts to "
-        "be faster; plan:NAME runs a collective plan of --moe-collective-plans",
+        help="all-to-all algorithm; linear: every rank sends to every other rank; 2dh: ranks send first "
+        "within the node, then between nodes; auto: linear or 2dh, whichever the cost model predicts to "
+        "be faster; plan:NAME: a collective plan of --moe-collective-plans",
     )
     a2a_dtype: str = communication(
         "same", choices=("same", "bf16", "fp8"),
-        help="transfer dtype of rows in the all-to-all: same sends rows in their dtype; bf16 and fp8 (one "
+        help="transfer dtype of rows in the all-to-all; same: the dtype of the rows; bf16 and fp8 (one "
         "scale per row) lose precision",
     )
     a2a_ffn_overlap_degree: int = communication(
@@ -308,14 +308,14 @@ class MoEConfig:
     )
     parallel_type: str = parallelism(
         "adaptive:1", rule=PARALLEL_TYPE,
-        help="name for a value of --moe-adaptive-r: adaptive:r is r; data is 1; model is the number of "
-        "ranks per expert; auto measures values during training and keeps the fastest",
+        help="name for a value of --moe-adaptive-r; adaptive:r: the number r; data: 1; model: the number "
+        "of ranks per expert; auto: the fastest value, measured during training",
     )
     adaptive_r: int = parallelism(
         -1, rule=whole(-1, MILLION),
         help="number of ranks to which each row is sent; each of these ranks computes a part of the "
-        "expert's hidden dimension; 0 sends no row and gathers all experts on every rank; other values "
-        "must divide the number of ranks per expert; -1 uses --moe-parallel-type",
+        "expert's hidden dimension; 0: no row is sent, and every rank gathers all experts; other values "
+        "must divide the number of ranks per expert; -1: --moe-parallel-type gives the number",
     )
     adaptive: str = parallelism(
         "off", choices=("off", "auto"),

@@ -47,7 +47,7 @@ class DecodeRouting(Routing):
 
     @cached_property
     def complete(self) -> Routing:
-        """The routing of the few tokens with all fields computed."""
+        """The routing with all fields computed."""
         return self.__dict__["place"]()
 
     slots_TK = _later("slots_TK")

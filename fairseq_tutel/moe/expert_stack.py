@@ -35,8 +35,8 @@ class Weights:
         """Return the experts' weights by name, and the groups of rows of these experts.
 
         A subclass may omit experts without rows. The tensors [n, ...] and groups are then those of the n
-        other experts, in ascending order. The experts' forward calls this method only after its pre-hooks,
-        because pre-hooks of torch.nn.utils.prune compute the tensors.
+        experts with rows, in ascending order. The experts' forward calls this method only after its
+        pre-hooks, because pre-hooks of torch.nn.utils.prune compute the tensors.
         """
         if self._tensors is not None:
             return self._tensors, groups
@@ -66,7 +66,7 @@ class ExpertStack(nn.Module):
     # For each stacked tensor, the dimension that is split into expert shards. If empty, experts cannot be
     # split.
     slice_dims: ClassVar[dict[str, int]] = {}
-    # Biases that are added to outputs. A shard is a part of the last dimension; zeros replace other parts.
+    # Biases of outputs. A shard is a part of the last dimension, and is padded with zeros before the sum.
     added: ClassVar[tuple[str, ...]] = ()
     # Whether `run` also accepts quantized matrices instead of tensors.
     takes_quantized: ClassVar[bool] = False
@@ -111,7 +111,7 @@ class ExpertStack(nn.Module):
         self._compute_device = torch.device("cpu")
 
     def take_sources(self) -> Mapping[str, Any]:
-        """Return, by name, the tensors of all experts that were loaded after `load_later`; release them."""
+        """Return and release the tensors [E, ...], by name, that were loaded after `load_later`."""
         sources, self._sources = self._sources, {}
         return sources or {}
 
@@ -142,7 +142,7 @@ class ExpertStack(nn.Module):
 
     @property
     def can_fuse(self) -> bool:
-        """Whether `run_fused` can replace dispatch, `forward` and combine as separate steps."""
+        """Whether `run_fused` can replace the separate steps dispatch, `forward` and combine."""
         return self.is_one_node and not is_hooked(self)
 
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
@@ -162,7 +162,7 @@ class ExpertStack(nn.Module):
         Args:
             rows_RD: the rows, without unused rows.
             groups: the number of rows of each expert.
-            to_expert_R: int64, the index in `rows_RD` of each row in the order of the experts.
+            to_expert_R: int64, the row numbers of `rows_RD` in the order of the rows' experts.
             to_row_R: int64, the inverse of `to_expert_R`.
             weights: as in `forward`.
         """
@@ -215,7 +215,7 @@ class ExpertStack(nn.Module):
             if is_cut and name in names:
                 mark_slice(parameter, self.slice_of(name))
 
-    # A move from the meta device, a copy or a state dict may replace parameters; mark the new parameters.
+    # Moving from the meta device, copying and loading may replace parameters, so the new ones are marked.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if self._compute_device is None:
@@ -302,9 +302,9 @@ class ExpertStack(nn.Module):
         self.mark()
 
     def _take(self, name: str, tensor: Tensor) -> nn.Parameter:
-        """Register a tensor loaded from a state dict as a parameter and return the parameter."""
+        """Register a loaded tensor as the parameter `name`, and return the parameter."""
         old: nn.Parameter = getattr(self, name)
-        if tensor.untyped_storage().nbytes() > tensor.nbytes:  # otherwise the whole storage stays in memory
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:  # without a copy, all of it stays in memory
             tensor = tensor.clone()
         taken = nn.Parameter(tensor.to(old.dtype), requires_grad=old.requires_grad)
         self.register_parameter(name, taken)

@@ -93,8 +93,8 @@ class MoELayer(nn.Module):
         seed: seed of the layer's generators. None draws a seed from torch's global generator, which must
             then have the same seed on every rank.
         name: gives layers with the same seed different parameters.
-        gate_configs: the configuration of each gate, if the layer has several gates. They may differ only
-            in options that apply before dispatch. None builds a gate for every name in `config.gate_type`.
+        gate_configs: the configuration of each gate, if the layer has several gates. Only options that
+            apply before dispatch may differ. None builds a gate for every name in `config.gate_type`.
         gates: existing gates, one for each configuration; built-in gates are initialized again from `seed`.
         experts: existing experts in place of new experts; they are initialized again from `seed`.
 
@@ -243,12 +243,12 @@ class MoELayer(nn.Module):
     def apply_routing(self, x_TD: Tensor, routing: Routing, local: bool = False) -> Tensor:
         """Send every token through its experts and return the outputs [T, D]. Collective across ranks.
 
-        If `local` is set, each rank processes all its rows with this rank's experts, and sends no rows. All
-        ranks must pass the same value.
+        If `local` is set, each rank runs its own experts on all its rows, and sends no rows. All ranks must
+        pass the same value.
         """
         experts, gate = self.experts, routing.gate
         if gate is not None and gate.passed_TD is not None and gate.x_TD is x_TD:
-            x_TD = gate.passed_TD  # so that the gate's backward also adds the experts' gradient of x
+            x_TD = gate.passed_TD  # the gate's backward adds its gradient of x to that of the experts
         if not torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(experts.dtype)
         dispatcher = OwnExperts(experts, self.config) if local else self.dispatcher

@@ -1,8 +1,8 @@
 """The table `METRICS` defines the routing metrics for logs and docs.
 
-A metric is the mean of a sum over tokens (`Routing.sums`), or a function of assignment counts. It is
-computed once per micro-batch for all layers. No metric is read on the host. Shapes use T for tokens, E for
-experts, K for top_k, L for layers, S for a layer's token sums and N for a layer's metrics.
+A metric is computed from sums over tokens (`Routing.sums`) or from assignment counts, once per micro-batch
+for all layers. No metric is read on the host. Shapes use T for tokens, E for experts, K for top_k, L for
+layers, S for a layer's token sums and N for a layer's metrics.
 """
 
 import math
@@ -23,10 +23,10 @@ class RoutingCounts(NamedTuple):
     `Metric.of_counts` gets all fields stacked for L layers with equal K and E, with counts in fp32.
     """
 
-    num_tokens: Tensor  # The number [] int64 of tokens except padding.
-    assigned_KE: Tensor  # The number (int64) of assignments of each choice to each expert, before dropping.
-    kept_E: Tensor  # For each expert, the number (int64) of assignments that are not dropped.
-    dropped_K: Tensor  # For each choice, the number (int64) of dropped assignments.
+    num_tokens: Tensor  # [] int64, the number of tokens except padding.
+    assigned_KE: Tensor  # int64, the number of assignments of each choice to each expert, before dropping.
+    kept_E: Tensor  # int64, each expert's number of assignments that are not dropped.
+    dropped_K: Tensor  # int64, each choice's number of dropped assignments.
     sums_S: Tensor  # The sums over tokens of the metrics without `of_counts`, in the order of `METRICS`.
 
     @property
@@ -46,8 +46,8 @@ class Metric:
 
     name: str  # The metric's key in the log. A choice's number (from 1) replaces {} in the key.
     help: str  # The metric's meaning in the docs.
-    # A function that returns the metric of L layers, [L] or [L, K]. If None, the metric is the mean over
-    # tokens of the next one or K sums in `RoutingCounts.sums_S`.
+    # A function that returns the metric of L layers, [L] or [L, K]. If None, the metric is the next sum (or
+    # K sums, one per choice) in `RoutingCounts.sums_S`, divided by the number of tokens.
     of_counts: Callable[[RoutingCounts], Tensor] | None = None
     # The key under which the JSON log has a list with the metric's value for every layer. If the key is
     # empty, the log has no list.

@@ -1,7 +1,7 @@
 """Routing: computes the experts, slots and rows of every token from the gate's logits.
 
-T tokens, E experts, K top_k, C capacity, R rows. A row is a row of the buffer that is sorted by expert. A
-row has source t * K + j if it belongs to choice j of token t.
+T tokens, E experts, K top_k, C capacity, R rows of a buffer that is sorted by expert. A row has source
+t * K + j if it belongs to choice j of token t.
 """
 
 from dataclasses import dataclass, replace
@@ -265,8 +265,8 @@ def route(
         capacity_factor: f > 0 limits each expert to K * ceil(f * T / E) slots; 0 drops nothing.
         training: whether options that draw random numbers, such as `rsample`, have an effect.
         real_T: bool, False for padding; None if there is no padding.
-        time_first: (time, batch) if token t is (t // batch, t % batch); None if slots are assigned in
-            the order of tokens.
+        time_first: (time, batch) if token t is (t // batch, t % batch); None to assign slots in the
+            order of tokens.
         bias_E: fp32, added to the scores only to choose experts.
         rules: other routing fields of `MoEConfig`, such as drop_policy="bpr".
 

@@ -75,7 +75,7 @@ class MicroBatch:
 
 
 def evaluates_as_in_training(config: MoEConfig) -> bool:
-    """Whether evaluation uses the training capacity, by an option or because experts choose tokens."""
+    """Return whether evaluation uses the training capacity, as an option or expert choice demands."""
     fraction = config.eval_capacity_token_fraction
     unset = fraction == 0 and config.eval_capacity_factor == 0
     return fraction < 0 or (config.choice == "experts" and unset)
@@ -178,7 +178,7 @@ def place_assignments(
 
     Args:
         expert_ids_TK: int64, the chosen experts.
-        scores_TE: detached, the experts' scores, which order assignments in some drop policies.
+        scores_TE: the experts' scores, which order assignments in some drop policies.
         requested_TK: bool, False for assignments to leave out; None leaves out no assignment. Padding is
             always left out.
         num_tokens: [] int64, the number of tokens without padding; None if there is no capacity limit.
@@ -195,6 +195,6 @@ def place_assignments(
     if limit is not None and config.drop_policy != "position":
         position_T = sentence_order(length, time_first, scores_TE.device)
         order = DROP_POLICIES[config.drop_policy]
-        order_N, time_first = order(scores_TE, expert_ids_TK, position_T, batch.training), None
+        order_N, time_first = order(scores_TE.detach(), expert_ids_TK, position_T, batch.training), None
     ops = kernels.ops(config.backend, scores_TE.device)
     return ops.assign_rows(expert_ids_TK, num_experts, asked_TK, order_N, time_first, limit)

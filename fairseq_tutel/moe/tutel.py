@@ -175,7 +175,7 @@ class TutelMoELayer(nn.Module):
     def _topology(
         self, experts: Mapping[str, Any], model_dim: int, group: dist.ProcessGroup | None, use_2dh: bool
     ) -> Topology:
-        """Return the topology. n ranks that share an expert hold shards of it if n divides its widths."""
+        """Return the topology. Experts are split if the number of ranks per expert divides their widths."""
         widths = [experts.get("hidden_size_per_expert", 0), *[model_dim] * (experts["type"] == "ffn")]
         shared = self.sharded_count > 1 and experts["type"] in EXPERT_KEYS
         sliced = shared and not any(width % self.sharded_count for width in widths)

@@ -25,9 +25,9 @@ from fairseq_tutel.parallel.strategy import ALGORITHMS, Strategy
 logger = logging.getLogger(__name__)
 
 # A bucket is a range of expert capacities for which the tuner chooses one strategy.
-WIDENING = 0.25  # The least width of a bucket, relative to its lower end.
+WIDENING = 0.25  # A bucket's width is at least this fraction of its lower end.
 WARM_UPDATES = 2  # Update 1 allocates optimizer state. Update 2 measures peak memory.
-WINDOW = 128  # The least width of a bucket, in slots of an expert.
+WINDOW = 128  # A bucket's width is at least this number of slots of an expert.
 
 
 class UpdateTuner:
@@ -129,7 +129,7 @@ class UpdateTuner:
         self._tokens += num_tokens
 
     def end(self) -> None:
-        """Record the time at which the training update ends; the last of several calls counts."""
+        """Measure the time since `begin`. After several calls, the time of the last call counts."""
         if self._tuner is None:
             self._free = _free_bytes(self._device())
         if self._is_timed:

@@ -15,7 +15,7 @@ import functools
 import importlib
 import sys
 
-# Names of mallopt's parameters, as in glibc's malloc.h.
+# The parameters of mallopt have these numbers in glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 GIB, MIB = 2**30, 2**20
 THRESHOLDS = {M_MMAP_THRESHOLD: GIB, M_TRIM_THRESHOLD: 2 * GIB - 1, M_TOP_PAD: 64 * MIB}
@@ -62,8 +62,8 @@ def keep_freed_memory() -> bool:
     """Configure glibc to keep freed host memory in the process; return whether glibc accepts the settings.
 
     On a machine with a GPU, the function changes nothing. By default glibc returns the memory of a large
-    tensor, such as a gradient of stacked experts, to the system when the tensor is freed. Each training
-    step would then map the memory of the next large tensor again, and fill this memory with zeros.
+    tensor, such as a gradient of stacked experts, to the system when the tensor is freed. In each
+    training step, the system would then map memory again, and fill this memory with zeros.
 
     Example:
         >>> kept = ft.keep_freed_memory()  # once, at the start of a program

@@ -41,7 +41,7 @@ def log_experts(layers: Sequence[MoELayer], kernels: tuple[str, str]) -> None:
 
 
 def log_size(model: nn.Module) -> None:
-    """Log the number of a model's parameters on all ranks."""
+    """Log the numbers that `sizes` returns; they include the experts of all ranks."""
     logger.info(
         "parameters on all ranks: %s, active per token: %s, of experts: %s",
         *(f"{number:,}" for number in sizes(model)),

@@ -22,7 +22,7 @@ class EnsembleConfig:
     )
     ensemble_share_keep: float = of_model(
         0.7,
-        "fraction of every other member's features that is added to a member's features: a random mask in "
+        "fraction of the other members' features that is added to a member's features: a random mask in "
         "training, a constant factor in evaluation",
         rule=(lambda v: 0 < v <= 1, "give a number above 0, at most 1"),
     )

@@ -1,8 +1,8 @@
 """Replaces the FFN of a stock fairseq transformer layer by experts.
 
-After fairseq builds the stock model, a MoEFeedForward replaces fc1 of each chosen layer, and identities
-replace the other modules of the FFN. The forward method of the stock layer is unchanged. Shape suffixes are
-T (tokens) and D (model_dim).
+After fairseq builds the stock model, a MoEFeedForward replaces fc1 of each chosen layer, and identity
+functions replace the rest of the FFN. The forward method of the stock layer is unchanged. Shape suffixes
+are T (tokens) and D (model_dim).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -71,7 +71,7 @@ class Context:
         self.coefficients: Coefficients = {}
 
     def begin_step(self, is_dummy: bool = False, update: int = 0) -> None:
-        """Begin a training step in an update; `is_dummy` marks the step's batches as dummy batches."""
+        """Begin a training step of update number `update`; `is_dummy` is true for dummy batches."""
         self.is_dummy, self._update = is_dummy, update
 
     def keeps_rows(self, layer: "MoEFeedForward") -> bool:
@@ -146,7 +146,7 @@ class MoEFeedForward(MoELayer):
         self._generates = False
 
     def become_member(self, number: int, seed: int | None) -> None:
-        """Make this layer part of ensemble member `number`; with a seed, initialize the experts again."""
+        """Make this layer part of ensemble member `number`; with a seed, initialize the layer again."""
         self.name, self.label = f"members.{number}.{self.name}", f"member{number}_{self.label}"
         if seed is not None:
             self.reset_parameters(seed, self.name)

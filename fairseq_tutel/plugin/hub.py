@@ -34,8 +34,8 @@ def from_checkpoint(
         data: the folder with the dictionaries; by default the data folder of the training run, or else the
             folder of the checkpoint.
         device: the device of the model; by default a GPU if there is one.
-        dtype: the dtype of the weights. torch.int8 stands for --moe-inference-dtype int8: bf16, with the
-            linear layers of the decoder in int8.
+        dtype: the dtype of the weights. torch.int8 acts as `--moe-inference-dtype int8`: the decoder's
+            linear layers are in int8, and all other weights in bf16.
         options: replace saved options of the task, model or run, such as moe_expert_store="pregated" or
             user_dir. The options may also set bpe="sentencepiece" or tokenizer="moses" and options of the
             BPE or tokenizer, whose files are found next to the checkpoint.
@@ -92,8 +92,8 @@ def files_of(path: str | Path, name: str = "path") -> list[Path]:
 def data_folder(given: str | Path | None, trained: str, beside: Path) -> Path:
     """Return the folder with the dictionaries: the user's `given`, else `trained`, else `beside`.
 
-    `trained` lists the data folders of the training run, joined by `:`. It is used only if its first folder
-    has dictionaries. `beside` is the folder of the checkpoint.
+    `trained` lists the data folders of the training run, joined by `:`. The first of these folders is used
+    if it has dictionaries. `beside` is the folder of the checkpoint.
     """
     if given is not None:
         if not Path(given).is_dir():

@@ -1,4 +1,4 @@
-"""Opens checkpoints with fairseq's hub, and extends its interfaces for several languages and for images."""
+"""Opens checkpoints with fairseq's hub, and adds hub interfaces for several languages and for images."""
 
 import os
 import threading
@@ -28,7 +28,7 @@ from fairseq_tutel.vision.images import decoded, fitted, normalized, tensor_of
 
 # For each value of --moe-inference-dtype, the `dtype` argument that has the same effect.
 INFERENCE_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
-# Minimum of max_tokens (fairseq-generate's default), because a sentence may exceed training's max_tokens.
+# The minimum of max_tokens, as in fairseq-generate: a sentence may exceed training's max_tokens.
 MAX_TOKENS = 12000
 # Options of GPT-2's BPE, each with the name of its file next to a checkpoint. For every other BPE, fairseq
 # finds the files itself.
@@ -123,7 +123,7 @@ def _interface(cfg: Any, task: Any, models: Sequence[Any]) -> nn.Module:
 
 
 class Words:
-    """Replaces the BPE of a model without BPE: a text consists of words separated by spaces."""
+    """Stands in for a BPE if a model has none: a text consists of words separated by spaces."""
 
     def encode(self, text: str) -> str:
         """Return a text without changing it."""
@@ -236,7 +236,7 @@ class ImageClassification(nn.Module):
         """Return the `topk` most probable classes of each image, as pairs (name, probability).
 
         Args:
-            images: a file or a uint8 array [h, w] or [h, w, C], or a sequence of files and arrays.
+            images: a file, a uint8 array [height, width] or [height, width, channels], or a list of these.
             topk: the number of classes to return for an image.
 
         Raises:
@@ -248,7 +248,7 @@ class ImageClassification(nn.Module):
             return self.classify([images], topk)[0]
         names, like = self.task.class_names, next(self.parameters())
         found = []
-        # Images are classified one at a time, because their sizes and their number vary.
+        # Images are classified one at a time, so that any number of images fits into memory.
         for image in images:
             x_1CHW = self._normalised(image)[None].to(like)
             with torch.no_grad(), self.lock:

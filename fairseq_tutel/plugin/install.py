@@ -66,7 +66,7 @@ class MoEModelMixin:
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the flags of the MoE model, and add `SystemOptions` to tasks that were registered late."""
+        """Add the flags of the MoE model, and add `SystemOptions` to tasks without them."""
         give_system_options()
         super().add_args(parser)  # type: ignore[misc]
 
@@ -260,7 +260,7 @@ def _pregate_stacks(model: nn.Module, ahead: int, sides: str) -> None:
 
 def _watch_micro_batches(model: nn.Module) -> None:
     """Register hooks that begin a new micro-batch in the MoE layers at each call of the model."""
-    # A copy of the model also copies this partial function, so the copy's hook has the copied layers.
+    # Copying a model also copies this partial function, so the copy's hook has the copied layers.
     for part in models_of(model).values():
         part.register_forward_pre_hook(functools.partial(_begin_micro_batch, moe_layers(part)))
 
@@ -273,7 +273,7 @@ def _begin_micro_batch(layers: Sequence[MoEFeedForward], *_: Any) -> None:
 def refuse_options(cfg: Any) -> None:
     """Raise an error if the configuration has model options that experts do not support.
 
-    Unsupported options are refused before fairseq builds the stock model.
+    The function is called before fairseq builds the stock model.
     """
     for key, reason in REFUSED_MODEL_OPTIONS.items():
         value = option(cfg, key)

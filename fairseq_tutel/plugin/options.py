@@ -58,8 +58,8 @@ class ModelConfig:
     )
     moe_pregate: int = routing(
         0, unit="MoE layers", rule=whole(0, unit="MoE layers"),
-        help="pre-gating: distance from a MoE layer to the earlier MoE layer whose input its gate reads, "
-        "so that experts can be fetched early; the gates of the first MoE layers read their own layer's "
+        help="pre-gating: a gate reads the input of the MoE layer that is this many MoE layers earlier, so "
+        "that experts can be fetched early; the gates of the first MoE layers read their own layer's "
         "input; 0: off",
     )
     moe_local_drop: float = routing(
@@ -91,11 +91,11 @@ class SidesConfig:
     # fmt: off
     encoder_moe_freq: int = experts(
         -1, unit="layers", rule=SIDE_FREQ,
-        help="--moe-freq of the encoder; 0: no MoE layer in the encoder; -1: the value of --moe-freq",
+        help="--moe-freq of the encoder; -1: the value of --moe-freq",
     )
     decoder_moe_freq: int = experts(
         -1, unit="layers", rule=SIDE_FREQ,
-        help="--moe-freq of the decoder; 0: no MoE layer in the decoder; -1: the value of --moe-freq",
+        help="--moe-freq of the decoder; -1: the value of --moe-freq",
     )
     moe_pregate_sides: str = routing(
         "both", choices=("both", "encoder", "decoder"),
@@ -106,7 +106,7 @@ class SidesConfig:
 
 @dataclass(frozen=True)
 class CriterionConfig:
-    """Options for how a criterion uses the balance losses; model options choose the losses."""
+    """Options that set how a criterion combines and weighs the balance loss and the budget loss."""
 
     # fmt: off
     moe_gate_loss_wt: float = balance(
@@ -120,7 +120,7 @@ class CriterionConfig:
     )
     moe_gate_loss_transform: str = balance(
         "none", of="criterion", choices=("none", "neg_log"),
-        help="transform of the combined balance loss x: neg_log gives -log(x), none gives x",
+        help="transform of the combined balance loss x; neg_log: -log(x); none: x",
     )
     cmr_gate_loss_wt: float = balance(
         0.0, of="criterion", rule=NOT_NEGATIVE,

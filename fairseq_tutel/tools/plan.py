@@ -44,7 +44,7 @@ def add_to(tools: Any) -> None:
     zero = "value of --moe-zero-stage: 1 shards the optimizer state, 2 also shards gradients [0]"
     dense = "number of parameters outside of experts [attention: 4 x layers x model-dim squared]"
     for flag, kind, metavar, text in (
-        ("--machine", Path, "FILE", "JSON file of a hardware profile, such as --output, instead of --gpu"),
+        ("--machine", Path, "FILE", "hardware profile that an earlier --output wrote, instead of --gpu"),
         ("--inter-gb-s", above_0, "X", "bandwidth of a rank's link to other nodes, in GB/s"),
         ("--dense-parameters", at_least(0), "N", dense),
     ):

@@ -21,7 +21,7 @@ from fairseq_tutel.tools.parser import add_output
 SHOWN = 4
 CHECK = """plan-check: check a collective plan and predict its time.
 
-The predicted time is the sum of each round's time on its slowest link, and of each hop's latency.
+The predicted time is the latency of the longest chain of signals, plus the rounds' times on slowest links.
 Details: docs/plans.md.
 """
 USUAL = """plans: write the usual collective plans of N ranks into a folder, for --moe-collective-plans.
@@ -38,7 +38,7 @@ def add_to(tools: Any) -> None:
     parser.add_argument("plan", metavar="PLAN", help=text)
     text = "bytes of a rank's input, for the predicted time [1048576]"
     parser.add_argument("--bytes", type=at_least(1), default=1 << 20, metavar="N", help=text)
-    text = "latency of a hop from rank to rank, in microseconds [10]"
+    text = "latency of a message between ranks, in microseconds [10]"
     parser.add_argument("--alpha-us", type=above_0, default=10.0, metavar="X", help=text)
     text = "bandwidth of each link, in GB/s [10]"
     parser.add_argument("--gb-s", type=above_0, default=10.0, metavar="X", help=text)

@@ -66,7 +66,7 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(ranks, saved_on, loaded_o
 
 def gather_moments(parallel: int) -> Tensor | None:
     topology = make_topology([4], parallel)
-    # The row of a local expert has its global ID and the number of this rank's EP replica.
+    # Each row has a local expert's global ID and the number of this rank's EP replica.
     held = [[float(e), dist.get_rank() // topology.expert_parallel_size] for e in topology.local_experts(4)]
     return gather_to_first(torch.tensor(held), topology)
 
@@ -79,7 +79,7 @@ def test_rank_0_gathers_expert_tensors_from_its_ep_group_in_the_order_of_global_
 
 
 def gather_in_pieces(parallel: int, limit: int) -> tuple[dict[str, Tensor], int]:
-    """Save with a limit of gathered bytes; return the state dict and the most bytes gathered at once."""
+    """Save with at most `limit` bytes per gather; return the state dict and the most bytes of a gather."""
     stock, largest = dist.gather, [0]
 
     def gather(tensor: Tensor, parts: list[Tensor] | None, **where: Any) -> None:
@@ -122,7 +122,7 @@ def test_a_missing_or_incomplete_checkpoint_file_of_another_rank_raises_an_error
         checkpoint.records_of([checkpoint.Written(sizes={"a": 3})], tmp_path)
 
 
-def test_a_save_that_lacks_an_expert_tensor_raises_an_error(tmp_path):
+def test_a_save_that_lacks_a_piece_of_an_expert_tensor_raises_an_error(tmp_path):
     written = checkpoint.CopiedExperts(model(None), Topology(), states).write(tmp_path, lambda: None)
     stack, pieces = next(iter(written.pieces.items()))
     written.pieces[stack] = dict(list(pieces.items())[1:])

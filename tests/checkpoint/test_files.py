@@ -1,4 +1,4 @@
-"""In files of torch.save, a changed bit is detected, and a failed write keeps the old file."""
+"""A flipped bit that changes a tensor is detected, and a failed write keeps the old checkpoint file."""
 
 import errno
 import os

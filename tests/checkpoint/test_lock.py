@@ -23,7 +23,7 @@ with locked(sys.argv[1]):
 
 
 @pytest.mark.parametrize("end", ["kill", "close"])
-def test_a_folder_is_locked_until_its_process_ends(tmp_path, end):
+def test_a_folder_stays_locked_until_the_locking_process_ends(tmp_path, end):
     folder = str(tmp_path / "save")
     command = [sys.executable, "-c", HOLD, folder]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

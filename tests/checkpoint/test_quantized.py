@@ -1,4 +1,4 @@
-"""Quantized experts have a rounding error of at most half a step, and can be read like other experts."""
+"""The tests check the rounding errors of quantized experts, and read quantized checkpoints."""
 
 import json
 
@@ -18,7 +18,7 @@ BITS = {"bf16": 16, "int8": 8, "int4": 4}
 
 @pytest.mark.parametrize("expert_dtype", EXPERT_DTYPES)
 @pytest.mark.parametrize("shape", [(5, 8), (3, 7), (2, 3, 1), (0, 4)])
-def test_the_rounding_errors_of_quantized_weights_are_at_most_half_a_step(expert_dtype, shape):
+def test_rounding_errors_of_quantized_weights_are_at_most_half_a_quantization_step(expert_dtype, shape):
     values = torch.randn(shape) * torch.logspace(-3, 3, shape[-1])
     values[:1] = 0
     form = Quantized(expert_dtype, shape, torch.float32)
@@ -30,7 +30,7 @@ def test_the_rounding_errors_of_quantized_weights_are_at_most_half_a_step(expert
         steps = values.abs().amax(-1, keepdim=True) / LARGEST[expert_dtype]
     assert torch.all((got - values).abs() <= steps * 0.5001)
     assert not got[:1].signbit().any()  # The sign of 0 is positive.
-    assert torch.equal(form.dequantize(form.quantize(got)), got)  # Rounding again changes nothing.
+    assert torch.equal(form.dequantize(form.quantize(got)), got)  # Quantizing again changes nothing.
     of_half = Quantized(expert_dtype, shape, torch.float16)
     assert torch.equal(of_half.dequantize(stored), got.half())
 
@@ -82,7 +82,7 @@ def test_int4_in_groups_uses_the_better_of_two_scales_in_each_group():
             torch.testing.assert_close(got[row, : len(best)], best, rtol=0, atol=0)
             got[row] = got[row].roll(-64)
     again = form.dequantize(stored)
-    assert torch.equal(form.dequantize(form.quantize(again)), again)  # Rounding again changes nothing.
+    assert torch.equal(form.dequantize(form.quantize(again)), again)  # Quantizing again changes nothing.
     half = Quantized("int4", (128, 192), torch.float16)
     assert torch.equal(half.dequantize(stored), again.half())
 

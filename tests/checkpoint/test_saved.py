@@ -34,7 +34,7 @@ def test_saved_experts_are_found_by_their_global_ids(keep_shards, path, tmp_path
     assert all(torch.equal(written[key], expected[key]) for key in expected)
 
 
-def test_tensor_names_and_options_can_be_edited_in_both_configuration_formats(path):
+def test_model_name_and_options_can_be_edited_in_both_configuration_formats(path):
     new = SavedModel.open(path)
     flat = argparse.Namespace(arch="moe_transformer_lm", task="moe_language_modeling", moe_top_k=2)
     old = SavedModel({**new.state, "args": flat, "cfg": None})
@@ -46,12 +46,12 @@ def test_tensor_names_and_options_can_be_edited_in_both_configuration_formats(pa
         assert "moe_top_k" not in saved.options
 
 
-def test_a_checkpoint_for_a_new_run_has_no_training_state_but_keeps_the_history(path):
+def test_a_checkpoint_for_a_new_run_has_the_optimizer_history_but_no_optimizer_state(path):
     saved = SavedModel.open(path)
     saved.restart()
     assert "last_optimizer_state" not in saved.state
     assert saved.state["optimizer_history"] == [{"num_updates": 9}]
-    (place,) = saved.state["extra_state"].values()  # A new run starts without averages and meters.
+    (place,) = saved.state["extra_state"].values()  # The only entry is the data position.
     assert place["epoch"] == 1
 
 

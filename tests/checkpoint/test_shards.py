@@ -184,7 +184,7 @@ def test_a_recent_expert_folder_of_another_process_is_kept_for_an_hour(tmp_path,
     assert held(tmp_path) == [own]
 
 
-def test_an_expert_folder_is_deleted_at_once_if_this_process_saw_its_checkpoint(tmp_path, monkeypatch):
+def test_an_expert_folder_is_deleted_at_once_if_this_process_read_its_checkpoint(tmp_path, monkeypatch):
     save(tmp_path, "checkpoint1.pt", "one")
     forget(monkeypatch)
     second = save(tmp_path, "checkpoint2.pt", "two")
@@ -257,7 +257,7 @@ def test_a_shard_file_is_flushed_and_has_the_permissions_of_its_folder(tmp_path,
         assert path.stat().st_mode & 0o777 == mode & 0o666
 
 
-def test_cleanup_keeps_links_and_folders_that_are_not_expert_folders(tmp_path):
+def test_cleanup_ignores_linked_folders_and_folders_with_other_names(tmp_path):
     (tmp_path / "experts" / "mine").mkdir(parents=True)
     folders.collect(tmp_path)
     assert (tmp_path / "experts" / "mine").is_dir()
@@ -269,7 +269,7 @@ def test_cleanup_keeps_links_and_folders_that_are_not_expert_folders(tmp_path):
     assert held(tmp_path / "a") == [there]
 
 
-def test_a_link_to_a_sharded_checkpoint_finds_the_shard_files(tmp_path):
+def test_a_sharded_checkpoint_can_be_loaded_through_a_link(tmp_path):
     whole = torch.randn(3, 4)
     torch.save({"a": write(tmp_path, whole, Slice()).record()}, tmp_path / "checkpoint.pt")
     link = tmp_path / "elsewhere" / "latest.pt"

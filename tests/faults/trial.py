@@ -23,7 +23,7 @@ SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # another number of ranks changes the order of sums
 SAVED = re.compile(r"Saved checkpoint \S+ \(epoch \d+ @ (\d+) updates|; update (\d+) is saved in")
 LAST_LINE = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|error)\b.*$", re.M)
-# A regular expression that matches every clear error message.
+# A regular expression that matches the error messages with which a rank may end.
 CLEAR = re.compile(
     r"rank \d+ (could not|ends, because)|ranks? [\d, -]+ did not reach|an injected fault|which is corrupt"
     r"|became NaN or infinite at update \d+|could not be written|no file can be written|files are missing"
@@ -144,7 +144,7 @@ def carry_out(trial: Trial, data: Path, folder: Path, undisturbed: Any) -> None:
 
 
 def check_end(trial: Trial, job: Job) -> None:
-    """Assert that exit codes are as expected, and that each surviving rank logged a clear error."""
+    """Assert that exit codes are as expected, and that the error of each surviving rank matches `CLEAR`."""
     if trial.outcome == "continued":
         assert not any(job.codes), job.text[-2000:]
         return

@@ -1,4 +1,4 @@
-"""Experts in a store give the outputs of experts in memory, and the numbers of fetches equal formulas."""
+"""The tests compare experts in a store with experts in memory, and count the fetches of the store."""
 
 import itertools
 
@@ -58,7 +58,7 @@ def test_every_store_policy_gives_bit_identical_outputs_to_experts_in_memory(tmp
     config = KINDS[kind]
     source = source_of(write(model_of(config), tmp_path, packing))
     resident = as_read(model_of(config), source)
-    caches = (0, CACHE, "1GiB")  # Quantized experts run with only one policy per size.
+    caches = (0, CACHE, "1GiB")  # Quantized experts run with one policy per cache size.
     ways = zip(STORE_POLICIES, caches, strict=True)
     for policy, cache in ways if packing else itertools.product(STORE_POLICIES, caches):
         with ExpertStore(policy, tier, cache, compute="unpacked") as store:
@@ -91,7 +91,7 @@ def test_a_store_computes_with_experts_that_stay_quantized(tmp_path, kind, packi
 
 
 @pytest.mark.parametrize("policy", STORE_POLICIES)
-def test_the_numbers_of_fetches_and_of_experts_in_memory_equal_formulas(tmp_path, policy):
+def test_every_store_policy_fetches_and_keeps_the_expected_numbers_of_experts(tmp_path, policy):
     resident = model_of(FFN)
     source, size = source_of(write(resident, tmp_path)), FFN.num_experts
     with ExpertStore(policy) as store:
@@ -128,7 +128,7 @@ def test_an_automatic_cache_takes_half_of_the_free_memory_at_the_first_fetch(mon
         store.add(model_of(FFN)[0].experts)
         size = store._stacks[0][1].layout.num_bytes
         monkeypatch.setattr(expert_store, "free_bytes", lambda device: 4 * size + 1)
-        for experts in ([0], [1], [2], [3], [0, 1, 2, 3]):  # The cache holds two of experts 0 to 2.
+        for experts in ([0], [1], [2], [3], [0, 1, 2, 3]):  # The last call fetches one expert.
             store.take(0, experts)
         assert (store.counters.fetches, store.counters.hits) == (5, 3)
 
@@ -166,7 +166,7 @@ def test_on_a_gpu_the_store_never_writes_a_buffer_while_it_is_read(tmp_path, tie
 
 
 @pytest.mark.parametrize("count", (8, 64))
-def test_host_buffers_waste_little_memory_if_allocations_are_powers_of_two(count):
+def test_host_buffers_waste_little_memory_if_allocations_are_rounded_up_to_powers_of_two(count):
     layout = BufferLayout.of({"weight": (torch.uint8, (2**10 + 8,), None)})
     buffers = buffers_on_host(layout, count)
     blocks = [buffer.memory.untyped_storage() for buffer in buffers]
@@ -191,6 +191,6 @@ def compare_on_two_ranks(kind, folder):
 
 
 @pytest.mark.parametrize(("kind", "packing"), [("ffn", ""), ("own", "int4")])
-def test_each_of_two_ranks_stores_only_its_local_experts(ranks, kind, packing, tmp_path):
+def test_stores_on_two_ranks_give_the_outputs_of_experts_in_memory(ranks, kind, packing, tmp_path):
     write(model_of(KINDS[kind]), tmp_path, packing)
     ranks(2).run(compare_on_two_ranks, kind, tmp_path)

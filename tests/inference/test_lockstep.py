@@ -33,7 +33,7 @@ def test_the_layer_that_most_ranks_request_runs_first_and_ties_go_to_the_lowest_
 
 
 def _layers(configs, parallel, local):
-    """Return expert-parallel layers with one `Lockstep`, and equal layers with all experts on this rank."""
+    """Return a `Lockstep` and pairs of layers: an expert-parallel layer and an equal layer on one rank."""
     topology = make_topology([c.num_experts for c in configs], parallel, local)
     lockstep = Lockstep(topology.expert_group)
     pairs = []
@@ -47,7 +47,7 @@ def _layers(configs, parallel, local):
 
 
 def _calls(rank, number):
-    """Return the random calls of a rank as (layer, tokens); rank 1 makes no calls."""
+    """Return the random calls of a rank as (layer index, number of tokens); rank 1 makes no calls."""
     rng = random.Random(rank)
     count = 0 if rank == 1 else rng.randint(4, 9)
     return [(rng.randrange(number), rng.choice([0, 1, 5])) for _ in range(count)]
@@ -99,7 +99,7 @@ def test_ranks_that_call_different_layers_get_the_same_outputs_as_on_one_rank(ra
     found = ranks(world_size).run(at_their_own_pace, *case)
     assert all(wanted == own for wanted, own, _ in found)
     _, own, served = found[1]
-    assert own == 0 and served > 0  # This rank only joins calls of other ranks.
+    assert own == 0 and served > 0  # Rank 1 only joins calls of other ranks.
     size = case[1] or world_size
     for first in range(0, world_size, size):
         rounds = {own + served for _, own, served in found[first : first + size]}
@@ -127,7 +127,7 @@ def steps_that_end_together():
 
 
 @pytest.mark.parametrize("world_size", (2, 4))
-def test_a_lockstep_step_ends_when_no_rank_is_in_a_layer(ranks, world_size):
+def test_a_lockstep_step_ends_when_no_rank_requests_a_layer(ranks, world_size):
     served = ranks(world_size).run(steps_that_end_together)
     assert served[0] >= 3 * (world_size - 1) + 2
 

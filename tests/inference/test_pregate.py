@@ -1,4 +1,4 @@
-"""With pre-gating, each gate gets the input of the MoE layer that is N MoE layers earlier.
+"""With `--moe-pregate N`, each gate gets the input of the Nth MoE layer before its own layer.
 
 The file tests/moe/test_rank_equality.py tests training with pre-gating on several ranks.
 """
@@ -85,7 +85,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("training", (True, False))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_options_of_the_later_layer_determine_a_pre_gated_routing(options, training):
+def test_a_pre_gated_layer_with_any_options_routes_by_the_input_of_the_first_layer(options, training):
     config = dataclasses.replace(CONFIG, **options)
     pair, apart = stack(1, config, config), stack(0, config, config)
     x = tokens(12).view(3, 4, D)
@@ -118,7 +118,7 @@ class Blocks(torch.nn.Module):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_the_pre_gating_of_a_copied_model_does_not_use_the_original_model(copied):
     model, plain = Blocks(1), Blocks(0)
-    model.layers[0](tokens())  # The call leaves an autograd graph, which cannot be copied.
+    model.layers[0](tokens())  # A copy leaves out this call's autograd graph.
     reference = copied(model)
     assert [name for name, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -196,13 +196,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_calls_that_break_the_order_of_pre_gated_layers_raise_an_error(case):
+def test_wrong_calls_of_pre_gated_layers_raise_an_error(case):
     call, words = WRONG[case]
     with pytest.raises(ValueError, match=words):
         call(*stack(1, CONFIG, CONFIG))
 
 
-def test_an_invalid_distance_between_a_gate_and_its_pre_gated_layer_raises_an_error():
+def test_an_invalid_value_of_pregate_raises_an_error():
     for ahead in (2, -1, 1.0):
         sentence = rf"pregate \(--moe-pregate\) is {ahead!r} but the stack has 2 MoE layers; give 1 to 1\."
         with pytest.raises(ValueError, match=sentence):

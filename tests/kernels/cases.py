@@ -29,7 +29,7 @@ class Inputs:
 
 
 def inputs(num_tokens: int, num_rows: int, top_k: int, model_dim: int, dtype: torch.dtype) -> Inputs:
-    """Draw inputs whose row maps both have empty entries (-1); scales of empty entries are NaN."""
+    """Draw inputs; `row_of` and `index` have some entries -1, and `scale` is NaN where `index` is -1."""
     generator = torch.Generator().manual_seed(1000 * num_tokens + 100 * num_rows + 10 * top_k)
     wide = torch.promote_types(dtype, torch.float32)
 

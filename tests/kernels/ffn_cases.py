@@ -223,7 +223,7 @@ def compare(ops: Any, plain: Any, case: Case, device: str) -> None:
 
 
 def skewed(num_rows: int, experts: int) -> tuple[int, ...]:
-    """Return row counts: one expert has half of the rows, and the last expert has none if possible."""
+    """Return row counts: the second expert has half of the rows, and the last expert has none."""
     rest = num_rows - num_rows // 2
     others = [rest // (experts - 2)] * (experts - 2)
     others[0] += rest - sum(others)

@@ -61,7 +61,7 @@ def test_a_second_derivative_raises_an_error_and_the_first_derivative_is_correct
     ),
     ids=("token_loss", "fused_gate"),
 )
-def test_a_second_derivative_of_routing_raises_an_error(function):
+def test_a_second_derivative_of_token_loss_or_softmax_top_k_raises_an_error(function):
     logits = tokens()
     (grad,) = torch.autograd.grad(function(logits), logits, create_graph=True)
     with pytest.raises(RuntimeError, match=MESSAGE):

@@ -30,7 +30,7 @@ def compare(device: str) -> None:
     for shape in SHAPES:
         x_TD, weight_ED = operands(*shape, device)
         with torch.no_grad():
-            weight_ED += 20  # this sum leaves the exact gradient of x unchanged
+            weight_ED += 20  # adding 20 does not change the exact gradient of x
         logits_TE = gate_product.product(x_TD, weight_ED)
         assert logits_TE.dtype == torch.float32
         wide = [t.detach().double().requires_grad_() for t in (x_TD, weight_ED)]
@@ -66,12 +66,12 @@ def test_a_nonfinite_gradient_stays_nonfinite_for_its_token_and_expert():
     [({"top_k": 2}, True), ({"top_k": 1, "balance_loss": "z:1"}, True), ({"gate_noise": 1.0}, True),
      ({"shared_experts": 1, "residual": True}, True), ({"input_jitter": 0.1}, True), ({}, False)],
 )  # fmt: skip
-def test_a_layer_uses_the_bf16_product_in_training(options, needs_dx, interpreter):
+def test_a_layer_trains_equally_with_the_bf16_product_and_with_fp32_copies(options, needs_dx, interpreter):
     interpreter.run(compare_layers, options, needs_dx)
 
 
 def compare_layers(options: dict, needs_dx: bool) -> None:
-    """Compare the training of a layer with the bf16 gate product and with a product of fp32 copies."""
+    """Train a layer with the bf16 gate product and with a product of fp32 copies; compare the results."""
     results = []
     for is_new in (True, False):
         gate_product.is_supported = lambda x, w, is_new=is_new: is_new and x.dtype == torch.bfloat16

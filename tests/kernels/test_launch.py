@@ -22,14 +22,14 @@ from fairseq_tutel.kernels import triton_launch  # noqa: E402
 
 
 def launches(path: Path) -> list[str]:
-    """Return all calls kernel[grid](…), kernel.run(…) and kernel.warmup(…) in a source file."""
+    """Return the kernels of all calls kernel[grid](…), kernel.run(…) and kernel.warmup(…) in a file."""
     called = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     are = [isinstance(f, ast.Subscript) or getattr(f, "attr", "") in ("run", "warmup") for f in called]
     names = [ast.unparse(f.value) for f, is_launch in zip(called, are, strict=True) if is_launch]
     return [name for name in names if name.endswith("kernel")]
 
 
-def test_one_function_launches_every_kernel():
+def test_one_module_launches_every_kernel():
     folders = Path(kernels.__file__).parent, Path(fairseq_tutel.__file__).parent
     found = {path.name for folder in folders for path in folder.rglob("*.py") if launches(path)}
     assert found == {"triton_launch.py"}
@@ -42,7 +42,7 @@ def _copy_kernel(x, y, rows, columns, N: tl.constexpr):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Record kernel launches on fake devices in a list; CPU tensors count as tensors of device 0."""
+    """Record kernel launches on fake devices in a list; CPU tensors stand for GPU tensors."""
     found = []
 
     class Utils:

@@ -1,4 +1,4 @@
-"""The tests compare sums over tokens, and the GShard loss of these sums, with reference and formulas."""
+"""The tests compare sums over tokens, and the GShard loss, with the reference ops and with formulas."""
 
 import math
 
@@ -26,7 +26,7 @@ def compare(device: str) -> None:
 
 def compare_sums(device: str) -> None:
     ops, generator = kernels.ops("triton", torch.device(device)), torch.Generator().manual_seed(1)
-    # The largest case has more blocks of tokens than programs.
+    # In the largest case, a Triton program computes several blocks of tokens.
     for num_tokens, num_experts, top_k in ((0, 3, 1), (1, 1, 1), (300, 5, 5), (70, 130, 3), (9000, 16, 2)):
         probs_TE = torch.rand(num_tokens, num_experts, generator=generator).softmax(dim=1)
         probs_TE[: num_tokens // 2, 0] = 0.0

@@ -1,4 +1,4 @@
-"""The tests compare matrix products of few rows on a CPU with one plain product."""
+"""The tests compare the matrix products that are fast for few rows on a CPU with plain torch products."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("rows", (1, 2, 16, 17))
 @pytest.mark.parametrize("bias", (True, False))
-def test_linear_splits_large_weights_into_blocks_if_there_are_few_rows(monkeypatch, rows, bias):
+def test_linear_swaps_its_operands_for_few_rows_and_a_large_weight(monkeypatch, rows, bias):
     x, weight, place = normal(rows, 256), normal(1024, 256), torch.full((rows, 1024), torch.nan)
     seen, of_few = [], products.linear_of_few
     monkeypatch.setattr(products, "linear_of_few", lambda *a: seen.append(1) or of_few(*a))
@@ -22,7 +22,7 @@ def test_linear_splits_large_weights_into_blocks_if_there_are_few_rows(monkeypat
     torch.testing.assert_close(place, torch.nn.functional.linear(x, weight, b), rtol=1e-5, atol=1e-4)
     assert torch.equal(place, products.linear(x, weight, b))
     assert len(seen) == (2 if rows <= 16 else 0)
-    products.linear(x, weight[:1023], None)  # This weight fits into a core's cache and is not split.
+    products.linear(x, weight[:1023], None)  # This weight fits into a core's cache.
     assert len(seen) == (2 if rows <= 16 else 0)
 
 

@@ -1,4 +1,4 @@
-"""Compares products of int8 and int4 matrices with products of the unpacked matrix, up to rounding."""
+"""Compares products of int8 and int4 matrices with products of the dequantized matrix, up to rounding."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.reference import grouped_linear
 from fairseq_tutel.kernels.weights import ExpertTensorList, FFNWeights
 
-# This is the relative error of the norm if x and the result are rounded to bf16.
+# The relative error of a result, measured by norms, if x and the result are rounded to bf16.
 ROUNDING = 2**-8
 SHAPES = {"int8": [(64, 128), (48, 16), (5, 7), (7, 33), (16, 48)], "int4": [(64, 64), (128, 192)]}
 CASES = [(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes]

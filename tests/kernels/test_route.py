@@ -77,7 +77,7 @@ def compare_backward_gradients(backend: str, dtype: torch.dtype, device: str):
                     continue
                 pair_TF, twice_FD = ops.gate_backward(probs_TE.detach(), ids_TK, *given, weight_ED)
                 sum_TE = pair_TF.double().unflatten(1, (2, -1)).sum(1)
-                rtol = max(2**-15, torch.finfo(got.dtype).eps)  # `got` may have only 8 bits
+                rtol = max(2**-15, torch.finfo(got.dtype).eps)  # `got` may have only 8 bits of precision
                 torch.testing.assert_close(sum_TE, got.double(), rtol=rtol, atol=1e-6)
                 assert torch.equal(twice_FD, torch.cat((weight_ED, weight_ED)))
 
@@ -95,7 +95,7 @@ def expected_gradient(probs_TE: Tensor, ids_TK: Tensor, dprobs, dweights, normal
 
 
 def compare_node_gradients(backend: str):
-    """Compare gradients of softmax_top_k with finite differences in fp64, also if outputs are unused."""
+    """Compare gradients of softmax_top_k with finite differences, and those of one output with autograd."""
     ops = kernels.ops(backend, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for num_tokens, num_experts, top_k in ((3, 5, 2), (2, 3, 3), (2, 1, 1)):
@@ -142,7 +142,7 @@ def compare_layer_gradients(options: dict, device: str):
     for name, expected in plain.items():
         if expected.is_floating_point():
             torch.testing.assert_close(ours[name], expected, rtol=1e-10, atol=1e-12, msg=name)
-        elif name != "rows":  # only on a GPU does the compact layout have unused rows at the end
+        elif name != "rows":  # on a GPU, the compact layout has unused rows at the end
             assert torch.equal(ours[name], expected), name
 
 
@@ -158,7 +158,7 @@ def walk(logits_TE: Tensor, x_TD: Tensor) -> Tensor:
 
 
 def compare_compiled_gradients(device: str):
-    """Compare outputs and gradients of a compiled graph that calls the kernels with eager execution."""
+    """Compare eager outputs and gradients with those of a compiled graph that calls the kernels."""
     if device == "cpu":  # Dynamo cannot trace the check of whether Triton interprets its kernels
         kernels.interpreted = lambda: True
     generator = torch.Generator().manual_seed(0)
@@ -267,7 +267,7 @@ def test_interpreted_softmax_top_k_chooses_as_brute_force_does(interpreter, shap
 
 
 @triton
-def test_softmax_top_k_supports_more_experts_than_tile_elements(interpreter):
+def test_softmax_top_k_supports_more_experts_than_a_tile_has_elements(interpreter):
     interpreter.run(compare_softmax_top_k, "triton", (2, 1100), torch.float32, "cpu")
 
 
@@ -298,7 +298,7 @@ def test_an_interpreted_layer_has_the_routing_and_gradients_of_the_reference(int
 @triton
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_interpreted_kernels_in_one_compiled_graph_have_eager_gradients(interpreter):
+def test_interpreted_kernels_in_one_compiled_graph_give_the_gradients_of_eager_mode(interpreter):
     interpreter.run(compare_compiled_gradients, "cpu")
 
 
@@ -346,5 +346,5 @@ def test_a_compiled_layer_has_the_routing_and_gradients_of_the_reference(options
 
 
 @pytest.mark.gpu
-def test_kernels_in_one_compiled_graph_have_eager_gradients():
+def test_kernels_in_one_compiled_graph_give_the_gradients_of_eager_mode():
     compare_compiled_gradients("cuda")

@@ -15,7 +15,7 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels import reference
 from fairseq_tutel.kernels.reference_route import Rows
 
-# Each case is K, (time, batch) and E, with no token, one token, several blocks or several tiles of experts.
+# Each case is K, (time, batch) and E: no token, one token, several token blocks or several expert tiles.
 SLOTS = (
     (2, (0, 3), 4),
     (1, (1, 1), 1),
@@ -77,7 +77,7 @@ def check_rows(got: Rows, ids_TK: Tensor, slots: list[list[int]], limit: int | N
 
 
 def compare_long_scan(device: str) -> None:
-    """Compare the kernel `scan`, with more blocks and experts than one tile has, with the reference."""
+    """Compare the kernel `scan` with the reference on more blocks and experts than one tile has."""
     from fairseq_tutel.kernels import triton_place
 
     block = 16 if device == "cpu" else triton_place.SCAN_BLOCK_B  # The interpreter is slow.
@@ -128,7 +128,7 @@ def test_compiled_slots_and_rows_equal_brute_force():
 
 
 @pytest.mark.gpu
-def test_100_000_tokens_need_no_table_of_tokens_and_experts_and_no_host_synchronization():
+def test_100_000_tokens_need_no_table_of_token_expert_pairs_and_no_host_synchronization():
     drawn_KT = asking(8, 100_000, 256).cuda()
     ids_TK, asked_TK = drawn_KT.clamp_max(255).t().contiguous(), (drawn_KT < 256).t().contiguous()
     order_N, limit = order(8, 100_000).cuda(), torch.tensor(4000).cuda()

@@ -30,7 +30,7 @@ def test_every_row_of_the_tile_table_is_used():
     assert [row for row in tiles.TABLE if id(row) not in used] == []
 
 
-def test_a_tile_is_no_larger_than_the_matrices():
+def test_small_matrices_use_smaller_tiles():
     assert choose("up", "sm_90", "half", *LARGE).block_m == 128
     assert choose("up", "sm_90", "half", 64 * 20, 64, 8192, 2048).block_m == 32
     narrow = choose("up", "sm_90", "half", 65536, 8, 24, 40)
@@ -39,7 +39,7 @@ def test_a_tile_is_no_larger_than_the_matrices():
     assert (weight.block_m, weight.block_n) == (64, 32)
 
 
-def test_every_tile_height_has_a_table_of_row_tiles():
+def test_blocks_m_has_the_height_of_every_tile():
     blocks_m = pytest.importorskip("fairseq_tutel.kernels.triton_tiles").BLOCKS_M
     found = {row.tile.block_m for row in tiles.TABLE if row.kinds != "weight"}
     assert {16, 32, *found} == set(blocks_m)

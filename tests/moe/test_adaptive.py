@@ -1,4 +1,4 @@
-"""The adaptive layer returns the outputs of a layer on one rank for every parallelism degree r."""
+"""For every parallelism degree r, the adaptive layer returns the outputs of a layer on one rank."""
 
 import dataclasses
 import itertools
@@ -101,7 +101,7 @@ def test_the_adaptive_layer_equals_a_layer_on_one_rank_for_every_r(ranks, world,
 
 
 def rows_computed(config, parallel, degrees):
-    """Return the number of rows that this rank computes for each degree r, and the shape of its fc1."""
+    """Return, for each degree r, the number of rows that this rank computes and the shape of fc1."""
     layer, _ = layers(config, parallel)
     seen = []
 

@@ -147,7 +147,7 @@ MANY = 6000
 
 
 def sampled(function: str, top_k: int, **rules) -> Tensor:
-    """Route many tokens with equal logits, and return their chosen experts."""
+    """Route many tokens with the logits `ROW`, and return their chosen experts."""
     torch.manual_seed(1)
     r = route(ROW.expand(MANY, E), top_k, training=True, score_function=function, **rules)
     return r.expert_ids_TK
@@ -179,7 +179,7 @@ DRAWING = [way for way in WAYS_TO_CHOOSE if draws(way)]
 
 
 @pytest.mark.parametrize("options", DRAWING, ids=str)
-def test_random_choices_depend_only_on_the_generator_and_evaluation_makes_none(options):
+def test_choices_are_random_only_in_training_and_equal_for_equal_seeds(options):
     def run(training: bool):
         torch.manual_seed(4)
         return route(logits(30), 3, 0.5, training=training, **options)

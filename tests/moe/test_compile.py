@@ -100,7 +100,7 @@ def test_the_inductor_backend_returns_the_eager_results():
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_torch_compiles_a_layer_of_a_model_once_for_all_micro_batches():
+def test_torch_compiles_a_layer_of_a_model_only_in_the_first_two_micro_batches():
     torch._dynamo.reset()
     layer = MoEFeedForward(CONFIG, Topology(), 1, "decoder.layers.0.fc1")
     counter = CompileCounter()

@@ -114,7 +114,7 @@ CHANGES = (
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_decode_path_calls_replaced_modules_of_the_layer(change):
+def test_the_decode_path_uses_hooks_and_replaced_parts_of_the_layer(change):
     layer, x = build(), tokens(3)
     with torch.no_grad():
         before, _ = layer(x)
@@ -182,7 +182,7 @@ def test_training_and_dropping_and_zero_or_many_tokens_use_the_general_path():
         assert type(layer.eval()(tokens(3))[1].routing) is Routing
 
 
-def test_the_decode_path_computes_no_balance_loss_that_is_not_read(monkeypatch):
+def test_the_decode_path_computes_a_balance_loss_only_when_it_is_read(monkeypatch):
     layer = MoEFeedForward(CONFIG, Topology(), 1, "decoder.layers.0.fc1").eval()
     calls, made = [], layer_module.balance_losses
     monkeypatch.setattr(layer_module, "balance_losses", lambda *a: calls.append(a) or made(*a))

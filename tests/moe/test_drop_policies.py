@@ -23,7 +23,7 @@ def limit(factor, top_k, num_real, num_experts=E):
 
 
 def brute_force(policy, probs, ids, real):
-    """Sort tuples to find the order in which each expert's assignments (t, j) get slots."""
+    """Sort tuples to find the order in which each expert's assignments (token, choice) get slots."""
     assignments = [(t, j) for t in range(len(ids)) for j in range(len(ids[0])) if real[t]]
     keys = {
         "position": lambda t, j: (j, t),

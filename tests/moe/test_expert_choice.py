@@ -66,7 +66,7 @@ def test_experts_choose_the_tokens_that_brute_force_chooses(rows, top_k, factor,
     places = places_of(factor, top_k, sum(real), 3)
     expected = taken_by_loops(scores, places, real) if rows else [[], [], []]
     assert taken(r) == expected
-    # An expert leaves no slot empty if it can choose another token.
+    # Each expert fills its slots as long as there are real tokens.
     assert r.counts_E.tolist() == [min(places, sum(real))] * 3
     assert r.assigned_KE.tolist() == [r.counts_E.tolist()] + [[0] * 3] * (top_k - 1)
     all_padding = sum(real) - len({t for tokens in expected for t in tokens})

@@ -121,9 +121,9 @@ def kept_bytes(layer: MoELayer, x: Tensor) -> int:
 @pytest.mark.parametrize("expert_type, hidden", [("ffn", 1), ("glu", 2)])
 @pytest.mark.parametrize("top_k, hidden_dim", [(1, 512), (2, 256), (8, 64)])
 def test_forward_saves_only_the_routing_and_the_hidden_rows(expert_type, hidden, top_k, hidden_dim):
-    """Hidden rows take K * H values per token, and recomputation saves no hidden rows."""
+    """Hidden rows take K * H values per token (GLU: 2 * K * H), and recomputation saves no hidden rows."""
     tokens, experts = 200, 8
-    routing = tokens * (experts * 4 + top_k * 50) + 8 * tokens * top_k  # maps, probabilities, weights
+    routing = tokens * (experts * 4 + top_k * 50) + 8 * tokens * top_k  # bytes of maps and weights
     x = torch.randn(tokens, 32, requires_grad=True)
     config = MoEConfig(32, hidden_dim, experts, top_k=top_k, expert_type=expert_type, activation="gelu")
     kept = kept_bytes(MoELayer(config, seed=1), x)

@@ -34,7 +34,7 @@ def test_the_cosine_gate_equals_its_formula():
         p = gate.projection_weight @ x_D + gate.projection_bias
         for e, direction in enumerate(gate.directions):
             cosine = p @ direction / (p.norm() * direction.norm())
-            assert float(gate(x())[t, e]) == pytest.approx(2 * float(cosine))  # 1 / 0.5
+            assert float(gate(x())[t, e]) == pytest.approx(2 * float(cosine))  # the temperature is 0.5
 
 
 @pytest.mark.parametrize("kind", ["linear", "biased", "cosine"])
@@ -77,7 +77,7 @@ def test_gate_noise_is_divided_by_the_number_of_experts():
 NOISY = {"input_jitter": 0.3, "input_dropout": 0.2, "gate_noise": 2.0}
 
 
-def test_evaluation_draws_no_random_numbers_and_experts_get_the_input_without_noise():
+def test_noise_affects_only_the_gate_and_only_in_training():
     noisy, quiet = layer(**NOISY), layer()
     state = torch.get_rng_state()
     assert torch.equal(noisy.eval()(x())[0], quiet.eval()(x())[0])

@@ -93,7 +93,7 @@ def test_the_layer_equals_loops_over_tokens_and_choices(top_k, factor, padded):
     ],
     ids=str,
 )
-def test_a_layer_equals_loops_for_every_expert_type(options):
+def test_a_layer_equals_loops_for_other_options_of_the_experts(options):
     top_k = options.get("top_k", 2)
     check(build(capacity_factor=0.5, **options), tokens(T), top_k, 0.5)
 
@@ -182,7 +182,7 @@ def test_the_output_has_the_dtype_and_precision_of_the_input(dtype):
 
 
 @pytest.mark.parametrize("gate_fp32", (True, False))
-def test_under_autocast_experts_compute_in_bf16_and_gate_fp32_sets_the_dtype_of_the_gate(gate_fp32):
+def test_autocast_uses_bf16_for_experts_and_for_a_gate_without_gate_fp32(gate_fp32):
     layer, x = build(torch.float32, gate_fp32=gate_fp32), tokens(T, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         y, output = layer(x)

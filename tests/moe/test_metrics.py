@@ -68,7 +68,7 @@ def test_metric_rows_has_one_row_per_layer_in_the_order_of_layers():
         assert got == pytest.approx(direct_metrics(routing, [True] * 15), rel=1e-5)
 
 
-def test_with_expert_choice_the_metric_names_depend_on_top_k():
+def test_metrics_of_expert_choice_equal_direct_counts():
     scores = logits(12, 3).index_fill(0, torch.tensor([5, 7]), -9.0)
     scores[:, 0] += torch.arange(12) % 2  # Different experts prefer different tokens.
     routing = route(scores, 1, 1.5, choice="experts", score_function="sigmoid")

@@ -1,4 +1,4 @@
-"""A forward pass on a GPU reads no tensor on the host and waits for no copy to the GPU."""
+"""Routing, losses and metrics on a GPU read no tensor on the host and wait for no copy to the GPU."""
 
 import pytest
 import torch

@@ -90,7 +90,7 @@ def test_a_layer_with_output_masking_or_cmr_equals_a_loop_over_tokens(options, t
 
 
 @pytest.mark.parametrize("choice", ("tokens", "experts"))
-def test_output_masks_have_the_configured_probability_and_evaluation_uses_the_mean_mask(choice):
+def test_an_output_mask_is_random_in_training_and_the_mean_mask_in_evaluation(choice):
     logits_TE = normal(4000, 4, seed=1)
     torch.manual_seed(3)
     plain = route(logits_TE, 2, 0.5, choice=choice, training=True)

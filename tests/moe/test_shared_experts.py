@@ -1,4 +1,4 @@
-"""The tests compare shared experts, residual experts and gate weights on expert inputs with loops."""
+"""The tests compare shared experts, residual experts and the option `prescore` with loops."""
 
 import dataclasses
 
@@ -142,7 +142,7 @@ def test_initial_shared_and_residual_experts_depend_on_the_seed_but_not_on_the_n
 @pytest.mark.parametrize("factor", (0.0, 0.5))
 @pytest.mark.parametrize("padded", (False, True))
 @pytest.mark.parametrize("expert_type", ("ffn", "glu"))
-def test_a_layer_with_gate_weights_on_expert_inputs_equals_loops(top_k, factor, padded, expert_type):
+def test_a_layer_that_scales_expert_inputs_by_gate_weights_equals_loops(top_k, factor, padded, expert_type):
     layer, x = build(
         prescore=True, top_k=top_k, capacity_factor=factor, expert_type=expert_type
     ), tokens(T)  # fmt: skip

@@ -68,7 +68,7 @@ def test_training_and_evaluation_have_different_capacity_rules(options, training
     config = dataclasses.replace(CONFIG, min_capacity=3, capacity_multiple=4, **options)
     rule = capacity_of(config, training)
     assert rule == Capacity(factor=factor, token_fraction=fraction, minimum=3, multiple=4)
-    for call in (0.0, 0.5, -2.0):  # A capacity factor given to forward overrides all options.
+    for call in (0.0, 0.5, -2.0):  # A factor given to forward replaces the configured factor and fraction.
         expected = Capacity(factor=call, minimum=3, multiple=4)
         assert capacity_of(config, training, call) == expected
 

@@ -14,7 +14,7 @@ import fairseq_tutel as ft
 from fairseq_tutel.parallel.gradients import is_expert, reduce_expert_gradients
 
 D = 6
-TOKENS = (9, 0, 7, 4)  # These are the numbers of tokens on each rank.
+TOKENS = (9, 0, 7, 4)  # The number of tokens on each rank.
 FFN = {"type": "ffn", "hidden_size_per_expert": 8}
 KINDS = {
     "ffn": FFN,
@@ -65,7 +65,7 @@ def compare(case: Case) -> int:
     members = list(range(4)) if group is None else dist.get_process_group_ranks(group)
     layer = build(case, group, case.per_device)
     whole = build(case, alone(), layer.num_global_experts)
-    # Each rank initializes all its custom experts at once, so they differ from those of one process.
+    # A rank draws all its custom experts at once, so one process draws other values.
     if case.kind == "custom":
         parts = [None] * len(members)
         dist.all_gather_object(parts, layer.experts.W.detach(), group=group)
@@ -90,7 +90,7 @@ def compare(case: Case) -> int:
 
 
 def check_experts(layer, whole, world: int, group) -> None:
-    """Reduce gradients as documented, and compare them with the complete layer's gradients divided by W."""
+    """Reduce gradients as documented; compare them with 1 / `world` of the complete layer's gradients."""
     for p in layer.parameters():
         if not is_expert(p):
             dist.all_reduce(p.grad, group=group)

@@ -68,7 +68,7 @@ def run(model, x, **options):
 
 
 def mean_gate(model, x):
-    """Return the mean conditional-MoE-routing gate over both layers and all tokens except padding."""
+    """Return the mean value of the CMR gates over both layers and all tokens except padding."""
     real, gates = torch.ones(4, 2, dtype=torch.bool), []
     real[3, 1] = False
     for layer in model.layers:

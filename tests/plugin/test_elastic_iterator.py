@@ -50,7 +50,7 @@ def _rest(iterators):
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("legs", [[(2, 3), (1, 4), (4, 2), (3, None)], [(4, 3), (2, 1), (4, None)]])
-def test_a_run_resumed_on_another_number_of_ranks_sees_every_batch_once(legs, grouped):
+def test_a_run_resumed_on_another_number_of_ranks_reads_every_batch_once(legs, grouped):
     options = {"grouped_shuffling": grouped}
     straight = _iterators(EpochBatchIterator, legs[0][0], **options)
     _begin(straight)

@@ -51,7 +51,7 @@ def saves(trainer):
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf, 1e30])
-def test_a_checkpoint_with_a_nan_or_infinite_weight_is_not_saved(tmp_path, value):
+def test_a_checkpoint_with_a_nan_or_infinite_or_huge_weight_is_not_saved(tmp_path, value):
     trainer = trainer_in(tmp_path)
     assert saves(trainer) == [1]
     with torch.no_grad():

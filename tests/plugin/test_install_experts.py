@@ -115,7 +115,7 @@ def test_encoder_and_decoder_compute_capacity_from_separate_sentence_lengths():
 
 
 @pytest.mark.parametrize("sides", ("both", "encoder", "decoder"))
-def test_pre_gating_changes_only_the_sides_of_moe_pregate_sides(sides):
+def test_moe_pregate_sides_selects_the_sides_with_pre_gating(sides):
     model, _ = build("encoder", moe_pregate=1, moe_freq=1, moe_pregate_sides=sides)
     routed = {layer.label.partition("_")[0] for layer in moe_layers(model) if layer.router is not None}
     assert routed == ({"encoder", "decoder"} if sides == "both" else {sides})

@@ -188,7 +188,7 @@ def test_a_checkpoint_may_name_a_class_in_the_user_dir(modules, tmp_path):
 @pytest.mark.parametrize(
     "error", [RuntimeError("can't allocate memory"), CommunicationError("rank 1 is gone")]
 )
-def test_an_out_of_memory_error_during_loading_does_not_name_the_checkpoint(error, tmp_path, monkeypatch):
+def test_memory_and_communication_errors_during_loading_are_raised_unchanged(error, tmp_path, monkeypatch):
     def load(*args, **kwargs):
         raise error
 

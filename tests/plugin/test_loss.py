@@ -1,4 +1,4 @@
-"""The distillation loss and its gradient equal torch's KL divergence of probabilities."""
+"""The distillation loss and its gradient equal those of torch's KL divergence of probabilities."""
 
 import pytest
 import torch

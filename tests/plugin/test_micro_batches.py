@@ -133,7 +133,7 @@ def test_a_run_resumed_with_another_number_of_micro_batches_starts_with_the_next
 
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize(("before", "after"), [((1, 4), (2, 8)), ((3, 4), (3, 9)), ((2, 0), (8, 0))])
-def test_a_resumed_run_skips_batches_that_do_not_fill_an_update(before, after, is_dynamic, caplog):
+def test_skip_remainder_batch_drops_a_partial_update_of_a_resumed_run(before, after, is_dynamic, caplog):
     """`before` and `after` are (ranks, micro-batches), and the resumed epoch has seven batches left."""
     caplog.set_level(logging.INFO)
     options = {"skip_remainder_batch": True}

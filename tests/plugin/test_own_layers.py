@@ -1,4 +1,4 @@
-"""If a checkpoint could not store a MoE layer in a user's custom model, training does not start."""
+"""Training does not start if a checkpoint could not store the MoE layers of a user's model."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -35,12 +35,12 @@ CHANGED = {
     "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore max_epoch",
     # A save thread passes copies with these attributes to fairseq's save_checkpoint.
     "plugin/training/background_save.py": "get_checkpoint_dict no_save save_checkpoint",
-    "plugin/opening/load.py": "load",  # While fairseq opens a checkpoint, torch.load maps the file.
+    "plugin/opening/load.py": "load",  # While fairseq opens a checkpoint, torch.load memory-maps it.
     # After a signal, valid_step ends the validation. _aggregate_logging_outputs also counts signals.
     "plugin/training/preemption.py": "valid_step _aggregate_logging_outputs",
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq would allocate the buffers on a GPU.
     "plugin/criterions/teacher.py": "is_of_teacher",  # Marks the copy of the task that builds the teacher.
-    # The first makes fairseq keep loaded state. fairseq's Trainer compares the second with checkpoints.
+    # The first attribute makes fairseq keep loaded state. Trainer compares `__name__` with checkpoints.
     "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__ holds_masters",
     "parallel/groups.py": "param_group",  # The only attribute that fairseq copies to fp32 masters.
     "parallel/gradients.py": "expert _tutel_expert root_scaled",  # The attributes mark parameters.

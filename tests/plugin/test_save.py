@@ -1,4 +1,4 @@
-"""A training run locks the folder --save-dir."""
+"""A training run locks the folder `--save-dir`, and removes incomplete files from this folder."""
 
 import errno
 import os

@@ -23,7 +23,7 @@ register()
 
 
 def sentence(call):
-    """Return the error line that a command prints if `call` raises an error."""
+    """Return the error line that a command prints for the error of `call`."""
     with pytest.raises(SystemExit) as end, refusals_are_sentences():
         call()
     return end.value.code

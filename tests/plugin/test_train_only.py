@@ -18,7 +18,7 @@ E = 4
 
 
 def model_of(rank=None):
-    """Return a model with one MoE layer; with `rank`, it has the experts of one of two ranks."""
+    """Return a model with one MoE layer; with `rank`, the layer has the experts of one of two ranks."""
     topology = Topology() if rank is None else Topology(rank=rank, world_size=2, expert_parallel_size=2)
     layer = MoELayer(MoEConfig(model_dim=2, hidden_dim=2, num_experts=E, cmr=True), topology)
     model = nn.ModuleDict({"encoder": nn.ModuleDict({"embed": nn.Embedding(3, 2), "moe": layer})})

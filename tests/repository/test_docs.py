@@ -31,7 +31,7 @@ OF_OTHER_PROGRAMS = """
 """
 # A regular expression that matches flags, but not prefixes of flags such as --moe-.
 FLAG = re.compile(r"(?<![\w-])--[a-z0-9](?:[\w-]*\w)?(?![\w-])")
-# Flags of docs/failures.md.
+# Flags of other programs in docs/failures.md.
 OF_OTHER_PROGRAMS += " --array --no-kill --nodes --open-mode --rdzv-id --requeue --wrap"
 SCRIPTS = [
     ROOT / "examples" / "quickstart.sh",

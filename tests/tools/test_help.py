@@ -10,7 +10,7 @@ import pytest
 
 from fairseq_tutel.__main__ import TOOLS, parser_of
 
-# A program that prints the help of `fairseq-tutel`, of each tool and of each subcommand.
+# A program that checks that every help text has an example and needs no slow import.
 HELP = """
 import contextlib, io, sys
 from fairseq_tutel.__main__ import TOOLS, main
@@ -79,7 +79,7 @@ def test_help_texts_show_defaults_in_square_brackets(name):
 def test_inputs_of_tools_are_positional_and_outputs_use_the_flag_output(name):
     flags = {flag: action for action in SHOWN[name] for flag in action.option_strings}
     assert not {"--input", "--inputs", "--input-prefix", "--model"} & flags.keys()
-    assert "--data" not in flags or name == "convert vocabulary"  # optional there
+    assert "--data" not in flags or name == "convert vocabulary"  # optional in `convert vocabulary`
     assert ("--output" in flags) == ("--overwrite" in flags)
     for flag, action in flags.items():
         if "write" in action.help.split() and action.nargs != 0:

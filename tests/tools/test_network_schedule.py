@@ -10,7 +10,7 @@ from fairseq_tutel.plans.format import from_json
 from fairseq_tutel.plans.network import find
 
 
-def test_schedule_prints_the_optimum_the_limiting_cut_and_the_spanning_trees():
+def test_schedule_prints_the_optimum_and_the_limiting_network_cut_and_the_spanning_trees():
     text = tool("schedule", "dgx_a100:2")
     assert "T* = 3/65 (bytes of a shard / GB/s), algbw 346.667 GB/s" in text
     assert "cut: 15 shard(s) leave gpu0.1, gpu0.2, gpu0.3, gpu0.4, … (15 GPUs) over 325 GB/s" in text

@@ -70,7 +70,7 @@ def test_zero_and_offload_reduce_the_predicted_gpu_memory():
     assert device < stages[2][0] and host > 0
 
 
-def test_link_bandwidth_and_gpu_type_change_the_predicted_time():
+def test_options_of_the_cluster_and_the_model_change_the_predicted_time():
     def best_step(*words):
         return float(tables(tool("plan", *CLUSTER, *MODEL, *words))[1][1][4])
 

@@ -35,7 +35,7 @@ def test_plan_check_prints_the_properties_of_a_plan(written):
         "depth: 4 hops in a row; rounds: 3",
         "3 of a rank's input, 3000 bytes: "
         + ", ".join(f"rank {rank} -> rank {(rank + 1) % 4}" for rank in range(4)),
-        # The predicted 26 us are 4 hops of 5 us and 3 rounds of 2 us.
+        # The predicted 26 us are 4 hops of 5 us, and 6 us for 3000 bytes at 0.5 GB/s.
         "predicted: 26.0 us (1000 bytes, 5 us a hop, 0.5 GB/s a link)",
     ]
 

@@ -101,7 +101,7 @@ def test_the_tokens_page_has_only_layers_that_routed_tokens():
     assert json.loads(json.dumps(made))["samples"][0]["experts"] == {LAYER: [[1]]}
 
 
-def test_output_files_of_tokens_must_differ_and_be_writable(tmp_path):
+def test_output_files_of_the_tool_tokens_must_differ_and_be_writable(tmp_path):
     page = tmp_path / "a.html"
     words = ("tokens", tmp_path / "model.pt", "--output", page)
     (tmp_path / "inner").mkdir()

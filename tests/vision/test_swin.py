@@ -89,7 +89,7 @@ def attention_by_pairs(attn, x, window, shifted):
 def test_window_attention_equals_a_loop_over_all_pairs_of_tokens_in_a_window(form, size, window, shifted):
     attn = drawn(WindowAttention(8, 2, form))
     if form == "v2":
-        # Attention clamps logit scales to log(100).
+        # Attention clamps logit scales to log(100), which is about 4.6.
         attn.logit_scale.data.copy_(torch.tensor([1.0, 7.0]).view(2, 1, 1))
     x = torch.randn(1, *size, 8, dtype=torch.float64, requires_grad=True)
     windows = windows_of(*size, window, shifted, CPU)

@@ -17,7 +17,7 @@ register()
 
 
 def build(arch, channels=1, num_classes=10, **options):
-    """Build the model of an architecture for images with the given numbers of channels and classes."""
+    """Build a model for images with `channels` channels in `num_classes` classes."""
     task = argparse.Namespace(cfg=argparse.Namespace(), channels=channels, num_classes=num_classes)
     torch.manual_seed(1)
     return models.build_model(OmegaConf.create({"_name": arch, **options}), task)

@@ -302,7 +302,7 @@ def check_sizes(
 def shape_of(name: str, tensor: Tensor, options: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Return a fairseq tensor's shape from fairseq's options, or None if options do not determine it.
 
-    The number of tokens or experts is read from `tensor`, because the options lack this number.
+    The number of symbols or experts is read from `tensor`, because the options lack this number.
     """
     side = name.partition(".")[0]
     if side not in ("encoder", "decoder"):

@@ -1,4 +1,4 @@
-"""Writes output folders, with temporary names until they are complete, and safetensors files.
+"""Writes safetensors files, and output folders that have temporary names until they are complete.
 
 The weight files are named model-00001-of-0000N.safetensors. model.safetensors.index.json lists them.
 """

@@ -179,7 +179,7 @@ class Family:
     dropped: str = ""
     # transformers tensors that must be zero, and their shapes as numbers or keys of `vocabulary_sizes`.
     zeros: Mapping[str, str] = field(default_factory=dict)
-    # fairseq tensors that transformers lacks. from-hf writes zeros of a shape that is not empty.
+    # fairseq tensors that transformers lacks, and their shapes. from-hf skips a tensor with an empty shape.
     unused: Mapping[str, str] = field(default_factory=dict)
     # A fairseq tensor, and the transformers tensor whose only row is added to the fairseq tensor.
     summed: Mapping[str, str] = field(default_factory=dict)

@@ -155,7 +155,7 @@ def _dtype(weights: Mapping[str, Any]) -> str:
 def _moe_options(saved: SavedModel) -> dict[str, Any]:
     """Return the model's options under the option names of the family's table.
 
-    Options with older names, and options for both sides, are replaced by the options that they set.
+    An option that sets other options, such as an option with an older name, is replaced by these options.
     """
     configs = configs_of(saved)
     config = next(iter(configs.values()))
@@ -172,7 +172,7 @@ def _moe_options(saved: SavedModel) -> dict[str, Any]:
 def _options_of_side(
     side: str, layers: list[Layer], configs: Mapping[Layer, MoEConfig], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fairseq options of an encoder or decoder for the MoE frequency and the FFN width.
+    """Return the fairseq options that give the MoE frequency and FFN width of an encoder or decoder.
 
     Raises:
         ValueError: transformers cannot express which layers have experts.

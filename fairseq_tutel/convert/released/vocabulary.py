@@ -153,7 +153,7 @@ def _sentencepiece_vocabulary(tokenizer: Any, size: int, form: str) -> Vocabular
 def _gpt2_vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     """Return the vocabulary of a model with GPT-2's byte-level BPE.
 
-    In fairseq, the symbols of this BPE are numbers from encoder.json. Here, token IDs are these numbers.
+    In fairseq, this BPE's symbols are numbers from encoder.json. The converter writes token IDs there.
     """
     symbols = _checked(_tokens(tokenizer), size)
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]

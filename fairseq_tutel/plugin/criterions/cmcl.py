@@ -1,7 +1,7 @@
 """Defines the criterion cmcl (confident multiple choice learning), by which ensemble members specialize.
 
-Each member learns the samples that it predicts best. On all other samples, the member learns to predict a
-uniform distribution. Independent ensembles and multiple choice learning are special cases of the criterion
+The members that predict a sample best learn this sample. All other members learn to predict a uniform
+distribution. Independent ensembles and multiple choice learning are special cases of the criterion
 cmcl. A sample is an image, or a token that is not padding. Shape suffixes are M (members), N (samples) and
 C (classes).
 """
@@ -28,7 +28,7 @@ RIGHT = "right_member"  # Prefix of the log keys that count each member's correc
 class CMCLCriterion(FairseqCriterion):
     """Criterion that trains an ensemble by confident multiple choice learning.
 
-    The loss is summed over members and samples. Perplexity uses the mean of members' probabilities.
+    The loss is summed over members and samples. Perplexity uses the mean of the members' probabilities.
     """
 
     def __init__(self, task: Any, options: CMCLConfig) -> None:

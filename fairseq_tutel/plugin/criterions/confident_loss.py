@@ -1,4 +1,4 @@
-"""Confident multiple choice learning: K of M ensemble members learn a sample; all others predict uniformly.
+"""The loss of confident multiple choice learning, in which K of M ensemble members learn each sample.
 
 The largest tensors are the members' logits and their gradients. Losses and probabilities are computed for
 one member at a time, in fp32 or wider, and again in backward. Shape suffixes are M (members), N (samples:
@@ -20,10 +20,10 @@ from fairseq_tutel.kernels.first_order import first_order
 
 
 def _scores(logits_NC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a member's cross entropy and divergence from a uniform prediction, for each sample.
+    """Return a member's cross entropies [N], and the divergences [N] from the uniform distribution.
 
-    The cross entropy of a member is CE = -log P(target). The divergence from a uniform prediction is KL(U
-    || P) = -log C - (mean of log P over the classes), in nats.
+    With the member's probabilities P, the cross entropy is CE = -log P(target). The divergence from the
+    uniform distribution U is KL(U || P) = -log C - (mean of log P over the classes), in nats.
     """
     z_NC = logits_NC.to(_wide(logits_NC))
     log_sum_N = z_NC.logsumexp(dim=1)
@@ -36,7 +36,7 @@ def assign(ce_MN: Tensor, kl_MN: Tensor, overlap: int, beta: float) -> Tensor:
 
     A sample is learned by the members with the smallest CE - beta KL (cross entropy minus scaled
     divergence). This choice minimizes the confident loss, since the sum of all members' KL does not depend
-    on the choice. If two members have equal losses, the member with the smaller index learns the sample.
+    on the choice. If two members have equal values, the member with the smaller index learns the sample.
     """
     order_MN = (ce_MN - beta * kl_MN).argsort(dim=0, stable=True)
     chosen_MN = torch.zeros_like(ce_MN, dtype=torch.bool)
@@ -70,7 +70,7 @@ def confident_loss(
         target_N: int64.
         overlap: the number K of members that learn a sample, from 1 to M.
         beta: weight of the losses of members that do not learn a sample.
-        labels_MN: from `random_labels`; None for the exact loss.
+        labels_MN: from `random_labels`; None for the loss beta * KL(U || P).
         counts_N: bool, False for ignored samples; None if no sample is ignored.
     """
     if counts_N is not None:

@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     top_k: int  # The number of experts per token.
     layers: Sequence[str]  # The labels of the logged layers.
     experts: Sequence[int]  # The number of experts in each logged layer.
-    limited: Sequence[bool]  # Whether the experts of each logged layer have a capacity.
+    limited: Sequence[bool]  # Whether each logged layer limits its experts' capacity.
 
     @property
     def averages(self) -> list[str]:
@@ -57,8 +57,8 @@ def expert_log(layers: list[MoEFeedForward], combined: dict[str, Tensor], lists:
     """Return the expert metrics of a micro-batch as entries of the logging output.
 
     With `lists`, the metrics of each layer and expert are logged, too. `combined` has the losses that are
-    combined over layers; their keys are names in the log. A layer that LayerDrop skipped has weight 0, and
-    a batch without real tokens has weight 0.
+    combined over layers; their keys are names in the log. In averages, a layer that LayerDrop skipped has
+    weight 0, and a batch without real tokens has weight 0.
     """
     each = layers if lists else []
     of_layers = [f"moe_{name}_loss" for name in layers[0].balance_weights]

@@ -99,7 +99,7 @@ class GateLossMixin:
                 combined = combined / len(leaves)
             has_losses = any(layer.balance_weights for layer in layers)
             if has_losses and str(self.gate_loss.moe_gate_loss_transform) == "neg_log":
-                # A batch without tokens has loss 0; the clamp keeps the unused logarithm of 0 finite.
+                # Without tokens, the balance loss is 0; the clamp keeps its logarithm finite.
                 combined = -combined.clamp_min(torch.finfo(combined.dtype).tiny).log()
         return combined, leaves
 

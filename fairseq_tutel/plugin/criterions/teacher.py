@@ -35,7 +35,7 @@ class Teacher:
             )
 
     def scores(self, words: tuple, named: dict[str, Any], device: torch.device, dummy: bool) -> Tensor:
-        """Run the teacher on the student's inputs without gradients, and return its scores [N, V]."""
+        """Run the teacher on the student's inputs without gradients, and return the teacher's scores."""
         if self._model is None:
             self._model = self._opened(device)
         model, dtype = self._model, torch.bfloat16 if self.options.distill_teacher_bf16 else None
@@ -82,6 +82,6 @@ class Teacher:
 
 
 def scores_of(output: Any) -> Tensor:
-    """Return scores [N, V] from a model's output; their softmax gives the model's probabilities."""
+    """Return the scores [N, V] of V words in N rows from a model's output; their softmax is P(word)."""
     first = output if torch.is_tensor(output) else output[0]
     return first.flatten(end_dim=-2)

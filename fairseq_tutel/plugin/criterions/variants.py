@@ -56,8 +56,8 @@ SPECIAL: dict[str, tuple[tuple[type, ...], dict[str, Any]]] = {
     # fairseq's speech_dlm_criterion treats every log key that ends with _loss as one of its losses.
     "speech_dlm_criterion": ((GateLossMixin,), {"keeps_loss": False}),
 }
-# Criterions without a MoE variant: composite_loss passes a substitute model to another criterion, which may
-# be a MoE variant. The task sentence_ranking requires the criterion sentence_ranking.
+# Criterions without a MoE variant. composite_loss adds up losses of --underlying-criterion, which may be a
+# MoE variant. The task sentence_ranking requires the criterion sentence_ranking.
 # vocab_parallel_cross_entropy needs Megatron.
 WITHOUT_VARIANT = ("composite_loss", "sentence_ranking", "vocab_parallel_cross_entropy")
 

@@ -127,8 +127,8 @@ def _foreign_file(path: str, error: BaseException) -> ValueError:
 def mark_as_opened(state: Any) -> bool:
     """Mark the configuration in a checkpoint as opened for inference.
 
-    Older files have an argparse command line, which this function converts to a configuration before
-    fairseq does. The return value is true if a command line was converted.
+    Older files have an argparse namespace, which this function converts to a configuration before fairseq
+    does. The return value is true if a namespace was converted.
     """
     is_older = state.get("args") is not None
     if is_older:
@@ -167,7 +167,7 @@ def _is_imported(name: str) -> bool:
 def _update_task(state: Any, overrides: Mapping[str, Any]) -> None:
     """Update the task options of a checkpoint in place.
 
-    The removed value grouped_mm of --moe-backend becomes auto. Overrides of `SystemOptions` are added,
+    The removed value `--moe-backend grouped_mm` becomes `auto`. Overrides of `SystemOptions` are added,
     because fairseq overrides only options that the file already has.
     """
     task: Any = (state.get("cfg") or {}).get("task")

@@ -1,4 +1,4 @@
-"""Builds the experts of an opened model without memory; the checkpoint later provides their weights.
+"""Builds the experts of an opened model without weights, which the checkpoint provides later.
 
 With --moe-expert-store, the experts stay offloaded in an expert store, which all models of a command share.
 """
@@ -43,7 +43,7 @@ STORES: "WeakValueDictionary[StoreConfig, ExpertStore]" = WeakValueDictionary()
 
 
 def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.device) -> StoreConfig:
-    """Return a task's expert store options, with host or disk in place of --moe-expert-tier auto."""
+    """Return a task's expert store options; `--moe-expert-tier auto` is replaced by host or disk."""
     options = read(StoreConfig, task_cfg)
     refuse_bad_values(options)
     policy = options.moe_expert_store
@@ -69,7 +69,7 @@ def is_offloaded(options: StoreConfig) -> bool:
 
 
 def meta_experts(config: MoEConfig, topology: Topology, options: StoreConfig) -> ExpertStack:
-    """Build experts without memory, on torch's meta device; a state dict later provides their weights."""
+    """Build experts on torch's meta device, without weights, which a state dict provides later."""
     stack = build_experts(config, topology.part(config.num_experts), device="meta")
     stack.load_later(keep_sources=is_offloaded(options))
     return stack
@@ -115,7 +115,7 @@ def inference_dtype(model_cfg: Any, task: Any) -> torch.dtype | None:
 
 
 def quantize_when_loaded(model: nn.Module, task: Any, device: torch.device) -> None:
-    """With --moe-inference-dtype int8, quantize the decoder's linear layers as soon as they are loaded.
+    """With `--moe-inference-dtype int8`, quantize the decoder's linear layers when they are loaded.
 
     Raises:
         ValueError: int8 is given on a GPU, or for a model without a decoder.

@@ -111,8 +111,8 @@ def topology_of_opened(
 ) -> Topology:
     """Return which ranks hold which experts of a model that is opened for inference.
 
-    `requested` is the --moe-expert-parallel-size of the model's task; a command on one rank ignores
-    `requested`. `make_topology` documents the other arguments and the errors.
+    `requested` is the --moe-expert-parallel-size of the model's task. Only a teacher uses this size; other
+    models use the command line's size. `make_topology` documents the other arguments and the errors.
     """
     if is_teacher:  # RUN.topology must remain that of the student.
         return make_topology(expert_counts, requested or 1, ranks_per_node)

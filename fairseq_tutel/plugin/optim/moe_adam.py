@@ -24,8 +24,8 @@ class FusedAdam(Adam):
     therefore divides eps by sqrt(1 - beta2^t). If a parameter has half precision, or if a gradient is
     sparse or not contiguous, this class runs the step of fairseq's Adam.
 
-    With `fp16_stats`, Adam's moments are stored in fp16, as in OpenAI's Jukebox. Each fp16 moment is
-    divided by a scale that maps its largest element to the largest fp16 number. There is one scale per
+    With `fp16_stats`, Adam's moments are stored in fp16, as in OpenAI's Jukebox. Each moment is
+    divided by a scale, so its largest element becomes the largest fp16 number. There is one scale per
     dense parameter and one per expert, so an expert's scale is the same on any rank. The scales have the
     same state-dict keys as in fairseq's fp16 class, which needs apex.
     """

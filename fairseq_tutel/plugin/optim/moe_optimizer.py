@@ -1,7 +1,7 @@
 """A mixin with which fairseq's optimizers support experts on several ranks, ZeRO and offload.
 
-fairseq's fp16 and memory-efficient wrappers can wrap an optimizer with this mixin. The optimizer state in a
-checkpoint has the same format as fairseq's.
+fairseq's fp16 and memory-efficient wrappers accept an optimizer that has this mixin. The optimizer state in
+a checkpoint has the same format as fairseq's.
 """
 
 import logging
@@ -141,10 +141,10 @@ class MoEOptimizerMixin:
         super().step(*args, **kwargs)  # type: ignore[misc]
 
     def expert_state(self, index: int) -> dict[str, Tensor]:
-        """Return the optimizer state [e, ...] of this rank's e experts, with fp32 masters. Collective.
+        """Return the optimizer state [e, ...] of parameter `index`, which stacks e experts. Collective.
 
-        Offloaded state is in host memory. With fairseq's memory-efficient wrapper, a loaded checkpoint's
-        state is in host memory until the first step.
+        The state includes an fp32 master, if any. Offloaded state is in host memory. With fairseq's
+        memory-efficient wrapper, a loaded checkpoint's state is in host memory until the first step.
         """
         parameter = self.model_params()[index]
         if self.zero is not None:
@@ -231,7 +231,7 @@ class MoEOptimizerMixin:
 
 
 def _reduces_here(module: Any) -> bool:
-    """Return whether a collective plan, instead of torch's wrapper, sums dense gradients."""
+    """Return whether a collective plan, instead of fairseq's wrapper, sums dense gradients."""
     while not isinstance(module, LegacyDistributedDataParallel):
         module = getattr(module, "module", None)  # fairseq's wrappers hold a model in `module`.
         if module is None:

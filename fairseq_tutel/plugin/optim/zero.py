@@ -52,7 +52,7 @@ class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
         self.wrapped_optimizer.finish_backward()
 
     def load_state_dict(self, state_dict: dict, optimizer_overrides: dict | None = None) -> Any:
-        """Load an optimizer state; the flag keeps fairseq from overwriting it with the file's tensors."""
+        """Load an optimizer state; disable fairseq's hack, which overwrites it with the file's tensors."""
         self.optimizer.disable_mem_eff_fp16_loading_hack = True
         super().load_state_dict(state_dict, optimizer_overrides)
 

@@ -64,7 +64,7 @@ def drop_is_moe(argv: list[str]) -> None:
 
 
 def fill_in(args: Any, options: type) -> None:
-    """Set each option that a model's arguments lack to its default value, in place."""
+    """Add the options that a model's arguments lack, with their default values, in place."""
     for key, value in defaults(options).items():
         setattr(args, key, getattr(args, key, value))
 

@@ -149,8 +149,8 @@ def _last_line(error: BaseException) -> str | None:
     # wav2vec2 sets this level to DEBUG.
     if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
         logger.debug("traceback of the error", exc_info=error)
-    # A data set that fairseq could not open prints an error when it is deleted. Such a data set is
-    # therefore deleted before the error message is printed.
+    # The object of a data set that fairseq could not open prints an error when Python frees the object.
+    # The object is therefore freed before the error message is printed.
     traceback.clear_frames(error.__traceback__)
     return error_line(sentence.removeprefix(f"[Errno {getattr(error, 'errno', None)}] "))
 

@@ -11,9 +11,9 @@
 - `PathManager.copy`: fairseq overwrites checkpoint_last and checkpoint_best in place. If fairseq is killed
   during the copy, the checkpoint is truncated. The wrapper copies to a temporary file, and renames it.
 - `distributed.utils.call_main`: Every fairseq command begins with a call of call_main.
-  - Under torchrun on CPU, fairseq raises ZeroDivisionError, or each rank trains a separate model.
-  - A rank of fairseq uses GPU RANK % num_gpus, which is wrong if nodes have different numbers of ranks.
-  - fairseq-train treats --bf16 as a request for a TPU.
+  - Stock fairseq under torchrun on CPU raises ZeroDivisionError, or each rank trains a separate model.
+  - In stock fairseq, a rank uses GPU RANK % num_gpus, which is wrong if nodes have unequal rank counts.
+  - Stock fairseq-train treats --bf16 as a request for a TPU.
   - With the wrapper, errors of the rendezvous and of fairseq's collectives name the missing ranks.
   - If a rank fails, the wrapper ends all other ranks.
   - In inference, the wrapper lets each rank run its experts until all ranks have finished.
@@ -94,7 +94,7 @@ def call_main(original: Any) -> Any:
 def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
     """Run the main function of a command, with its FairseqConfig in `RUN.cfg`."""
     startup.note_spawned_ranks(cfg)
-    import_user_module(cfg.common)  # A user's module may register tasks; fairseq-hydra-train skips it.
+    import_user_module(cfg.common)  # A user's module may register tasks; fairseq-hydra-train skips this.
     # In a spawned rank, fairseq does not import --user-dir again, so the plugin is registered here.
     plugin.register()
     give_system_options()

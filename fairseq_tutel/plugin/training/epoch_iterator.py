@@ -32,7 +32,7 @@ class _Resumed(NamedTuple):
     epoch: int
     consumed: int  # The number of batches that all ranks consumed before the resume.
     start: int  # The position that fairseq's iterator gets, in rounds of one batch per rank.
-    order_shards: int  # The number of ranks with which fairseq would make the saved run's order of batches.
+    order_shards: int  # The number of ranks for which fairseq makes the saved run's batch order.
 
 
 class ElasticEpochBatchIterator(EpochBatchIterator):
@@ -96,7 +96,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         )
         self._next_epoch_itr = None
         if callable(self.batch_sampler):
-            self._frozen_batches = None  # Each epoch has different batches.
+            self._frozen_batches = None  # A callable makes new batches for each epoch.
         self.epoch += 1
 
     def _get_iterator_for_epoch(
@@ -118,7 +118,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
 
     @property
     def _order_shards(self) -> int:
-        """The number of ranks with which fairseq would make this iterator's order of batches."""
+        """The number of ranks for which fairseq makes the batch order of this iterator."""
         return self._micro_batches or self.num_shards
 
     def _batches_in(self, rounds: int) -> int:

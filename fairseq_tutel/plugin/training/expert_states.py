@@ -1,4 +1,4 @@
-"""Collects the optimizer state and averages of experts, and maps saved records to parameter indices."""
+"""Collects experts' optimizer state and moving averages, and maps saved records to parameter indices."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from fairseq_tutel.plugin.training.ema import AVERAGE, WIDE_AVERAGE, ExpertEMA
 
 
 class ExpertStates:
-    """The optimizer state and averages of a trainer's experts, which are saved with the parameters.
+    """The optimizer state and moving averages of a trainer's experts, which are saved with the parameters.
 
     Args:
         trainer: fairseq's trainer.
@@ -30,7 +30,7 @@ class ExpertStates:
         self._index_of = {id(parameter): index for index, parameter in enumerate(trained)}
 
     def of(self, parameter: Any) -> Mapping[str, Tensor]:
-        """Return an expert parameter's optimizer state and averages as stacked tensors. Collective."""
+        """Return the optimizer state and moving averages of experts' stacked `parameter`. Collective."""
         index = self._index_of.get(id(parameter))
         state = {} if self.inner is None or index is None else self.inner.expert_state(index)
         return {**state, **self._averages.get(id(parameter), {})}
@@ -51,7 +51,7 @@ class ExpertStates:
 
     @contextlib.contextmanager
     def saved_as(self, records: Mapping[tuple[str, str], Any], topology: Topology) -> Iterator[None]:
-        """Context manager in which checkpoints have shard records instead of experts' state and EMA.
+        """Context manager; checkpoints saved in it have shard records instead of experts' state and EMA.
 
         The keys of `records` are pairs (layer, tensor name). Collective.
         """

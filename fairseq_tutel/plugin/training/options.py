@@ -26,7 +26,7 @@ ZERO_STAGE: Rule = (
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Options of every task of this package, except those in MoEConfig."""
+    """Options that this package adds to every task, except those in MoEConfig."""
 
     # fmt: off
     moe_micro_batches: int = parallelism(
@@ -63,8 +63,8 @@ class TaskConfig:
     )
     moe_adaptive_window: int = parallelism(
         128, unit="slots per expert", rule=whole(1, unit="slots"),
-        help="width of the ranges of capacities for which --moe-adaptive auto chooses separate "
-        "strategies; a range is at least a quarter of its smallest capacity wide",
+        help="--moe-adaptive auto chooses a strategy for each range of capacities; a range has this width, "
+        "but at least a quarter of its smallest capacity",
     )
     moe_checkpoint: str = checkpoints(
         "full", choices=("full", "sharded"),
@@ -73,14 +73,14 @@ class TaskConfig:
     )
     moe_save_async: bool = checkpoints(
         False,
-        help="write sharded checkpoints in threads while training continues; before this, experts, "
+        help="write sharded checkpoints in threads while training continues; before each save, experts, "
         "optimizer state and rank 0's other parameters are copied to host memory",
     )
     moe_zero_stage: int = memory(
         0, rule=ZERO_STAGE,
         help="ZeRO stage: 1 partitions optimizer state and fp32 master weights over the ranks that hold "
-        "the same parameters; 2 also partitions gradients, which are then reduced during the backward "
-        "pass; 0 partitions nothing",
+        "the same parameters; 2 also partitions gradients, which it reduces during the backward pass; 0 "
+        "partitions nothing",
     )
     moe_offload_optimizer: bool = memory(
         False,
@@ -94,8 +94,8 @@ class TaskConfig:
     )
     moe_comm_timeout: int = communication(
         1800, unit="seconds", rule=whole(0, 1_000_000),
-        help="maximum time that a collective waits for another rank; then the job ends with an error that "
-        "names this rank; 0: torch's time-outs",
+        help="maximum time that a collective waits for another rank; after this time, the job ends with an "
+        "error that names this rank; 0: torch's time-outs",
     )
     record_a2a_perf_stats: bool = logging(
         False, unit="milliseconds",
@@ -117,8 +117,8 @@ class PreemptionConfig:
     )
     moe_preemption_seconds: float = checkpoints(
         25.0, unit="seconds", rule=POSITIVE,
-        help="maximum time from a signal until a rank has saved and ended (a validation ends after half "
-        "of this time); the launcher must wait longer before it kills the rank",
+        help="maximum time from a signal until a rank has saved and ended; the launcher must wait longer "
+        "before it kills the rank",
     )
     # fmt: on
 

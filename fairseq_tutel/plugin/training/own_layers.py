@@ -122,7 +122,7 @@ def prepare(root: Any, task: Any, model: Any) -> None:
 
 
 def _prepare_experts(model: Any, layers: Iterable[MoELayer], topology: Topology) -> None:
-    """Mark experts that every rank holds as dense; exclude all other experts from data parallelism."""
+    """Mark experts as dense if every rank holds them; exclude other experts from data parallelism."""
     for layer in layers:
         if isinstance(layer, MoEFeedForward):  # `install_experts` placed the layer.
             continue

@@ -95,7 +95,7 @@ class Preemption:
         return train
 
     def _count_signals(self, trainer: Any) -> None:
-        """Add the number of ranks that received a signal to the log values that a Trainer sums."""
+        """Make a Trainer sum, with its log values, the number of ranks that received a signal."""
         original = trainer._aggregate_logging_outputs
 
         def aggregate(logging_outputs: Any, *extra: Any, ignore: bool = False) -> Any:

@@ -119,7 +119,7 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
         finally:
             if writes and world.is_first():
                 try:
-                    # Unused expert folders may have filled the disk, so errors do not prevent the deletion.
+                    # Unused expert folders may have filled the disk, so they are deleted after errors, too.
                     folders.collect(Path(save_dir))
                 except OSError as error:
                     logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)
@@ -137,7 +137,7 @@ def _remove_temporary(save_dir: Path) -> None:
 def save_checkpoint(original: Any) -> Any:
     """Wrap fairseq's save_checkpoint to save the experts and optimizer state of all ranks.
 
-    Experts are gathered on rank 0 or, with --moe-checkpoint sharded, written by each rank.
+    Experts are gathered on rank 0 or, with `--moe-checkpoint sharded`, written by each rank.
     """
 
     @functools.wraps(original)
@@ -175,7 +175,7 @@ def _completed(cfg: Any, trainer: Any, states: ExpertStates | None) -> Iterator[
 
 
 def _states_in_shards(cfg: Any, trainer: Any) -> ExpertStates | None:
-    """Return the optimizer state and averages to write to shard files; None for a full checkpoint."""
+    """Return the experts' state to write to shard files, or None if this checkpoint has no shard files."""
     options = read(TaskConfig, config_of(trainer.task))
     if options.moe_checkpoint != "sharded" or not experts.expert_modules(trainer.get_model()):
         return None

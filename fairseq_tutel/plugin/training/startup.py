@@ -217,7 +217,7 @@ def refuse_run(
         _layerdrop_of(model),
         topology.expert_parallel_size > 1,
     )
-    # fairseq gives layers that it recomputes the attribute `precheckpoint_forward`.
+    # A layer that fairseq recomputes has the attribute `precheckpoint_forward`.
     recomputes = any(hasattr(module, "precheckpoint_forward") for module in model.modules())
     local_drop = float(getattr(root.model, "moe_local_drop", 0.0))
     half = next((key for key in ("memory_efficient_fp16", "fp16") if common[key]), "")
@@ -279,7 +279,7 @@ def _layerdrop_of(model: nn.Module) -> str:
 
 def complete(root: Any) -> None:
     """Change options of the FairseqConfig that do not work with experts, in place, and log every change."""
-    # fairseq-train sets fp16 with memory_efficient_fp16, but fairseq-hydra-train would train in fp32.
+    # If memory_efficient_fp16 is set, fairseq-train sets fp16, but fairseq-hydra-train trains in fp32.
     for precision in ("fp16", "bf16"):
         if root.common[f"memory_efficient_{precision}"]:
             _set(root.common, precision, True)
@@ -287,7 +287,7 @@ def complete(root: Any) -> None:
     only = read(TaskConfig, root.task).moe_train_only
     if only or (zero is not None and zero.stage):
         # torch's DistributedDataParallel all-reduces complete gradients, which ZeRO must avoid. It also
-        # refuses a model whose dense parameters are all frozen, as --moe-train-only may freeze them.
+        # refuses a model if --moe-train-only freezes all of its dense parameters.
         _set(root.distributed_training, "ddp_backend", "legacy_ddp", "frozen parts" if only else "shards")
         _set_everywhere(root, "ddp_backend", "legacy_ddp")
     name, variant = root.optimizer._name, variant_name(root.optimizer._name)

@@ -164,7 +164,7 @@ class MoETaskMixin(InferenceMixin):
             begin(num_tokens)
 
     def _seed_micro_batch(self, update_num: int) -> None:
-        """Seed torch by the micro-batch's position in the update, so dropout is equal on any rank count."""
+        """Seed torch by a micro-batch's position in the update, so dropout does not depend on the rank."""
         position = world.rank() + self._ran_in_update * world.size()
         torch.manual_seed(hashed_seed(self._seed, f"update {update_num}", position, "micro-batch"))
         self._ran_in_update += 1

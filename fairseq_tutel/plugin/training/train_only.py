@@ -1,4 +1,4 @@
-"""Freezes the parameters of a model that --moe-train-only does not name."""
+"""Freezes the parameters that --moe-train-only does not name."""
 
 import fnmatch
 import functools
@@ -22,13 +22,13 @@ GATES = ("gate.", "other_gates.", "beside.mix.", "beside.cmr_gate.")
 
 
 def freeze(root: Any, model: nn.Module) -> None:
-    """Freeze all parameters of a model that --moe-train-only of a FairseqConfig does not name.
+    """Freeze all parameters that --moe-train-only in the FairseqConfig `root` does not name.
 
     A frozen parameter has no gradient, no optimizer state and no all-reduce. The experts of a layer are
     stacked in one parameter, so zeros in the gradient freeze single experts.
 
     Raises:
-        ValueError: a name or expert number has no parameter, or weight decay would change frozen experts.
+        ValueError: a name or expert number fits no parameter, or weight decay would change frozen experts.
     """
     text = read(TaskConfig, root.task).moe_train_only
     if not text:

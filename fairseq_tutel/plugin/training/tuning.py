@@ -31,7 +31,7 @@ def option(cfg: Any, key: str) -> Any:
 def choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
     """Choose the all-to-all algorithm from the batch size and the hardware profile. Collective.
 
-    Without --moe-a2a-algorithm auto, the function changes nothing.
+    Without `--moe-a2a-algorithm auto`, the function changes nothing.
     """
     layers = moe_layers(model)
     if layers[0].config.a2a_algorithm != "auto":
@@ -61,7 +61,7 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
     options = read(TaskConfig, task_cfg)
     choices: dict[str, Any] = {}
     machine = _machine_of(task_cfg, root)
-    if first.config.adaptive != "auto":  # Only --moe-adaptive auto tunes overlap and algorithm.
+    if first.config.adaptive != "auto":  # Only `--moe-adaptive auto` tunes both.
         choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
     elif options.moe_collective_plans:
         choices = {"algorithms": tuned_algorithms(first, task_cfg)}

@@ -48,7 +48,7 @@ FIXED = {
 
 
 def sparse_layers(side: str, sparse: bool = True) -> Callable[[Mapping[str, Any]], list[int]]:
-    """Return a function from options to the indices of the `side` layers with (or without) experts."""
+    """Return a function that returns the indices of a side's layers with (or without) experts."""
 
     def of(options: Mapping[str, Any]) -> list[int]:
         indices = range(options[f"{side}_layers"])

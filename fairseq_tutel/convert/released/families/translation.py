@@ -65,7 +65,7 @@ def _sizes(activation: str, attention_dropout: float, layerdrop: float, scales: 
     )
 
 
-# Options of fairseq's transformer that change outputs, and that transformers lacks.
+# Options of fairseq's architecture transformer that change outputs, and that Hugging Face's models lack.
 PLAIN = {
     "adaptive_input": False,
     "adaptive_softmax_cutoff": None,
