@@ -218,7 +218,7 @@ class ExpertStore:
             self._hold(key, ahead=True)
 
     def _hold(self, key: Key, ahead: bool = False) -> Fetch:
-        """Return an expert's fetch, and request a missing fetch. Keep the expert until `_release`."""
+        """Return the fetch of an expert, and request it if it is new. Keep the expert until `_release`."""
         self._cache.take(key)
         if key not in self._fetches:
             stack, source = self._stacks[key[0]]

@@ -115,7 +115,7 @@ class EnsembleModel(BaseFairseqModel):
         modules = dict(member.named_modules())
         member.get_submodule(name)  # This call raises an error for a missing layer.
         above = [modules[path] for path in modules if name.startswith(f"{path}.")]
-        if any(hasattr(module, "precheckpoint_forward") for module in above):  # These are checkpointed.
+        if any(hasattr(module, "precheckpoint_forward") for module in above):  # These are recomputed.
             raise ValueError(
                 f"--ensemble-share-after is {name}, which activation checkpointing recomputes for each "
                 "member alone; name a complete layer, or turn off activation checkpointing."

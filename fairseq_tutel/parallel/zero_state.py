@@ -242,7 +242,7 @@ class ZeroState:
 
 
 def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Parameter]:
-    """Convert a bucket's gradients for the optimizer, times `factor`; return the owned parameters."""
+    """Assign a bucket's gradients, times `factor`, to its partitions' `own`; return these parameters."""
     owned = [partition.own for partition in bucket.partitions]
     device, dtype = owned[0].device, owned[0].dtype
     if isinstance(factor, Tensor):

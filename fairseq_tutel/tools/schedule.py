@@ -1,8 +1,8 @@
-"""The tool `schedule` makes the fastest collective plan for a network, and prints its bottleneck.
+"""The tool `schedule` makes the fastest collective plan for a network, and prints the network's bottleneck.
 
 NETWORK is a file in the format of --output-network, or a name, such as dgx_a100:2 for two nodes. The
-algorithm ForestColl computes a plan that sends data along trees. The bottleneck is a cut: some vertices
-whose links to all others limit the speed. Details: docs/scaling.md.
+algorithm ForestColl computes a plan that sends data along trees. The bottleneck is a cut: a set of vertices
+whose links to all other vertices limit the speed. Details: docs/scaling.md.
 """
 
 import argparse
