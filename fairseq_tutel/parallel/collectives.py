@@ -63,7 +63,7 @@ class Started:
 def start_all_reduce(own: Tensor, operation: str, group: Group = None) -> tuple[Started, Tensor]:
     """Start to sum all ranks' tensors. Return a handle and the tensor that will hold the sum.
 
-    A collective plan writes the sum to a new tensor, and torch writes the sum to `own`.
+    With a collective plan, the sum is in a new tensor. With torch, the sum is in `own`.
     """
     with guarded(operation, group):
         program = _chosen("all_reduce", own, operation, group)

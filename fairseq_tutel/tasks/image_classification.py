@@ -25,7 +25,7 @@ ImageOptions = made("ImageOptions", options_in(ImageConfig))
 
 @dataclass
 class ImageClassificationConfig(ImageOptions):  # type: ignore[valid-type,misc]
-    """Options of the task image_classification: the data folder, and options of images."""
+    """Options of the task `image_classification`: the data folder, and options of images."""
 
     data: str = field(
         default="", metadata={"help": "folder with the splits train, valid, …: class folders or .npz files"}
