@@ -108,7 +108,7 @@ class PositionBias(nn.Sequential):
 
 @lru_cache(maxsize=128)
 def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a window's log-scaled offsets [(2h-1)(2w-1), 2], and each query-key pair's offset index [N, N]."""
+    """Return log-scaled offsets [(2h-1)(2w-1), 2], and each query-key pair's offset index [N, N]."""
     # Cached tensors that were created in inference mode could not be used in training.
     with torch.inference_mode(False), torch.no_grad():
         lines = [torch.arange(1 - side, side) * (SPAN / max((trained or side) - 1, 1)) for side in (h, w)]
