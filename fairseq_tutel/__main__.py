@@ -13,9 +13,9 @@ from fairseq_tutel.files import error_line
 from fairseq_tutel.tools.parser import ToolParser
 
 # This table maps each tool to its module and one line of help. Only the module of the chosen tool is
-# imported. The function `add_to(tools)` of a tool's module adds a subparser and sets its default `run`, a
-# function of the parsed arguments. On failure, `run` raises ValueError with one sentence. A tool's module
-# must not import torch or numpy at its top, so that --help is fast.
+# imported. A tool's module has a function `add_to(tools)`, which adds a subparser. The subparser's default
+# `run` is a function of the parsed arguments, which raises ValueError with one sentence on failure. A
+# tool's module must not import torch or numpy at its top, so that --help is fast.
 GROUPS = {
     "see a training run": {
         "report": ("tools.report.page", "draw one HTML page of training runs, from fairseq's logs"),
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def parser_of(chosen: str) -> ToolParser:
-    """Return the command line's parser, with the arguments of only one tool (`chosen`) or of none ("")."""
+    """Return the command-line parser with the arguments of the tool `chosen`; "" means no tool."""
     parser = ToolParser(
         prog="fairseq-tutel",
         usage="fairseq-tutel TOOL [arguments]",

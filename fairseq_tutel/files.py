@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-# The largest files that these functions read are collective plans for many ranks.
+# The default limit of a file's size. The largest files are collective plans for many ranks.
 LARGEST_BYTES = 2**28
 # Maximum number of characters of a value in an error message.
 SHOWN = 60
@@ -31,9 +31,9 @@ def content_of(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> bytes:
 
 
 def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file without blocking and return its descriptor, as an `opener` of Python's `open`.
+    """Open a regular file without blocking, and return its descriptor.
 
-    Raises OSError for a pipe, folder or device.
+    Python's `open` accepts this function as `opener`. Raises OSError for a pipe, folder or device.
     """
     # Without O_NONBLOCK, opening a pipe would block until another process writes to it.
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)

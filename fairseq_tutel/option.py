@@ -1,4 +1,4 @@
-"""Defines the class of an option of the command line: name, default, flag, and rules for values."""
+"""Defines the class `Option`: the name, default, flag and rules of a command-line option."""
 
 import inspect
 import math
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fairseq_tutel.files import shown
 
 T = TypeVar("T")
-# A test of a value, and the words that follow the value in the error message of a failed test.
+# A rule is a test of a value, and the end of the error message if the test fails.
 Rule = tuple[Callable[[Any], bool], str]
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -33,7 +33,7 @@ class Option:
     same_as: tuple[str, Any] | None = (
         None  # for an older flag: the MoEConfig field that it sets, and the value
     )
-    flag: str = ""  # the flag; empty if the flag follows from the key
+    flag: str = ""  # the flag; if empty, `options_in` makes the flag from the field's name
     name: str = ""  # the name of the dataclass field
     key: str = ""  # the option's name in fairseq's configuration
     type: Any = None
@@ -74,7 +74,7 @@ def option(default: Any, help: str = "", **parts: Any) -> Any:
 
 
 def options_in(config: Any) -> tuple[Option, ...]:
-    """Return the options of a dataclass; an option's key is the class's `prefix` plus the field's name."""
+    """Return the options of a dataclass; the default key is the class's `prefix` plus the field's name."""
     return _options_in(config)
 
 
@@ -184,7 +184,7 @@ POSITIVE: Rule = (lambda v: 0 < v < math.inf, "give a finite number above 0")
 PROBABILITY: Rule = (lambda v: 0 <= v < 1, "give a number from 0 to below 1")
 
 
-# Each of these functions is `option` with a heading in docs/flags.md and an owner of the option.
+# Each of these functions is `option` with a fixed theme (a heading in docs/flags.md) and a fixed owner.
 routing = partial(option, theme="Routing", of="model")
 capacity = partial(option, theme="Capacity", of="model")
 balance = partial(option, theme="Balance", of="model")

@@ -1,7 +1,7 @@
 """Runs fairseq-generate, fairseq-interactive, fairseq-eval-lm or fairseq-validate on several ranks.
 
 Usage: `torchrun --nproc_per_node N -m fairseq_tutel.run COMMAND <arguments of fairseq-COMMAND>`. The module
-loads the plugin and reads the ranks from torchrun's environment. The sentences to process are distributed
+loads the plugin, and gets its rank from torchrun's environment. The sentences to process are distributed
 over the ranks. With --moe-expert-parallel-size, experts are distributed over ranks, too.
 """
 
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _generate(module: Any) -> None:
-    """Run fairseq-generate as its `cli_main` does, but initialize the distributed ranks first."""
+    """Run fairseq-generate as its `cli_main` does, but initialize torch.distributed first."""
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq.distributed import utils as distributed_utils

@@ -1,8 +1,8 @@
-"""Runs fairseq-train, or fairseq-hydra-train if --config-name is given, with the plugin on several ranks.
+"""Runs fairseq-train (with --config-name, fairseq-hydra-train) on several ranks, with the plugin loaded.
 
-Usage: `torchrun --nproc_per_node N -m fairseq_tutel.train <arguments of fairseq-train>`. The ranks are read
-from torchrun's environment. Collectives use gloo on CPU and NCCL on GPU. Without torchrun, fairseq starts
-one process per visible GPU, or trains in one process on a CPU.
+Usage: `torchrun --nproc_per_node N -m fairseq_tutel.train <arguments of fairseq-train>`. Each process gets
+its rank from torchrun's environment. Collectives use gloo on CPU and NCCL on GPU. Without torchrun, fairseq
+starts one process per visible GPU, or trains in one process on a CPU.
 """
 
 import importlib
@@ -26,10 +26,10 @@ def run_command(name: str, call: Callable[[Any], object] = methodcaller("cli_mai
     """Run a command of `fairseq_cli` with the plugin loaded."""
     if name != "hydra_train" and not _has("--user-dir"):
         sys.argv += ["--user-dir", os.path.dirname(os.path.abspath(__file__))]
-    # Import the command before the plugin, because the first of the two sets the format of the log.
+    # Import the command before the plugin, because the first import sets the log's format.
     module = importlib.import_module(f"fairseq_cli.{name}")
 
-    logging.getLogger("hydra").setLevel(logging.INFO)  # wav2vec2 sets the root logger to DEBUG.
+    logging.getLogger("hydra").setLevel(logging.INFO)  # wav2vec2 sets the default level to DEBUG.
 
     from fairseq_tutel.plugin import register
 

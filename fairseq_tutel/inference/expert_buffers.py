@@ -12,7 +12,7 @@ from torch import Tensor
 from fairseq_tutel.checkpoint.quantized import Quantized
 from fairseq_tutel.kernels.quantized import QuantizedMatrix
 
-ALIGNMENT = 64  # The alignment in bytes is that of torch's CPU tensors.
+ALIGNMENT = 64  # In bytes; torch aligns CPU tensors in the same way.
 # The stored dtype and shape of an expert's tensor, and the tensor's quantization format.
 Stored = tuple[torch.dtype, tuple[int, ...], Quantized | None]
 
@@ -64,7 +64,7 @@ class Buffer:
         return (stored if quantized is None else quantized.dequantize(stored)).to(dtype)
 
     def matrix(self, name: str, dtype: torch.dtype) -> Tensor | QuantizedMatrix:
-        """Return a tensor as a quantized matrix for products in `dtype` if possible, else in `dtype`."""
+        """Return a quantized matrix for products in `dtype` or, if impossible, a dequantized tensor."""
         quantized = self._quantized[name]
         matrix = None if quantized is None else quantized.matrix(self.tensors[name], dtype)
         return self.tensor(name, dtype) if matrix is None else matrix

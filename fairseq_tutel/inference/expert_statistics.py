@@ -1,4 +1,4 @@
-"""Statistics of the experts that a model's gates choose, per language pair, and the statistics file.
+"""Reads and writes statistics files: how often a model's gates choose each expert, per language pair.
 
 `fairseq-tutel tokens --output-statistics` writes a statistics file, and `convert prune --statistics` reads
 it. In a statistics file, E is the number of experts of a layer.
@@ -28,7 +28,7 @@ class LayerStatistics:
     Attributes:
         tokens: the number of tokens that the layer routed, without padding.
         activity: for each expert, the fraction of tokens whose first choice is the expert.
-        confidence: for each expert, its mean gate probability over these tokens, or 0 if there are none.
+        confidence: for each expert, its mean gate probability over these tokens, or 0 without such tokens.
         load: for each expert, its number of assignments, divided by the mean over the layer's experts.
     """
 

@@ -62,13 +62,13 @@ class ExpertStore:
     are two exceptions on a CPU: products with quantized experts are rounded (see below), and outputs can
     differ by rounding if the size of an expert's matrix is not a multiple of 64 bytes.
 
-    A single thread reads experts. The thread ends at `close`, at the end of the process, or after an error,
-    which the store's next use raises. A deep copy of a model shares the model's store. A forked process or
+    A single thread reads experts until `close`, the end of the process, or an error. After an error, the
+    store's next use raises ValueError. A deep copy of a model shares the model's store. A forked process or
     second thread needs a separate store. A model with experts in a store can be neither saved nor loaded.
 
     docs/inference.md has a table of the policies. With `pregated`, the model calls `prefetch`. With
-    `prefetch-all`, the next layer is the layer that ran after the current layer the last time or, at first,
-    the layer that was added after the current layer.
+    `prefetch-all`, the store prefetches the layer that followed the current layer the last time. At first,
+    the store prefetches the layer that was added after the current layer.
 
     Tiers: The tier `disk` reads the shard files of a checkpoint, and `host` keeps experts in memory (pinned
     if there is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes. The cache size
@@ -218,7 +218,7 @@ class ExpertStore:
             self._hold(key, ahead=True)
 
     def _hold(self, key: Key, ahead: bool = False) -> Fetch:
-        """Return an expert's fetch, requested if necessary. The expert is kept until `_release`."""
+        """Return the fetch of an expert, and request it if it is new. Keep the expert until `_release`."""
         self._cache.take(key)
         if key not in self._fetches:
             stack, source = self._stacks[key[0]]

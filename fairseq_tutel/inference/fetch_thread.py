@@ -12,7 +12,7 @@ import torch
 
 from fairseq_tutel.inference.expert_buffers import Buffer
 
-JOIN_SECONDS = 5.0  # `close` waits this long for a read that hangs.
+JOIN_SECONDS = 5.0  # `end` waits this long for a read that hangs.
 
 
 class Fetch:
@@ -50,7 +50,7 @@ class Fetch:
 class Fetcher:
     """A queue of fetches, and a thread that runs the fetches.
 
-    After an exception in the fetch thread, every call raises ValueError.
+    After an exception in the fetch thread, further fetches raise ValueError.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Expert parallelism for inference if ranks call layers at different times or not at all (lockstep).
+"""Lockstep: expert parallelism for inference in which ranks call different layers, or no layer.
 
 In inference, ranks can have different numbers and lengths of sentences. Before each call, the ranks
 therefore agree on a layer: each rank requests a layer, and the layer with the most requests runs. Ranks
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fairseq_tutel.parallel.collectives import all_gather
 
-# Special requests of a rank: no layer at the moment, or no layer until the end.
+# Requests of a rank that needs no layer: for the moment, or until the end.
 RESTS = -1
 IS_DONE = -2
 
@@ -41,7 +41,7 @@ class Lockstep:
         self.served = 0  # Calls of other ranks that this rank joined without tokens.
 
     def add(self, run_without_tokens: Callable[[], None]) -> int:
-        """Add a layer, and return its index; `run_without_tokens` joins the collectives of a layer call."""
+        """Add a layer, and return its index; `run_without_tokens` joins a layer call without tokens."""
         self.layers.append(run_without_tokens)
         return len(self.layers) - 1
 

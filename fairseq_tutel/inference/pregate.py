@@ -44,7 +44,7 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
 
 
 def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
-    """Raise ValueError if `ahead` is below 1, or too large for every stack (`blocks` has layer counts)."""
+    """Raise ValueError unless 1 <= `ahead` < n, where n is the largest number of layers in `blocks`."""
     most = max(blocks.values(), default=0) - 1
     if not (is_whole(ahead) and 1 <= ahead <= most):
         has = " and ".join(f"the {name} has {count} MoE layers" for name, count in blocks.items())

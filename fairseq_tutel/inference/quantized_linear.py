@@ -1,4 +1,4 @@
-"""Linear layers in int8 for CPU inference. Per token, half as many bytes of weights are read as in bf16."""
+"""Linear layers in int8 for CPU inference, which read half as many bytes of weights as bf16 layers."""
 
 from collections.abc import Callable
 from dataclasses import replace

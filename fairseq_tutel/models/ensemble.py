@@ -1,9 +1,8 @@
-"""Defines the model ensemble_of, which averages the probabilities of models of one architecture.
+"""Defines the model `ensemble_of`, which averages the probabilities of models of one architecture.
 
 The state dict has the members' weights under `members.0.`, `members.1.`, …. All members draw initial
 weights from one random generator, one after another. The first member therefore has the same initial
 weights as a single model. Members run one after another; a batched forward is slower (docs/ensembles.md).
-
 Shape suffixes are M (members) and C (classes).
 """
 
@@ -81,9 +80,9 @@ class EnsembleModel(BaseFairseqModel):
         return cls(members, config)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run all members on the input, and return the log of their mean probabilities, and their logits.
+        """Run all members on the input, and average their probabilities.
 
-        The result is a pair (log probabilities [..., C], {"member_logits": [M, ..., C]}).
+        The result is a pair (log mean probabilities [..., C], {"member_logits": [M, ..., C]}).
         """
         runs = [partial(member, *args, **kwargs) for member in self.members]
         if self.config.ensemble_share_after:

@@ -1,4 +1,4 @@
-"""Shares features between ensemble members: each forward pass pauses after a layer, to mix its outputs.
+"""Shares features between ensemble members: forward passes pause after a layer, whose outputs are mixed.
 
 The suffix M marks a list with one entry per member.
 """

@@ -1,6 +1,6 @@
-"""Registers the image models swin_v2 (dense) and swin_v2_moe (with experts) in several sizes.
+"""Registers the image models `swin_v2` (dense) and `swin_v2_moe` (with experts) in several sizes.
 
-The task of a Swin model must have `channels` and `num_classes`.
+The task of a Swin model must have the attributes `channels` and `num_classes`.
 """
 
 from collections.abc import Iterable
@@ -94,7 +94,7 @@ class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
 
 
 def _register(name: str, model: type, options: list, defaults: dict[str, Any]) -> None:
-    """Register a size of Swin V2 as a model of its own, whose name also sets options under hydra."""
+    """Register a size of Swin V2 as a separate model, so that its name sets options under hydra, too."""
     options = [replace(o, default=defaults.get(o.key, o.default)) for o in options]
     title = "".join(part.title() for part in name.split("_"))
     cls = type(title, (model,), {"__doc__": model.__doc__, "__module__": __name__})

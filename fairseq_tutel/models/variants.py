@@ -1,6 +1,6 @@
 """Registers a moe_ variant of every fairseq model with transformer layers; docs/models.md lists them.
 
-Most variants have no dataclass, like the stock models: fairseq-train cannot build nested dataclasses.
+Most variants, like their stock models, have no dataclass, because fairseq-train cannot build nested ones.
 """
 
 import argparse

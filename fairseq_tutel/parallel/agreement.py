@@ -14,7 +14,7 @@ SHOWN_CHARACTERS = 80
 def agree(facts: Mapping[str, Any]) -> None:
     """Check that all ranks have equal facts, such as the values of command-line options. Collective.
 
-    `facts` maps the name of a fact in error messages, such as the name of an option, to its value.
+    `facts` maps names, such as the name of an option, to values. Error messages use these names.
 
     Raises:
         ValueError: the facts of ranks differ. All ranks raise the same message.

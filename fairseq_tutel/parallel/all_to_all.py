@@ -37,8 +37,8 @@ class Counts(NamedTuple):
 
     leaving_PE: Tensor  # The rows from this rank to each local expert of each rank.
     arriving_PE: Tensor  # The rows from each rank to each local expert of this rank.
-    # In 2DH, this tensor [L, N, e] counts rows from ranks of this node to ranks with this local index. With
-    # a collective plan, this tensor [P, P, e] counts rows of all pairs of ranks. Otherwise, it is empty.
+    # In 2DH [L, N, e]: the rows from each rank of this node to each rank with this rank's local index. With
+    # a collective plan [P, P, e]: the rows from each rank to each rank. Otherwise, the tensor is empty.
     transit: Tensor
 
     def chunk(self, index: int, number: int) -> "Counts":
@@ -84,7 +84,7 @@ def exchange_counts(
 
 
 def even_counts(leaving_PE: Tensor, rank: int, grid: Grid | None, every_pair: bool) -> Counts:
-    """Compute the row counts of `exchange_counts` locally; the caller ensures equal counts on all ranks."""
+    """Return the row counts of `exchange_counts` without communication; all ranks have equal counts."""
     transit = leaving_PE.expand(len(leaving_PE) if every_pair else 0, -1, -1)
     if grid is not None:
         for_my_rail = leaving_PE.view(grid.nodes, grid.local, -1)[:, rank % grid.local]
@@ -228,7 +228,7 @@ def hierarchical(device: Counts, host: Counts, grid: Grid, operation: str) -> tu
 def planned(host: Counts, group: dist.ProcessGroup, plan: str, operation: str) -> tuple[Move, Move]:
     """Return the functions `forth` and `back` of an all-to-all by the named collective plan.
 
-    A chunk of the plan is the block of rows that one rank sends to another. Other ranks may forward it.
+    A chunk of the plan is the block of rows from one rank to another. Other ranks may forward this block.
     """
     sizes_PP = tuple(map(tuple, host.transit.sum(2).tolist()))
     reverse_PP = tuple(zip(*sizes_PP, strict=True))
@@ -245,7 +245,7 @@ def _splits(counts_AX: Tensor) -> Splits:
 def _regrouping(counts_AB: Tensor, host_AB: Tensor) -> tuple[Move, Move]:
     """Return a function that transposes an (a, b) matrix of row blocks, and the inverse function."""
     (a, b), size = host_AB.shape, int(host_AB[0, 0])
-    if bool((host_AB == size).all()):  # Blocks of equal size need no row maps.
+    if bool((host_AB == size).all()):  # Blocks of equal size need no index maps.
 
         def transposed(rows: Tensor, outer: int, inner: int) -> Tensor:
             return rows.unflatten(0, (outer, inner, size)).transpose(0, 1).flatten(0, 2)

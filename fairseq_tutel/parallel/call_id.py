@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fairseq_tutel.parallel.guard import CommunicationError, name_ranks
 
-_LAYER_BIT, _TRAINING_BIT = 40, 39  # Bits 0 to 38 count the layer's calls.
+# In a call ID, bits 40 and above are the layer's index, bit 39 is the mode, and bits 0 to 38 count calls.
+_LAYER_BIT, _TRAINING_BIT = 40, 39
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -52,7 +53,7 @@ class CallId:
         """Return row counts with the call ID as a new first column, padded to the widest layer's width.
 
         Each call of this method counts as one call of the layer. Without padding, ranks that run different
-        layers would exchange unequal sizes, and raise an unclear error or hang.
+        layers would exchange tensors of unequal sizes, and raise an unclear error or hang.
         """
         counter = self.counter
         mode_and_count = self.training << _TRAINING_BIT | counter.count
@@ -98,7 +99,7 @@ _pending: list[tuple[Any, Tensor, str, dist.ProcessGroup]] = []
 
 @_untraced
 def compare_later(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
-    """Compare call IDs: on a CPU at once, on a GPU at the next call, so that the host need not wait."""
+    """Compare call IDs now or, on a GPU, in the next `compare_later`, so that the host need not wait."""
     if not call_ids_P.is_cuda:
         compare(call_ids_P, operation, group)
         return

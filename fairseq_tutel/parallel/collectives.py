@@ -1,9 +1,9 @@
 """Only this module calls torch.distributed's collectives on tensors.
 
 If a rank fails, the error on other ranks names the failed rank and the collective. The argument `operation`
-completes the sentence "rank 1 could not finish …". The group None has all ranks of the job, or only this
-rank without torch.distributed. Tensors must be on the device of the group's backend, because NCCL cannot
-send host memory. A group has G ranks. `parallel/world.py` sends Python objects.
+completes the sentence "rank 1 could not finish …". The group None has all ranks of the job. Without
+torch.distributed, a job has only this rank. Tensors must be on the device of the group's backend, because
+NCCL cannot send host memory. A group has G ranks. `parallel/world.py` sends Python objects.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ class Started:
 def start_all_reduce(own: Tensor, operation: str, group: Group = None) -> tuple[Started, Tensor]:
     """Start to sum all ranks' tensors. Return a handle and the tensor that will hold the sum.
 
-    A collective plan writes the sum to a new tensor, and torch writes the sum to `own`.
+    With a collective plan, the sum is in a new tensor. With torch, the sum is in `own`.
     """
     with guarded(operation, group):
         program = _chosen("all_reduce", own, operation, group)

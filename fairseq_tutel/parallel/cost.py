@@ -80,7 +80,7 @@ class Held(NamedTuple):
 
     weights: int = 0
     gradients: int = 0  # Gradient bytes at the end of the backward pass.
-    state: int = 0  # Optimizer state and fp32 masters on the device.
+    state: int = 0  # Optimizer state and fp32 master copies on the device.
     host: int = 0  # Optimizer state in host memory.
 
 

@@ -7,8 +7,7 @@ chunks, the forward pass runs dispatch (d), experts (x) and combine (c) of each 
     exchange  d0 d1 d2 c0 c1 c2
     experts      x0 x1 x2
 
-The backward pass runs in the reverse order, because autograd runs the last node first. Section 3.3 of Tutel
-(Hwang et al. 2023) describes this overlap.
+The backward pass runs in the reverse order. The overlap is from Tutel (Hwang et al. 2023), section 3.3.
 """
 
 from collections.abc import Callable
@@ -54,7 +53,7 @@ class ExchangeOptions:
 
     group: dist.ProcessGroup
     grid: Grid | None = None  # The nodes of the EP group, for the algorithm 2dh.
-    strategy: Strategy = field(default_factory=Strategy)  # Its adaptive_r is at least 1.
+    strategy: Strategy = field(default_factory=Strategy)  # adaptive_r is at least 1.
     slices: int = 1  # s, the number of ranks over which an expert is sharded.
     padded: bool = False  # Whether every expert has equally many rows on every rank.
     transfer_dtype: str = "same"
@@ -101,8 +100,8 @@ def exchange_rows(
     """Dispatch rows to the ranks of their experts, run `expert_fn`, and send the outputs back. Collective.
 
     The rows [R, D] are sorted by expert. With `options.padded`, each expert has C rows. Otherwise, unused
-    rows may follow the last expert's rows, and are missing in the result. `counts_E` int64 has the number
-    of used rows per expert. Without padding, ranks first exchange row counts and compare call IDs.
+    rows may follow the last expert's rows; the result omits them. `counts_E` int64 has the number of used
+    rows per expert. Without padding, ranks first exchange row counts and compare call IDs.
     """
     capacity = len(rows_RD) // len(counts_E)
     if options.padded:
@@ -155,7 +154,7 @@ def _counts(
     leaving_PE = _leaving(counts_E, options)
     if not options.padded:
         return exchange_counts(leaving_PE, group, options.operation, call_id, *paths)
-    # With padding, all ranks have equal counts. Creating equal counts is cheaper than a copy to the host.
+    # With padding, all counts are known: creating them on the host is cheaper than copying them there.
     host_PE = _leaving(torch.full(counts_E.shape, capacity), options)
     rank = dist.get_rank(group)
     return even_counts(leaving_PE, rank, *paths), even_counts(host_PE, rank, *paths)

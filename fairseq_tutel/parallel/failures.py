@@ -1,9 +1,9 @@
 """The failure watch ends all ranks within seconds after a rank fails, and names the failed rank.
 
 The rendezvous store keeps the first failure of a job under one key, the failure key. A rank with an error
-writes the failure key itself. If a rank is killed, another rank of its machine writes the failure key,
-because the kernel reports the end of a process without delay. On every rank, a thread reads the failure
-key, because the main thread may wait in C code for a collective.
+writes the failure key itself. If a rank is killed, another rank of the same machine writes the failure key.
+The kernel reports the end of a process without delay. On every rank, a thread reads the failure key,
+because the main thread may wait in C code for a collective.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def publish(store: dist.Store, failure: str) -> None:
 
 
 def published(store: dist.Store) -> str:
-    """Return the first failure of the job that the store has, or "" without a failure."""
+    """Return the job's first failure from the store, or "" if the store has no failure."""
     return store.get(FAILED).decode() if store.check([FAILED]) else ""
 
 
@@ -78,7 +78,7 @@ def end_process(sentence: str, code: int = 1, publishes: str = "") -> NoReturn:
 
 
 def look() -> str:
-    """Return the job's first failure, or "" without a failure or without a failure watch."""
+    """Return the job's first failure, or "" if there is no failure or no failure watch."""
     return "" if _watch is None else _watch.look()
 
 

@@ -9,7 +9,7 @@ on an element's position in the tensor. NCCL and collective plans reduce buckets
 gradient is reduced during the backward pass, for two reasons.
 
 - It is not known in advance which backward pass of an update is the last.
-- With NCCL, simultaneous row exchanges would change the order of sums.
+- With NCCL, simultaneous row exchanges would change the order in which gradients are added.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ def unmark_expert(parameter: nn.Parameter) -> None:
 def mark_root_scaled(parameter: nn.Parameter) -> None:
     """Mark an expert parameter, so that its summed gradient is divided by sqrt(world size).
 
-    The option --moe-normalize-expert-grad sqrt_world_size needs this divisor. The default divisor is W.
+    `--moe-normalize-expert-grad sqrt_world_size` needs this divisor. The default divisor is W.
     """
     parameter.root_scaled = True  # type: ignore[attr-defined]
 
@@ -93,7 +93,7 @@ def _sum(parameters: Iterable[nn.Parameter], operation: str, group: Group) -> No
     previous: Started | None = None
     for bucket in _buckets(trained, BUCKET_BYTES if in_buckets else 0):
         started = _start_sum(bucket, operation, group)
-        # At most two buckets are in memory: one is being stacked, and one is being reduced.
+        # At most two buckets are in memory: one is being concatenated, and one is being reduced.
         if previous is not None:
             previous.wait()
         previous = started
@@ -132,7 +132,7 @@ def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Par
 
 
 def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor:
-    """Return the L2 norm of the gradients of dense parameters and of all ranks' experts. Collective.
+    """Return the L2 norm of all gradients: dense parameters, and the experts of all ranks. Collective.
 
     Each expert parameter counts once, because the sum over all W ranks is divided by the number of EP
     replicas. Every rank gets bit-identical norms. A NaN or infinity on one rank gives a NaN or infinity on

@@ -2,7 +2,7 @@
 
 W is world_size, P is expert_parallel_size, E is the number of experts, and e is the number of local
 experts. Each P consecutive ranks form an EP group and exchange tokens. Ranks that are equal modulo P are EP
-replicas and hold the same experts. If P exceeds a layer's E, each of s = P / E consecutive ranks holds one
+replicas and hold the same experts. If P exceeds a layer's E, s = P / E consecutive ranks each hold one
 shard (part of the hidden dimension) of an expert.
 """
 
@@ -47,7 +47,7 @@ class Part:
 class Grid:
     """The ranks of an EP group on N nodes of L ranks: rank n * L + l has local index l on node n.
 
-    node_group has the ranks of this node. rail_group has one rank with this local index from each node.
+    node_group has the ranks of this node. rail_group has all ranks with this rank's local index.
     """
 
     nodes: int
@@ -69,7 +69,7 @@ class Topology:
         expert_parallel_size: the number of ranks of an EP group, P.
         expert_group: the P ranks of the EP group.
         replica_group: the W / P ranks that hold the same experts.
-        grid: the nodes of the EP group; None if the group has only one node.
+        grid: the nodes of the EP group, or None without a grid (see `make_topology`).
         share_groups: maps each number of ranks to the group of this size that gathers expert shards.
 
     Example:
@@ -117,7 +117,7 @@ class Topology:
     def share_group(self, slices: int, degree: int) -> dist.ProcessGroup | None:
         """Return the group of ranks that gather an expert's shards, or None for a single rank.
 
-        The group has `slices` / `degree` ranks.
+        The group has s / r ranks, where s is `slices` and r is `degree`.
         """
         joined = slices // degree
         return self.share_groups[joined] if joined > 1 else None
@@ -158,8 +158,8 @@ def share_sizes(size: int, expert_counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(n for n in range(2, size + 1) if any(s % n == 0 for s in shards))
 
 
-# All layers and models share process groups, because every rank must join the creation of a group. A
-# process group lives as long as the group from which it was split.
+# All layers and models share process groups, because every rank must join the creation of a group. Each key
+# is the group of a topology's W ranks, and the topology is kept as long as this group exists.
 _topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
 
 
@@ -171,7 +171,7 @@ def make_topology(expert_counts: Sequence[int], requested: int = 0, ranks_per_no
     Args:
         expert_counts: the number of experts of every layer.
         requested: P, or 0 for the greatest common divisor of the numbers of ranks and experts.
-        ranks_per_node: the number of ranks per node, or 0 for no grid. A grid needs several nodes.
+        ranks_per_node: the number of ranks per node, or 0 for no grid. A grid needs 1 < ranks_per_node < P.
 
     Raises:
         ValueError: P does not fit the numbers of ranks and experts, or ranks gave different arguments.

@@ -1,6 +1,6 @@
 """Converts failures of collectives to errors that name the rank, the operation and missing ranks.
 
-The errors of torch itself name at most a socket. After a failed collective, a rank reads the job's first
+torch's own errors name at most a socket. After a failed collective, a rank reads the job's first
 failure from the rendezvous store (see failures.py). If the store has no failure, the rank runs a health
 check and names the ranks that did not answer. No code catches a CommunicationError, so the process ends.
 """
@@ -24,7 +24,7 @@ LONGEST_CHECK = 3.0
 GRACE_SECONDS = 1.0
 WAIT_LONGER = "raise --moe-comm-timeout"
 PRESENT = "fairseq_tutel/health_check"
-# gloo raises plain RuntimeErrors with one of these texts. The text "Wait timeout" is from a file store.
+# RuntimeErrors with these texts are from gloo or, for "Wait timeout", from a file store.
 MARKS = ("gloo/transport", "gloo/rendezvous", "Gloo connectFullMesh failed", "Wait timeout")
 
 

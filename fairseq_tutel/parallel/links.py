@@ -11,7 +11,7 @@ def exchange_seconds(
 ) -> float:
     """Return the predicted seconds of an all-to-all in which all ranks send equal amounts to all ranks.
 
-    `bytes_per_rank` is the bytes of a rank's input, including the part that stays on this rank.
+    `bytes_per_rank` is the size of a rank's input, including the part that stays on this rank.
     """
     if nodes * local == 1:
         return 0.0
@@ -32,7 +32,7 @@ def exchange_seconds(
 
 
 def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_rank: float) -> str:
-    """Return the faster all-to-all algorithm, linear or 2dh, and linear if both take equal time.
+    """Return the faster all-to-all algorithm, `linear` or `2dh`; if both take equal time, return `linear`.
 
     If `machine` is None, the typical hardware profile of an A100 is used.
     """

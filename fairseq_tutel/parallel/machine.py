@@ -1,4 +1,4 @@
-"""A hardware profile has the speed of links, memory and arithmetic, from a file or for a type of GPU."""
+"""Hardware profiles: the speed of links, memory and arithmetic, read from a file or typical of a GPU."""
 
 import re
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ class Machine:
     def from_json(cls, path: Path) -> "Machine":
         """Read a hardware profile from a JSON file. Raise ValueError if the file has no valid profile.
 
-        The file can also be output of the tool `plan`, which has the profile under the key `machine`.
+        An output file of the tool `plan` is also valid; it has the profile under the key `machine`.
         """
         try:
             values = json_of(path)
@@ -61,7 +61,7 @@ _NVLINK, _INFINIBAND = 370 / 450, 47 / 50
 _EXPERTS = 413 / 989  # The fraction of peak FLOP/s that a Triton MoE layer reaches in bf16 on an H100.
 _LAUNCH_S = 10e-6  # The launch time of a collective.
 _INTRA_ALPHA_S = 0.6e-6  # The latency that NCCL's model assumes for NVLink (LL protocol).
-# With this latency of each concurrent message, 2DH is predicted to beat linear from 256 A100s on.
+# With this latency between nodes, the cost model predicts that 2DH beats linear from 256 A100s on.
 _INTER_ALPHA_S = 1.0e-6
 
 

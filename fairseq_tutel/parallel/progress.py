@@ -24,7 +24,7 @@ def progress(text: str, total: int, unit: str) -> Iterator[Callable[[int], objec
     from tqdm import tqdm  # Importing tqdm takes time, so the import is late.
 
     class Bar(tqdm):  # type: ignore[type-arg]
-        # tqdm's default lock would fix multiprocessing's start method. tqdm's monitor would start a thread.
+        # tqdm's default lock would set multiprocessing's start method. tqdm's monitor would start a thread.
         _lock = threading.RLock()
         monitor_interval = 0
 

@@ -1,7 +1,8 @@
 """Functions that reorder blocks of rows in one gather, repeat rows, and sum the copies of a row.
 
 Shapes use R for rows, D for model_dim, E for experts (e of them local), P for ranks and M for copies of a
-row. An expert has s shards, and r ranks receive each row. Block (a, b) has counts_AB[a, b] rows.
+row. An expert has s shards, and r ranks receive each row. A block of rows has two indices a and b, such as
+its source rank and its expert. counts_AB[a, b] is the number of rows in the block.
 """
 
 from typing import Any
@@ -13,9 +14,9 @@ from fairseq_tutel.kernels.first_order import first_order
 
 
 def regroup_maps(counts_AB: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return two index maps [R] for blocks (a, b) of rows: one sorts by b, then a, and one sorts back.
+    """Return two index maps [R]: one sorts blocks of rows by b, then a, and one restores their order.
 
-    The input rows are sorted by a, then b. Row r of the sorted result is row to_b_major[r] of the input.
+    The input rows are sorted by a, then b. Row i of the sorted result is row to_b_major[i] of the input.
     `num_rows` is R, so that the host need not wait for `counts_AB`.
     """
     starts_AB = _block_starts(counts_AB)
@@ -34,7 +35,7 @@ def permute(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
 def gather(rows_RD: Tensor, index_X: Tensor, copies_MR: Tensor) -> Tensor:
     """Return rows_RD[index_X], of shape [X, D]. The backward pass sums the gradients of each row's copies.
 
-    The result has the copies of row r at the positions copies_MR[:, r].
+    The result has the copies of row i at the positions copies_MR[:, i].
     """
     return _Copies.apply(rows_RD, index_X, copies_MR, False)
 
@@ -42,7 +43,7 @@ def gather(rows_RD: Tensor, index_X: Tensor, copies_MR: Tensor) -> Tensor:
 def sum_of_copies(rows_XD: Tensor, copies_MR: Tensor) -> Tensor:
     """Return the sum of each row's copies [R, D], without autograd.
 
-    Copy m of row r is rows_XD[copies_MR[m, r]]. Copies are added in the order of m.
+    Copy m of row i is rows_XD[copies_MR[m, i]]. Copies are added in the order of m.
     """
     out = rows_XD.index_select(0, copies_MR[0])
     for copy_R in copies_MR[1:]:
@@ -83,7 +84,7 @@ def chunk_of(count: Tensor, index: int, number: int) -> Tensor:
 
 
 def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:
-    """Return the number of rows to send to each expert of each rank [P, e].
+    """Return the number of rows to send to each expert of each rank [P * e, 1], in the order of ranks.
 
     With s > 1 shards, ranks are in the order of (expert, copy m, part j). An expert's rows are split into
     s / r parts, and rank (expert, m, j) gets part j. The r ranks that differ only in m get the same rows.

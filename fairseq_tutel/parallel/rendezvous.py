@@ -30,7 +30,7 @@ METHOD = f"{SCHEME}://"
 PREFIX = "fairseq_tutel/start"
 NAME, NO_NAME = f"{PREFIX}/name", "none"
 # NCCL errors leave these keys without a prefix in the store. torch's monitor would treat these keys as
-# errors of the next start of the ranks, and end these ranks after about 8 minutes.
+# errors of the restarted ranks, and end these ranks after about 8 minutes.
 LEFT_BY_NCCL = ("exception_dump", "remote_error")
 # A rank that still waits ends this many seconds after the time-out, so that torch's error comes first.
 WATCH_SECONDS = 16.0

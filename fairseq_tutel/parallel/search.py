@@ -1,11 +1,10 @@
 """Finds the fastest strategy for each bucket (range of expert capacities) by measuring training updates.
 
-The choice of a strategy applies to all updates in a bucket. The cost model proposes the candidates of a
+All updates in a bucket use the same strategy after the search. The cost model proposes the candidates of a
 bucket. Candidates are measured in rounds. A round is one update for each candidate. After each round,
 candidates that are too slow drop out. The choice depends only on recorded costs. Ranks with equal costs
-therefore choose the same strategy.
-
-Tutel (Hwang et al. 2023), section 3.3, describes the buckets. The search is not from Tutel.
+therefore choose the same strategy. The buckets, but not the search, are from Tutel (Hwang et al. 2023),
+section 3.3.
 """
 
 import math
@@ -29,7 +28,7 @@ Predict = Callable[[Strategy], float]
 class StrategySearch:
     """Chooses the strategy of the next update by measuring candidates and then keeping the fastest.
 
-    The strategy of the command line (`given`) is always a candidate.
+    The configured strategy (`given`) stays a candidate even if its predicted time is long.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 ALGORITHMS = ("linear", "2dh")
-PLAN = "plan:"  # The prefix of a collective plan's name.
+PLAN = "plan:"  # An algorithm with this prefix names a collective plan.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Strategy:
             row is sent to this many ranks of its expert, and each rank computes with 1 / `adaptive_r` of
             the hidden dimension.
         overlap: the number of row chunks (at least 1), whose all-to-alls overlap with the experts.
-        algorithm: the all-to-all algorithm: linear, 2dh or plan:NAME.
+        algorithm: the all-to-all algorithm: `linear`, `2dh` or `plan:NAME`.
 
     Raises:
         ValueError: a value is invalid.
@@ -45,14 +45,14 @@ class Strategy:
 
 
 def is_algorithm(text: str) -> bool:
-    """Return whether a text is the name of an all-to-all algorithm: linear, 2dh or plan:NAME."""
+    """Return whether a text is an all-to-all algorithm: `linear`, `2dh` or `plan:NAME`."""
     return text in ALGORITHMS or (text.startswith(PLAN) and text != PLAN)
 
 
 def degree_of(parallel_type: str, slices: int) -> int | None:
     """Return `adaptive_r` for a value of --moe-parallel-type, or None if the value is unknown.
 
-    The values are adaptive:r, data (r = 1), model (r = `slices`) and auto (r = 1).
+    The values are `adaptive:r`, `data` (r = 1), `model` (r = `slices`) and `auto` (r = 1).
     """
     found = re.fullmatch(r"adaptive:(-?\d{1,6})", parallel_type)
     known = {"data": 1, "model": slices, "auto": 1}

@@ -42,7 +42,7 @@ def unpack(sent_RX: Tensor, transfer_dtype: str, dtype: torch.dtype) -> Tensor:
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    # `contiguous` does not copy a single row, whose strides and offset can make `view` to a dtype fail.
+    # `contiguous` would not copy a single row, but `view(dtype)` can fail for its strides or offset.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

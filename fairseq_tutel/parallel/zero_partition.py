@@ -44,7 +44,7 @@ def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
 
 
 def own_elements(tensor: Tensor, share: Share) -> Tensor:
-    """Return this rank's elements of a contiguous tensor as a view [m], without padding."""
+    """Return this rank's elements of a contiguous tensor, as a view of at most m elements."""
     length = -(-tensor.numel() // share.size)  # with padding
     return tensor.view(-1)[share.index * length :][:length]
 
@@ -144,7 +144,7 @@ class Bucket:
         return [None if grad is None else grad.reshape(-1) for grad in grads]
 
     def converted_gradients(self, convert: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
-        """Return this rank's gradients after `convert`, which is called once for a reduced bucket."""
+        """Apply `convert` to this rank's gradients (all at once if reduced), and return the results."""
         if self.gradient is not None:
             self.gradient = convert(self.gradient)
             return self.gradients()
@@ -188,7 +188,7 @@ class Bucket:
 
 
 def _rows(partition: Partition, stacked: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield one or two pairs of views of the same elements, in a bucket [G, M] and in a parameter."""
+    """Yield one or two pairs of views: elements in a bucket [G, M], and these elements in a parameter."""
     columns = stacked[:, partition.start : partition.start + partition.length]
     full, rest = divmod(flat.numel(), max(1, partition.length))
     yield columns[:full], flat[: full * partition.length].view(full, partition.length)
@@ -206,8 +206,8 @@ def partitions_of(
     """Return one partition for each parameter, and the communication buckets of these partitions.
 
     Buckets are in the order in which a backward pass probably computes their gradients. Without `cut`, no
-    parameter is sharded, which offload without ZeRO needs. A bucket has about `bucket_bytes` bytes. A
-    parameter with more bytes gets a separate bucket.
+    parameter is sharded, as in offload without ZeRO. A bucket has about `bucket_bytes` bytes. A parameter
+    with more bytes gets a separate bucket.
     """
     partitions = [Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters]
     buckets: list[Bucket] = []

@@ -1,4 +1,4 @@
-"""Sharded or offloaded optimizer state of a model, which an ordinary optimizer updates.
+"""Shards or offloads the state of an ordinary optimizer.
 
 The optimizer has only this rank's elements of each parameter, in fp32. An update calls `finish_backward`
 after each backward pass, and then `reduce`, `clip`, `step` and `zero_grad`.
@@ -104,7 +104,7 @@ class GradientReducer:
 def _set_hook(parameter: nn.Parameter, reducer: GradientReducer, number: int) -> None:
     """Register a hook that notifies `reducer` of a parameter's gradients, and remove the previous hook.
 
-    After loading a checkpoint, fairseq builds a new optimizer, and hooks must not notify the old one.
+    After loading a checkpoint, fairseq builds a new optimizer. Hooks must not notify the old reducer.
     """
     reference = weakref.ref(reducer)
 
@@ -119,7 +119,7 @@ def _set_hook(parameter: nn.Parameter, reducer: GradientReducer, number: int) ->
 
 
 class ZeroState:
-    """Shards a model's parameters over ranks, reduces gradients, and updates the elements of this rank.
+    """Shards the optimizer's state over ranks, reduces gradients, and updates the elements of this rank.
 
     Args:
         parameters: the model's parameters, in the same order on all ranks.
@@ -225,7 +225,7 @@ class ZeroState:
         partition, own = self.partitions[index], dict(state)
         shape = partition.parameter.shape
         for key, value in own.items():
-            # A scalar, such as a step count, is not sharded unless the parameter is a scalar.
+            # A scalar, such as a step count, is sharded only if the parameter is a scalar.
             if not torch.is_tensor(value) or key == "step" or (value.dim() == 0 and len(shape) > 0):
                 continue
             if value.shape != shape:
@@ -242,7 +242,7 @@ class ZeroState:
 
 
 def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Parameter]:
-    """Multiply a bucket's gradients by `factor`, in the dtype and on the device of the optimizer."""
+    """Assign a bucket's gradients, times `factor`, to its partitions' `own`; return these parameters."""
     owned = [partition.own for partition in bucket.partitions]
     device, dtype = owned[0].device, owned[0].dtype
     if isinstance(factor, Tensor):
@@ -250,7 +250,7 @@ def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Paramete
 
     def widened(grad: Tensor) -> Tensor:
         if grad.is_cuda and device.type == "cpu":
-            # Copying a gradient to page-locked memory before the conversion is twice as fast.
+            # A GPU copies to page-locked memory twice as fast as to other host memory.
             grad = torch.empty_like(grad, device="cpu", pin_memory=True).copy_(grad)
         return grad.to(dtype).mul_(factor)
 

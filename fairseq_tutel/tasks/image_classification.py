@@ -1,4 +1,4 @@
-"""Defines the task image_classification, which reads images and classes from folders or arrays."""
+"""Defines the task `image_classification`, which reads images and classes from folders or arrays."""
 
 import logging
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ ImageOptions = made("ImageOptions", options_in(ImageConfig))
 
 @dataclass
 class ImageClassificationConfig(ImageOptions):  # type: ignore[valid-type,misc]
-    """Options of the task image_classification: the data folder, and options of images."""
+    """Options of the task `image_classification`: the data folder, and options of images."""
 
     data: str = field(
         default="", metadata={"help": "folder with the splits train, valid, …: class folders or .npz files"}
@@ -116,7 +116,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return criterion
 
     def _read_training_set(self) -> dict[str, Any]:
-        """Return the training set's class names, and the image shape from options or from an image."""
+        """Return the training set's class names, and the image shape (from options or the first image)."""
         root, config = root_of(self), self.image_config
         images = self._opened(self.cfg.data, "train" if root is None else root.dataset.train_subset)
         channels = config.channels or images.channels(0)

@@ -1,1 +1,1 @@
-"""The command-line tools of `python -m fairseq_tutel TOOL`, each in a separate module."""
+"""The command-line tools that `python -m fairseq_tutel TOOL` runs."""

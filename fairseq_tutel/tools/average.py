@@ -1,7 +1,7 @@
-"""The tool average averages the weights of several checkpoints, and writes one checkpoint.
+"""The tool `average` averages the weights of several checkpoints, and writes one checkpoint.
 
-All flags except --ema are those of fairseq's scripts/average_checkpoints.py, which fairseq's wheel does not
-contain. To average the best checkpoints, give SAVE/checkpoint.best_*.pt. The inputs may be sharded
+All flags except --ema and --overwrite are from fairseq's scripts/average_checkpoints.py, which is not in
+fairseq's wheel. To average the best checkpoints, give SAVE/checkpoint.best_*.pt. The inputs may be sharded
 checkpoints; the output is one file. Everything except the weights is copied from the first file, which is
 the newest file of a folder. Master weights in fp32 are not copied.
 """
@@ -15,8 +15,8 @@ from fairseq_tutel.option import flag_of
 from fairseq_tutel.tools.arguments import at_least, refuse_output
 from fairseq_tutel.tools.parser import add_input, add_output
 
-# For each flag, a pattern of fairseq's checkpoint names. Checkpoints are sorted by the number that the
-# pattern's group matches.
+# For each flag, the names of fairseq's checkpoints as text and as a pattern. The pattern's group is the
+# number by which checkpoints are sorted.
 NAMES = {
     "num_epoch_checkpoints": ("checkpointEPOCH.pt", r"checkpoint(\d+)\.pt"),
     "num_update_checkpoints": ("checkpoint_EPOCH_UPDATE.pt", r"checkpoint_\d+_(\d+)\.pt"),
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def chosen_inputs(arguments: argparse.Namespace) -> list[Path]:
-    """Return the selected checkpoints, newest first; raise ValueError if a folder has too few."""
+    """Return the given checkpoints, or the newest N of a folder; raise ValueError if there are too few."""
     paths = [Path(name) for name in arguments.inputs]
     flag = next((flag for flag in NAMES if getattr(arguments, flag) is not None), "")
     bound = arguments.checkpoint_upper_bound

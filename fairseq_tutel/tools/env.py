@@ -1,4 +1,4 @@
-"""The tool env prints versions, devices and backends, and why each backend is chosen, for a bug report."""
+"""The tool `env` prints versions, devices, backends and the reasons for each backend, for a bug report."""
 
 import argparse
 import platform

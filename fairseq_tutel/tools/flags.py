@@ -1,4 +1,4 @@
-"""The tool flags prints flags with their help, including flags that `fairseq-train --help` omits."""
+"""The tool `flags` prints flags with their help, including flags that `fairseq-train --help` omits."""
 
 import argparse
 import textwrap

@@ -1,4 +1,4 @@
-"""The tools translate, sample and score run a translation or language model on lines of text.
+"""The tools `translate`, `sample` and `score` run a translation or language model on lines of text.
 
 The results are written to standard output, in the order of the lines. An empty line has an empty result.
 """
@@ -29,7 +29,7 @@ BATCHES = 32
 
 
 def add_to(tools: Any) -> None:
-    """Add the tools translate, sample and score as subcommands of `python -m fairseq_tutel`."""
+    """Add the tools `translate`, `sample` and `score` as subcommands of `python -m fairseq_tutel`."""
     for kind, description in TEXTS.items():
         parser = tools.add_parser(kind, description=description, example="SAVE lines.txt")
         text = "a checkpoint, an ensemble of checkpoints joined by colons, or a --save-dir"

@@ -1,4 +1,4 @@
-"""The tool inspect prints the content of a checkpoint: experts, shapes, bytes, options and updates.
+"""The tool `inspect` prints the content of a checkpoint: experts, shapes, bytes, options and updates.
 
 The tool reads checkpoints of this package, dense fairseq checkpoints, single files of Meta's moe branch or
 of Tutel, and other files of tensors. Pickled code in a checkpoint is not executed.

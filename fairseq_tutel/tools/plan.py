@@ -1,9 +1,9 @@
-"""The tool plan ranks configurations of a model's experts on a cluster by their predicted time.
+"""The tool `plan` sorts configurations of a model's experts on a cluster by their predicted time.
 
-A configuration has an EP group size P, a number r of ranks to which each row is sent, a number d of chunks
-for overlap, and an all-to-all. With r = 0, weights are gathered and no row is sent. The predicted time
-includes forward, backward and all-reduces at even load, but not optimizer and data loading. For options,
-formulas, sources and errors, see docs/scaling.md.
+A configuration has four values: P (the EP group size), r (the number of ranks to which each row is sent), d
+(the number of chunks for overlap) and the all-to-all algorithm. With r = 0, weights are gathered and no row
+is sent. The predicted time includes forward, backward and all-reduces at even load, but not optimizer and
+data loading. For options, formulas, sources and errors, see docs/scaling.md.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Rank the configurations of experts on a cluster by predicted time, and print the best."""
+    """Sort the configurations of experts on a cluster by predicted time, and print the best."""
     if arguments.output:
         refuse_output(arguments.output, overwrite=arguments.overwrite)
     work, machine = _work(arguments), _machine(arguments)
@@ -105,7 +105,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 
 
 def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
-    """Return the output of the tool `plan`: a table of all configurations, and details of the best."""
+    """Return the output of the tool `plan`: a table of the candidates, and details of the first."""
     cluster = candidates[0].cluster
     parameters = work.layers * work.experts * work.expert_parameters + work.dense_parameters
     head = (
@@ -134,7 +134,7 @@ def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
 
 
 def _choice(candidate: Candidate) -> tuple[str, str, str, str]:
-    """Return a configuration's EP group size, r, number of chunks d, and all-to-all, as strings."""
+    """Return a configuration's P, r, d and all-to-all algorithm as strings."""
     strategy, size = candidate.strategy, candidate.cluster.expert_parallel_size
     sends_rows = strategy.adaptive_r > 0 and size > 1
     d, algorithm = (str(strategy.overlap), strategy.algorithm) if sends_rows else ("-", "-")

@@ -1,4 +1,4 @@
-"""The tool predict classifies images with a trained model, and writes the predicted classes to a file.
+"""The tool `predict` classifies images with a trained model, and writes the predicted classes to a file.
 
 The images are one split of a data folder, as in training: folders of classes, or arrays. Each line of the
 output file has an image, its class, and up to five predicted classes with probabilities.

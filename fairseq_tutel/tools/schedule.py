@@ -1,7 +1,8 @@
-"""The tool schedule makes the fastest collective plan for a network, and prints the limiting cut.
+"""The tool `schedule` makes the fastest collective plan for a network, and prints the network's bottleneck.
 
 NETWORK is a file in the format of --output-network, or a name, such as dgx_a100:2 for two nodes. The
-algorithm ForestColl computes the optimal plan, the cut and the trees. Details: docs/scaling.md.
+algorithm ForestColl computes a plan that sends data along trees. The bottleneck is a cut: a set of vertices
+whose links to all other vertices limit the speed. Details: docs/scaling.md.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from fairseq_tutel.tools.parser import add_output
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 # For networks with more GPUs, the algorithm takes more than a few minutes.
 MOST_GPUS = 256
-# Largest number of vertices of a cut that the output lists.
+# Largest number of GPUs of a cut that the output names.
 NAMED = 4
 
 
@@ -46,7 +47,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Make a collective plan, write the plan to files, and print its time, trees and limiting cut."""
+    """Make a collective plan, write the plan to a file, and print its time, trees and cut."""
     _refuse(arguments)
     collective, network = arguments.collective, find(arguments.network)
     if network.ranks > MOST_GPUS:

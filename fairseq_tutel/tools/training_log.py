@@ -1,10 +1,10 @@
 """Reads fairseq's training logs, and joins the records of a run that was resumed.
 
 A log record is a line that ends in JSON: `… | train_inner | {"epoch": 1, …}` in a captured output,
-`[…][train_inner][INFO] - {…}` under hydra, or only JSON in a `--log-file`. In a record, the value of the
-key that ends in `num_updates` is the update; the prefix of this key is the data subset. Lines in fairseq's
-log format `simple` are records, too: `epoch 001: 20 / 100 loss=5.1, num_updates=20` and `epoch 001 | valid
-on 'valid' subset | loss 5.2 | num_updates 100`.
+`[…][train_inner][INFO] - {…}` under hydra, or only JSON in a `--log-file`. In a record, the key that ends
+in `num_updates` has the number of the update. This key's prefix is the data subset. Lines in fairseq's log
+format `simple` are records, too: `epoch 001: 20 / 100 loss=5.1, num_updates=20` and `epoch 001 | valid on
+'valid' subset | loss 5.2 | num_updates 100`.
 """
 
 import math
@@ -164,7 +164,7 @@ def join(log: Log) -> Run:
 
 
 def _processes(log: Log) -> list[list[Record]]:
-    """Split a log's records by process: each begins at a start line, or where updates or time decrease."""
+    """Split a log's records by process; a new process has a start line, or resets updates or time."""
     parts: list[list[Record]] = []
     last_wall = math.nan
     for index, entry in enumerate(log.entries):

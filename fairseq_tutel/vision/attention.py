@@ -23,7 +23,7 @@ Size = tuple[int, int]  # A Size is (height, width), in tokens.
 FIRST_SCALE, MAX_SCALE = 10.0, 100.0
 MAX_BIAS = 16.0
 HIDDEN_DIM = 512
-# As in the released code, the largest offset is scaled to 8; log2(1 + offset) is divided by log2(8).
+# As in the released code, offsets are scaled to at most SPAN; log2(1 + offset) is divided by log2(SPAN).
 SPAN = 8
 
 
@@ -108,7 +108,7 @@ class PositionBias(nn.Sequential):
 
 @lru_cache(maxsize=128)
 def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a window's log-scaled offsets [(2h-1)(2w-1), 2], and each query-key pair's index [N, N]."""
+    """Return log-scaled offsets [(2h-1)(2w-1), 2], and each query-key pair's offset index [N, N]."""
     # Cached tensors that were created in inference mode could not be used in training.
     with torch.inference_mode(False), torch.no_grad():
         lines = [torch.arange(1 - side, side) * (SPAN / max((trained or side) - 1, 1)) for side in (h, w)]
@@ -122,8 +122,8 @@ def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor
 class WindowAttention(nn.Module):
     """Self-attention within windows, with a relative position bias.
 
-    In the form v2, scores are cosine similarities times a learned scale per head, position biases are
-    between 0 and 16, and the key projection has no bias. In the form moe, scores are scaled dot products,
+    In the form `v2`, scores are cosine similarities times a learned scale per head, position biases are
+    between 0 and 16, and the key projection has no bias. In the form `moe`, scores are scaled dot products,
     and position biases have no bounds.
     """
 

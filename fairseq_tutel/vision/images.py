@@ -1,4 +1,4 @@
-"""Image data sets are folders of image files, or arrays. Pillow decodes an image when it is read.
+"""Image data sets are folders of image files, or arrays. Pillow decodes an image file at each access.
 
 All random numbers depend only on (seed, epoch, image); see `draws_of`. An image is therefore augmented in
 the same way on every rank, in every worker, and after a resume. Shape suffixes are N (images), C (channels,
@@ -66,7 +66,7 @@ class ImageFolder:
 class ImageArrays:
     """A data set in an .npz file with arrays `images`, `labels` and, optionally, `classes` (class names).
 
-    The array `images` is uint8 [N, h, w] or [N, h, w, C], and `labels` is int [N]. Default class names are
+    The array `images` is uint8 [N, h, w] or [N, h, w, 3], and `labels` is int [N]. Default class names are
     numbers.
     """
 
@@ -151,7 +151,7 @@ def different_class(before: Sequence[str], now: Sequence[str]) -> tuple[int, str
 
 
 def _same_by_number(before: Sequence[str], now: Sequence[str]) -> bool:
-    """Return whether one list has numbers instead of class names, and both lists have the same length."""
+    """Return whether just one list has numbers instead of class names, and the lists have equal lengths."""
     numbers = [str(i) for i in range(len(now))]
     is_alike = len(before) == len(now) and set(before) != set(now)
     return is_alike and numbers in (list(before), list(now))

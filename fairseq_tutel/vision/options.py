@@ -1,4 +1,4 @@
-"""The options of the task image_classification, of Swin V2, and of experts in Swin V2."""
+"""The options of the task `image_classification`, of Swin V2, and of experts in Swin V2."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ SHARE: Rule = (lambda v: 0 <= v <= 1, "give a number from 0 to 1")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig:
-    """Options of the task image_classification."""
+    """Options of the task `image_classification`."""
 
     prefix: ClassVar[str] = "image_"
 

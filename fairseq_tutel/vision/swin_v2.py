@@ -17,7 +17,7 @@ from fairseq_tutel.vision.options import SwinConfig, of_stages
 
 
 class PatchEmbedding(nn.Module):
-    """Converts images [B, channels, height, width] to a token per patch; zeros pad patches at an edge."""
+    """Converts images [B, channels, height, width] to a token per patch; zeros pad incomplete patches."""
 
     def __init__(self, channels: int, dim: int, patch_size: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Block(nn.Module):
         self.dropout_module = nn.Dropout(config.dropout)
 
     def forward(self, x_BLD: Tensor, *, windows: Windows) -> Tensor:
-        """Return the tokens x after attention and FFN."""
+        """Return the tokens after attention and FFN."""
         if self.norms_first:
             x_BLD = self._added(x_BLD, self._attended(self.norm1(x_BLD), windows))
             return self._added(x_BLD, self._fed_forward(self.norm2(x_BLD)))
@@ -94,8 +94,8 @@ class Block(nn.Module):
     def _added(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
         """Return x + y, but in training, skip y at random for some images (stochastic depth).
 
-        For all other images, y is scaled, so that the mean is x + y. The method is from Huang et al. 2016
-        (Stochastic Depth).
+        For all other images, y is scaled, so that the expected result is x + y. The method is from Huang et
+        al. 2016 (Stochastic Depth).
         """
         if not self.training or self.drop_path == 0:
             return x_BLD + y_BLD

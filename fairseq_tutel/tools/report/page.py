@@ -1,4 +1,4 @@
-"""The tool report draws training curves and expert loads of one or several runs as one HTML page.
+"""The tool `report` draws training curves and expert loads of one or several runs as one HTML page.
 
 A run is given as a log of --log-format json (a --log-file, a captured output or hydra_train.log), or as a
 --save-dir with such a log. The curves of several runs are drawn in the same charts.
@@ -42,9 +42,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def draw(names: list[str] | None, paths: list[Path]) -> str:
-    """Read the logs of runs, which may be in folders, and return the report as an HTML page.
+    """Return the report of runs as an HTML page; `paths` are logs, or folders that contain a log.
 
-    `names` are the names of the runs, by default the paths of the logs.
+    `names` are the names of the runs. By default, these are the paths.
     """
     from fairseq_tutel.tools.report.sections import sections_of
 

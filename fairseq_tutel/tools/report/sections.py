@@ -140,7 +140,7 @@ def _pictures(section: str, chart: Chart, runs: dict[str, Run], time: bool = Fal
 
 
 def _curves_of(chart: Chart, runs: dict[str, Run], has_subsets: bool, seconds: float | None) -> list[Curve]:
-    """Return a chart's curves over updates or, if `seconds` gives a unit of time, over time."""
+    """Return a chart's curves over time in units of `seconds`, or over updates if `seconds` is None."""
     curves = []
     for index, (name, run) in enumerate(runs.items()):
         measured = {"training": run.training, **(run.subsets if has_subsets else {})}
@@ -170,7 +170,7 @@ learns. The colors end at a quarter of an even share and at four.
 
 
 def load_section(runs: dict[str, Run]) -> Section:
-    """Return the section with a heat map of the loads of each MoE layer's experts, over updates."""
+    """Return the section with one heat map for each MoE layer: expert loads over updates."""
     section = Section("load", "Load of every expert", LOAD_TEXT)
     for name, run in runs.items():
         for subset, records in {"training": run.training, **run.subsets}.items():

@@ -1,8 +1,8 @@
-"""The tool tokens draws the experts of each token of some sentences, as one HTML page.
+"""The tool `tokens` draws an HTML page with the experts of each token of some sentences.
 
 MODEL is a checkpoint or a --save-dir. DATA is the folder of the model's data set. Instead of DATA, --text
-gives sentences. The page shows the tokens of each layer in the colors of their experts. The page lists the
-most typical tokens of each expert, and the load of the experts by language. For image classifiers, the
+gives sentences. For each layer, the page shows the tokens in the colors of their experts. The page lists
+the most typical tokens of each expert, and the load of the experts by language. For image classifiers, the
 tokens are patches. One process can open any checkpoint, even if several ranks have saved the checkpoint.
 """
 

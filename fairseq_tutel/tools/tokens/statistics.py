@@ -17,7 +17,7 @@ LEAST_OFTEN = 3
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Statistics of the assignments of tokens to the experts of one MoE layer.
+    """Statistics of one MoE layer: the tokens that are assigned to each expert.
 
     Attributes:
         load_E: each expert's fraction of all assignments.
