@@ -230,7 +230,7 @@ def boxes(
     return _made(number, local, switches, links, unit)
 
 
-# The xGMI links in a box of eight MI250s (16 dies): (die, die, number of links) within each half of the box,
+# The xGMI links in a box of eight MI250s (16 dies): (die, die, number of links) in each half of the box,
 # and (die, die) between halves. The links are from github.com/liangyuRain/ForestColl (Zhao et al. 2024).
 _MI250_HALF = (
     (0, 1, 4), (2, 3, 4), (4, 5, 4), (6, 7, 4), (0, 4, 2), (3, 7, 2), (1, 5, 1), (2, 6, 1), (4, 6, 1),
