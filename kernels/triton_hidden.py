@@ -1,6 +1,6 @@
 """The backward pass through fc2 and the activation of all experts, in one Triton kernel.
 
-`reference` describes the arguments of `ffn_down_backward`. The kernel gathers rows of the layer output's
+`reference` describes `ffn_down_backward`. The kernel gathers rows of the layer output's
 gradient while it loads the operands of the matrix product. The epilogue computes the gradients of each
 row's gate weight and of h, the activation's input. The epilogue also writes the activation's output times
 the gate weight, from which the weight gradient of fc2 is computed later.
@@ -216,7 +216,7 @@ def _hidden_kernel(
         PRECISION, ROWS_DESCRIPTOR, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_K,
     )  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
-    count = (end - first).to(tl.int32)  # numbers of 32 bits need fewer registers
+    count = (end - first).to(tl.int32)  # a 32-bit number needs fewer registers
     readable = tl.where(expert < 0, 0, count)  # rows after the last group are not read
     scale = tl.full([BLOCK_M], 1, ACC)
     if gate is not None:

@@ -55,8 +55,7 @@ def check(plan: Plan) -> Report:
     """Check that a collective plan is correct, and return its cost.
 
     Raises:
-        PlanError: the plan is malformed, may hang or race, or gives a wrong result. The error message is
-            one sentence with the rank, lane and step.
+        PlanError: the plan is malformed, may hang or race, or gives a wrong result.
     """
     # Only this check needs numpy, which tools must not import when they print their help.
     from fairseq_tutel.plans.checker.races import check_races

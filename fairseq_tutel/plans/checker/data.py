@@ -6,7 +6,7 @@ bits. The first two terms of a sum may be swapped, because a + b = b + a for flo
 steps run does not change which data they read, because the plan has passed `check_races`.
 
 The number of chunks need not divide a shard's length, and blocks of an all_to_all may differ in size. The
-length of a chunk therefore depends on its kind (its index, source and target). A position in `out` has the
+length of a chunk therefore depends on its kind (index, source and target). A position in `out` has the
 length of its final chunk, so no chunk of another kind may be written to this position. A slot of `tmp` is
 as long as the longest chunk that is ever written to the slot.
 """

@@ -9,7 +9,7 @@ wait, or with the next flush.
 
 Calls of a plan follow each other without a pause, so three calls in a row are checked. The second of the
 three calls uses the other `tmp` buffer. Between calls, the caller may write a rank's `in` and `out`. The
-check treats these writes as one step between all lanes of the rank's previous call and the next call.
+check treats these writes as one step of the rank between two calls.
 Three calls in a row are enough, because each call on a rank waits for data from all ranks.
 """
 

@@ -90,7 +90,7 @@ class SharedMemory:
         return descriptor
 
     def _first_problem(self, own: str) -> str:
-        """Return the problem of the first rank with a problem in the group, or "". Collective."""
+        """Return the problem of the first rank that has one, or "". All ranks must call this method."""
         problems = world.all_gather_object(own, OPERATION, self.group)
         found = (f"on rank {rank} of the group, {each}" for rank, each in enumerate(problems) if each)
         return next(found, "")

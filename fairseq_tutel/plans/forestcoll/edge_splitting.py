@@ -46,7 +46,7 @@ class _Splitting:
     def remove(self, switch: int) -> None:
         """Replace all links of a switch by links between the vertices that the switch connects.
 
-        Links are first split evenly, so that trees have less depth. Links from and to one vertex come last.
+        Links are first split evenly, so that trees are less deep. Links back to the same vertex come last.
         """
         self._split_evenly(switch, list(self._even(switch)))
         into, out = self._neighbours(switch)

@@ -2,12 +2,12 @@
 
 Let S be a set of vertices that does not have all ranks. The shards of the ranks R(S) in S leave S over
 links with the total bandwidth B+(S). Sending shards of one byte therefore takes at least |R(S)| / B+(S).
-Let 1/x be the largest of these lower bounds. Some trees reach the bound 1/x (Edmonds 1973). If an extra
+Let 1/x be the largest of these lower bounds. There are trees whose time is 1/x (Edmonds 1973). If an extra
 source has a link of bandwidth x to each of the N ranks, a flow of x N is possible from the source to each
 rank; for a smaller 1/x, it is not. All numbers in this module are integers or fractions.
 
 The bound is from Zhao et al., ForestColl (2024). The paper finds 1/x by bisection. This module uses
-Newton's method (Dinkelbach 1967). Each set S with a larger bound gives the next 1/x.
+Newton's method (Dinkelbach 1967). A set S with a larger bound than the current 1/x gives the next 1/x.
 """
 
 import math
