@@ -1,9 +1,9 @@
 """The backward pass through fc2 and the activation of all experts, in one Triton kernel.
 
-`ffn_down_backward` has the signature of the function in `reference`. The kernel gathers the gradient of the
-layer's output while it loads the product's operands. The epilogue computes the gradient of each row's gate
-weight, and applies the gate weight and the activation's derivative. The epilogue also writes the
-activation's output times the gate weight, from which the weight gradient of fc2 is computed later.
+`reference` describes `ffn_down_backward`. The kernel gathers rows of the layer output's
+gradient while it loads the operands of the matrix product. The epilogue computes the gradients of each
+row's gate weight and of h, the activation's input. The epilogue also writes the activation's output times
+the gate weight, from which the weight gradient of fc2 is computed later.
 """
 
 import functools
@@ -86,7 +86,7 @@ def _hidden_shapes(
 
 
 def _summed(found: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Sum the parts of the gate's gradient, because the operator must return one part, as its fake does."""
+    """Sum the parts of the gate's gradient, because the operator's fake implementation returns one part."""
     return *found[:3], None if found[3] is None else found[3].sum(0, keepdim=True)
 
 
@@ -216,7 +216,7 @@ def _hidden_kernel(
         PRECISION, ROWS_DESCRIPTOR, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_K,
     )  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
-    count = (end - first).to(tl.int32)  # numbers of 32 bits need fewer registers
+    count = (end - first).to(tl.int32)  # a 32-bit number needs fewer registers
     readable = tl.where(expert < 0, 0, count)  # rows after the last group are not read
     scale = tl.full([BLOCK_M], 1, ACC)
     if gate is not None:
@@ -256,7 +256,7 @@ def _hidden_kernel(
 
 @triton.jit
 def _halves(tile):
-    """Split a tile into its left and right columns."""
+    """Split a tile into its left half and its right half."""
     return tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()
 
 
@@ -277,7 +277,7 @@ def _bias_dots(
     """For each row of a tile, return the dot product of the row's dy with the bias of the row's expert."""
     dots = tl.zeros([BLOCK_M, BLOCK_K], dtype=ACC)
     dy_from = rows_operand(dy, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
-    # Without `num_stages`, the compiler prefetches the loads of a loop only if it has matrix products.
+    # Without `num_stages`, the compiler prefetches loads only in loops that have matrix products.
     for k in tl.range(0, tl.where(expert < 0, 0, K), BLOCK_K, num_stages=2):
         rows = load_rows(dy_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
         b = load_bias(bias, expert, k + tl.arange(0, BLOCK_K), K)
@@ -314,7 +314,7 @@ def _hidden_backward(
         a = activate(kept, ACTIVATION)
         if g_in is not None:
             a *= g
-        a = a.to(dh_out.dtype.element_ty).to(da.dtype)  # forward also rounded a
+        a = a.to(dh_out.dtype.element_ty).to(da.dtype)  # the forward pass also rounded a
     part = tl.sum(da * a, 1)
     if a_out is not None:
         store_tile(a_out + first * N, a * scale[:, None], 0, count, n, N)

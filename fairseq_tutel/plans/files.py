@@ -1,4 +1,4 @@
-"""Reads collective plans from JSON or MSCCL XML files, or makes them for a name like ring:all_gather:8."""
+"""Reads collective plans from JSON or MSCCL XML files, or makes them from names."""
 
 import json
 import re
@@ -19,7 +19,7 @@ OPTION = "--moe-collective-plans"
 
 
 def find(text: str) -> Plan:
-    """Return the collective plan at a file path, or with a name such as `two_hops:all_to_all:8:2`.
+    """Read a collective plan from a file, or make the plan with a name such as `two_hops:all_to_all:8:2`.
 
     Raises:
         ValueError: the text is neither a path nor the name of a plan.
@@ -58,7 +58,7 @@ def write(plan: Plan, path: Path) -> None:
 
 
 class PlacedPlan(NamedTuple):
-    """A collective plan that the checker accepted. `name` is the name of its file without the suffix."""
+    """A collective plan that the checker accepted. `name` is the plan's file name without the suffix."""
 
     name: str
     plan: Plan
@@ -70,7 +70,7 @@ class PlacedPlan(NamedTuple):
 
 
 def read_run(path: str) -> tuple[PlacedPlan, ...]:
-    """Read and check the plans of --moe-collective-plans, which is a file or a folder of *.json files.
+    """Read and check the plans of `--moe-collective-plans`, a path of a file or a folder of JSON files.
 
     Raises:
         ValueError: there is no plan, or a plan is unreadable or wrong. The error message names the file.

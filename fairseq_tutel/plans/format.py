@@ -24,9 +24,9 @@ does not overwrite data that a slower rank still reads.
 - A put copies `src` on this rank to `dst` on the rank at the other end of the channel. A put's copy can run
   at any time until the receiver's wait for the channel's next signal ends. Until this wait ends, no step
   may read or write `dst`. Until this wait or the channel's next flush ends, no step may write `src`.
-- A signal adds one to the channel's count after the copies of the channel's earlier puts have ended. The
-  lane does not wait for these copies.
-- A wait waits for the next signal on a channel. The k-th wait waits for the k-th signal.
+- A signal reaches the other rank after the copies of the channel's earlier puts have ended. The lane does
+  not wait for these copies.
+- The k-th wait on a channel waits for the channel's k-th signal.
 - A flush waits until the earlier puts on a channel have read their sources.
 - A copy copies `src` to `dst` on this rank.
 - A reduce adds two or more `src` in the listed order, and writes the sum to `dst` on this rank. The `dst`
@@ -37,7 +37,7 @@ A channel leads from one rank to another rank. One lane of the sending rank has 
 flushes of a channel. One lane of the receiving rank has all waits of a channel. A channel has as many waits
 as signals, and a signal follows its last put.
 
-Channels and steps are those of MSCCL++ (Shah et al. 2025) whose use a checker can prove correct.
+Channels and steps are a subset of those of MSCCL++ (Shah et al. 2025).
 """
 
 import hashlib
@@ -68,7 +68,7 @@ OPERATIONS = {
 
 
 class PlanError(ValueError):
-    """A collective plan is wrong. The error message is one sentence that names the problem and the step."""
+    """A collective plan is wrong. The error message is one sentence that names the problem."""
 
 
 class Place(NamedTuple):
@@ -205,7 +205,7 @@ class Writer:
         self.reduce(rank, [src], dst, n, lane=lane)
 
     def reduce(self, rank: int, sources: Iterable[Chunk], dst: Chunk, n: int = 1, *, lane: int = 0) -> None:
-        """Append a reduce of n chunks at each of several positions, or a copy from one position."""
+        """Append a reduce of n chunks from several sources, or a copy of n chunks from one source."""
         places = tuple(Place(*source) for source in sources)
         op = "reduce" if len(places) > 1 else "copy"
         self._add(rank, lane, Step(op, None, places, Place(*dst), n))
@@ -245,7 +245,7 @@ def from_json(data: Any) -> Plan:
     """Return the collective plan that a JSON object describes, without checking its steps.
 
     Raises:
-        PlanError: a field is missing, unknown or has a wrong type.
+        PlanError: a field is missing or unknown, or has a wrong value.
     """
     try:
         least, most = data.get("bytes", (0, None))

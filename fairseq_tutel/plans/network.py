@@ -1,8 +1,7 @@
 """Reads networks of GPUs, switches and links from files, or makes them from names such as `dgx_a100:2`.
 
-The N ranks are vertices 0 to N - 1, in the order of (host, local rank), before the switches. A link has
-one direction and an integer bandwidth, in the unit of its network. Each link has a reverse link with the
-same bandwidth, as in real clusters.
+The N ranks are vertices 0 to N - 1, in the order of (host, local rank), and switches follow. A link has one
+direction and an integer bandwidth. Each link has a reverse link with the same bandwidth.
 """
 
 import hashlib
@@ -38,7 +37,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """A network of ranks and switches (vertices) and of links.
+    """A network of links between vertices, which are ranks (GPUs) and switches.
 
     There is at most one link from one vertex to another.
 
@@ -74,7 +73,7 @@ class Network:
 
     @cached_property
     def digest(self) -> str:
-        """A hash, as 16 hexadecimal digits, of the network without its names."""
+        """A hash of the network without its names, written as 16 hexadecimal digits."""
         text = json.dumps([self.places, len(self.vertices), sorted(self.links)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -106,7 +105,7 @@ def ways(network: Network, source: int) -> dict[int, int]:
 
 
 def find(text: str) -> Network:
-    """Return the network at the path of a JSON file, or with a name such as `torus:4x4`."""
+    """Read a network from a JSON file, or make the network with a name such as `torus:4x4`."""
     if text.endswith(".json"):
         return read(Path(text))
     kind, _, given = text.partition(":")
@@ -151,7 +150,7 @@ def to_json(network: Network) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Network:
-    """Return the network that a JSON object describes. Raise a ValueError if the object has no network."""
+    """Return the network that a JSON object describes. Raise ValueError if the object is not a network."""
     try:
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']!r}; give format {FORMAT}")
@@ -174,7 +173,7 @@ def from_json(data: Any) -> Network:
 
 
 def checked(network: Network) -> Network:
-    """Return the network unchanged. Raise a ValueError if collectives cannot run on the network."""
+    """Return the network unchanged. Raise ValueError if collectives cannot run on the network."""
     names, links = network.vertices, [link[:2] for link in network.links]
     _demand(len(names) <= MOST_VERTICES, f"it has {len(names):,} vertices, more than {MOST_VERTICES:,}")
     for what, values in (("name", names), ("place", network.places), ("link", links)):
@@ -218,8 +217,8 @@ def boxes(
 ) -> Network:
     """Return a network of boxes (hosts with several GPUs and a switch), joined by one more switch.
 
-    Each box has `local` GPUs. A GPU has bandwidth `inside` to the switch of its box and `between` to other
-    boxes. With `shared`, the GPUs of a box share one link to other boxes.
+    Each box has `local` GPUs. Each GPU has a link of bandwidth `inside` to the box's switch, and a link of
+    bandwidth `between` to the joining switch. With `shared`, each box has only one such link.
     """
     ranks = number * local
     links = [(rank, ranks + rank // local, inside) for rank in range(ranks)]
@@ -231,8 +230,8 @@ def boxes(
     return _made(number, local, switches, links, unit)
 
 
-# xGMI links connect the 16 dies of a box with eight MI250s, within each half and between the halves. The
-# links are from topologies.py of ForestColl (github.com/liangyuRain/ForestColl, Zhao et al. 2024).
+# The xGMI links in a box of eight MI250s (16 dies): (die, die, number of links) in each half of the box,
+# and (die, die) between halves. The links are from github.com/liangyuRain/ForestColl (Zhao et al. 2024).
 _MI250_HALF = (
     (0, 1, 4), (2, 3, 4), (4, 5, 4), (6, 7, 4), (0, 4, 2), (3, 7, 2), (1, 5, 1), (2, 6, 1), (4, 6, 1),
     (5, 6, 1), (5, 7, 1),

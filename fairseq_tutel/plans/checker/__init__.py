@@ -19,11 +19,11 @@ __all__ = ["PlanError", "Report", "check"]
 
 @dataclass(frozen=True)
 class Report:
-    """The cost of a collective plan, as the number of steps, the longest chain of hops, and the traffic.
+    """The cost of a collective plan.
 
     Attributes:
-        depth: the largest number of signals on a chain of dependent steps. A signal is a hop between ranks.
-        loads: traffic by (source, target) in each round (see order.py), relative to a rank's input bytes.
+        depth: the largest number of signals on a chain of dependent steps.
+        loads: for each round (see order.py), bytes by (source, target), divided by a rank's input bytes.
     """
 
     steps: int
@@ -32,7 +32,7 @@ class Report:
 
     @property
     def bytes_of_link(self) -> Load:
-        """The bytes that each link (source, target) carries in total, relative to a rank's input bytes."""
+        """The bytes that each link (source, target) carries in total, divided by a rank's input bytes."""
         links = {link for load in self.loads for link in load}
         return {link: sum(load.get(link, 0) for load in self.loads) for link in links}
 
@@ -55,8 +55,7 @@ def check(plan: Plan) -> Report:
     """Check that a collective plan is correct, and return its cost.
 
     Raises:
-        PlanError: the plan is malformed, may hang or race, or gives a wrong result. The error message is
-            one sentence with the rank, lane and step.
+        PlanError: the plan is malformed, may hang or race, or gives a wrong result.
     """
     # Only this check needs numpy, which tools must not import when they print their help.
     from fairseq_tutel.plans.checker.races import check_races

@@ -1,12 +1,12 @@
 """Symbolic execution of a collective plan finds wrong results and chunks of a wrong length.
 
 Each chunk of `in` is a symbol, and a sum is the list of its terms. Equal sums get the same ID (a number).
-Two sums are equal if they have the same terms in the same order and brackets, because then their floats
-have equal bits. The first two terms of a sum may be swapped, because a + b = b + a for floats, too. The
-order in which steps run does not change which data they read, because the plan has passed `check_races`.
+Two sums are equal if they have the same terms, order and brackets, because then their floats have equal
+bits. The first two terms of a sum may be swapped, because a + b = b + a for floats, too. The order in which
+steps run does not change which data they read, because the plan has passed `check_races`.
 
 The number of chunks need not divide a shard's length, and blocks of an all_to_all may differ in size. The
-length of a chunk therefore depends on its kind (its index, source and target). A position in `out` has the
+length of a chunk therefore depends on its kind (index, source and target). A position in `out` has the
 length of its final chunk, so no chunk of another kind may be written to this position. A slot of `tmp` is
 as long as the longest chunk that is ever written to the slot.
 """
@@ -59,7 +59,7 @@ def check_data(plan: Plan, order: Order) -> dict[int, tuple[Kind, ...]]:
     The keys of the returned dict are step numbers.
 
     Raises:
-        PlanError: a step reads an empty chunk, adds a chunk twice, or mixes lengths, or a result is wrong.
+        PlanError: a result is wrong, or a step reads an empty chunk, adds a chunk twice, or mixes lengths.
     """
     numbers: Numbers = {}
     held: Held = {}
@@ -149,7 +149,7 @@ def _check_results(plan: Plan, order: Order, held: Held) -> None:
 
 
 def _wanted(plan: Plan, rank: int, chunk: int) -> tuple[int, int]:
-    """Return the index of the input chunk that an output chunk must sum, and the summed ranks as bits."""
+    """Return which input chunk, summed over which ranks (as bits), an output chunk must hold."""
     everyone = (1 << plan.ranks) - 1
     other, offset = divmod(chunk, plan.chunks)
     match plan.collective:

@@ -1,9 +1,9 @@
-"""Finds dependencies, a possible execution order, and rounds of a collective plan's steps.
+"""Finds the dependencies, a possible execution order and the rounds of a collective plan's steps.
 
 Steps are numbered by rank, lane and index in the lane. A lane runs its steps one after another. The k-th
 wait on a channel depends on the channel's k-th signal. The k-th pend on a semaphore depends on the
 semaphore's k-th post. Steps have no other dependencies, so if one execution ends, all executions end. A
-put's transfer ends with the wait for the next signal. After that wait, or after the next flush, a put has
+put's transfer ends with the wait for the next signal. After that wait, or after the next flush, the put has
 finished reading its source.
 
 Rounds are needed to run a plan with two-sided messages (send and receive). All ranks go through the rounds

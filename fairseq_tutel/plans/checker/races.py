@@ -1,14 +1,15 @@
-"""Finds accesses to a chunk of a collective plan that have no fixed order (races), by vector clocks.
+"""Finds the races of a collective plan with vector clocks.
 
+If two steps access a chunk and one of them writes, but their order is not fixed, the plan has a race.
 The vector clock of a lane has, for each lane, the number of steps that have certainly ended. A lane's
 vector clock changes only when the lane waits. The clock of a signal is its lane's vector clock together
 with this lane's current step count. A put may access its source and destination at any time after its lane
 has run the put. The write of a put ends with the wait for the next signal. The read of a put ends with this
-wait, or with the next flush. If two steps access a chunk and one writes, their order must be fixed.
+wait, or with the next flush.
 
 Calls of a plan follow each other without a pause, so three calls in a row are checked. The second of the
-three calls uses the other `tmp` buffer. Between calls, the caller may write a rank's `in` and `out`. In the
-check, the caller writes in one step at the start of each call, after all lanes of the rank's previous call.
+three calls uses the other `tmp` buffer. Between calls, the caller may write a rank's `in` and `out`. The
+check treats these writes as one step of the rank between two calls.
 Three calls in a row are enough, because each call on a rank waits for data from all ranks.
 """
 

@@ -1,9 +1,9 @@
 """Runs collectives with collective plans instead of torch, as a backend of `parallel.collectives`.
 
 The backend chooses a collective plan by the collective, the ranks, the number of bytes and the dtype. If no
-collective plan fits, torch runs the collective. All ranks choose the same collective plan. `plugin.startup`
-checks that all ranks have the same plans. On CPUs, the ranks of one host run a plan in shared memory. Ranks
-of several hosts, and GPUs, run a plan by messages.
+collective plan fits, torch runs the collective. All ranks choose the same collective plan, because they
+have the same plans, as `plugin.startup` checks. On CPUs, the ranks of one host run a plan in shared memory.
+Ranks of several hosts, and GPUs, run a plan by messages.
 """
 
 import logging
@@ -42,7 +42,7 @@ class PlanBackend:
         self._logged: set[str] = set()
 
     def has(self, collective: str, group: Group) -> bool:
-        """Return whether a collective plan exists for a collective in a group, for any number of bytes."""
+        """Return whether a collective has a plan in a group for at least one number of bytes."""
         return bool(self._fitting(collective, group))
 
     def chosen(self, collective: str, own: Tensor, operation: str, group: Group) -> "Program | None":

@@ -1,9 +1,9 @@
 """The layout of a collective plan's buffers is the position and length of each chunk for given sizes.
 
-A shard has C chunks and m elements. In an all_to_all, m differs between blocks. Let s = ceil(m / C) be the
+A shard has C chunks and m elements. In an all_to_all, shards may differ in m. Let s = ceil(m / C) be the
 number of elements of a full chunk. Chunk c of a shard has the elements from min(c s, m) to min((c + 1) s,
 m). The buffers `in` and `out` are lists of shards of exactly m elements, one after another. A slot of `tmp`
-is as long as the longest chunk that the slot ever holds, so blocks of any size can pass through other
+is as long as the longest chunk that the slot ever holds, so shards of any size can pass through other
 ranks. The function `walk` finds the chunks of each slot once for all sizes.
 """
 
@@ -17,14 +17,14 @@ from fairseq_tutel.plans.checker.data import Kind, check_data
 from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Place, Plan
 
-# The number of elements of a shard or, for an all_to_all, of each block by (source, destination).
+# The number of elements of a shard or, for an all_to_all, of each shard by (source, destination).
 Sizes = int | tuple[tuple[int, ...], ...]
 # An end of a transfer is a rank and the position of the first chunk on this rank.
 End = tuple[int, Place]
 
 
 class Move(NamedTuple):
-    """A step of a collective plan that moves chunks, which is a put, copy or reduce.
+    """A put, copy or reduce of a collective plan.
 
     Attributes:
         site: the rank, lane and index of the step.

@@ -8,7 +8,7 @@ each data size. If a lane would have to wait, the next lane of the rank runs.
 Each rank has a memory region to which other ranks write. A slot of a region holds a slice of one chunk. A
 region has the slots of these buffers, in this order:
 
-- There are two `tmp` buffers, first the buffer for even calls and then the buffer for odd calls.
+- There are two `tmp` buffers, for even and for odd calls.
 - `staged` replaces `out` if a step puts to another rank's `out`. At the end, `staged` is copied to `out`.
 
 `in` is the caller's tensor, and so is `out` unless `staged` replaces `out`. A put is a copy that finishes
@@ -75,7 +75,7 @@ class Steps(NamedTuple):
 class Program:
     """One rank's steps of a collective plan, for buffers of any size.
 
-    `staged` is the number of slots in the staging buffer.
+    `staged` is the number of slots in the buffer `staged`, or 0 if there is no such buffer.
     """
 
     def __init__(self, walked: Walked, rank: int) -> None:
@@ -206,7 +206,7 @@ class OneSided:
             self._run(offset, steps, flat, raw)
 
     def _longest(self, sizes: Sizes) -> int:
-        """Return the number of elements in the longest chunk, which is equal on all ranks."""
+        """Return the number of rows in the longest chunk, which is equal on all ranks."""
         longest = sizes if isinstance(sizes, int) else max(map(max, sizes))
         return -(-longest // self.plan.chunks)
 

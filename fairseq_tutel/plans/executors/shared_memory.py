@@ -2,11 +2,11 @@
 
 The file has int64 words (counters), and a region of bytes for each rank. Each word has a separate cache
 line, and only one rank writes the word. The other ranks put data into a rank's region. The file has a name
-only until all ranks have opened it, and is empty until then. Killed ranks thus leave at most an empty file.
-At the end, rank 0 allocates all bytes, because a later write to missing memory would end the process.
+only until all ranks have opened it. Rank 0 then allocates all bytes, because a later write to missing
+memory would end the process. Killed ranks therefore leave at most an empty file.
 
-Words need no lock, because other processors see the writes of an x86 processor in order. On other
-processors, ranks cannot share memory. A rank that waits longer than the time-out of groups raises an error.
+Words need no lock, because other processors see the writes of an x86 processor in order. Ranks on other
+types of processors cannot share memory. A rank that waits longer than the groups' time-out raises an error.
 """
 
 import mmap
@@ -30,11 +30,11 @@ FOLDER = "/dev/shm"
 ORDERED = ("x86_64", "AMD64")
 PREFIX = "fairseq_tutel-"
 WORDS_OF_LINE = 8
-# A waiting rank yields the processor after each check, and sleeps between checks after YIELD_SECONDS. With
-# more ranks than cores, more frequent checks make small collectives 2 to 4 times slower.
+# A waiting rank yields the processor after each check. After YIELD_SECONDS, the rank sleeps between checks.
+# With more ranks than cores, more frequent checks make small collectives 2 to 4 times slower.
 YIELD_SECONDS = 0.001
 SLEEP_SECONDS = (0.00005, 0.005)
-# A rank sleeps for this fraction of the time that it has waited.
+# A sleep takes this fraction of the time waited so far, limited to the range SLEEP_SECONDS.
 SLEEP_PART = 1 / 50
 
 
@@ -90,7 +90,7 @@ class SharedMemory:
         return descriptor
 
     def _first_problem(self, own: str) -> str:
-        """Return the problem of the first rank with a problem in the group, or "". Collective."""
+        """Return the problem of the first rank that has one, or "". All ranks must call this method."""
         problems = world.all_gather_object(own, OPERATION, self.group)
         found = (f"on rank {rank} of the group, {each}" for rank, each in enumerate(problems) if each)
         return next(found, "")
@@ -119,7 +119,7 @@ class Backoff:
         self._memory, self._start = memory, time.perf_counter()
 
     def pause(self, sources: Iterable[int]) -> None:
-        """Pause between two checks whether the ranks `sources` have sent signals.
+        """Pause before the next check for signals of the ranks `sources`.
 
         Raises:
             DistBackendError: the time-out of groups has passed.

@@ -45,7 +45,7 @@ class Call:
         self.current = 0  # The index of the round whose messages are being sent.
         self.works: list[dist.Work] = []
         self.outgoing: list[Tensor] = []  # Sent tensors are kept until the sends have ended.
-        self.incoming: list[tuple[Tensor, list[Run]]] = []  # Messages, and the runs that get them.
+        self.incoming: list[tuple[Tensor, list[Run]]] = []  # Messages, and the runs to copy them to.
         self._end_round()  # Round 0 has no messages.
 
     def is_completed(self) -> bool:
@@ -83,7 +83,7 @@ class Call:
             self.works = dist.batch_isend_irecv(operations)
 
     def _target(self, runs: list[Run]) -> Tensor:
-        """Return the tensor that receives a message. `_end_round` copies it if it has several runs."""
+        """Return a tensor for a message: the view of its run, or a new tensor that `_end_round` copies."""
         if len(runs) == 1:
             return self._view(runs[0])
         own = self.buffers["in"]
@@ -144,7 +144,7 @@ class TwoSided:
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
         """Start the collective, and return a handle whose `wait` finishes it.
 
-        `own` and `out` are the plan's `in` and `out`, contiguous, with elements along dimension 0.
+        `own` and `out` are the plan's buffers `in` and `out`: contiguous tensors with elements along dim 0.
         """
         if self.is_new and own.is_cuda:
             # The first NCCL call in a group needs all ranks, but a round may have no message for some rank.

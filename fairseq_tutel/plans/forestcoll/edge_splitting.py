@@ -1,10 +1,10 @@
 """Edge splitting replaces the links of switches by links between ranks, without reducing flows to ranks.
 
 A link from u to switch w and a link from w to t become a link from u to t. The source is an extra vertex
-with edges of capacity k (the trees per rank) to all N ranks. A replacement is allowed while a flow of k N
-is possible from the source to each rank. If each switch receives as much as it sends, all links of a switch
-can be replaced in any order (Bang-Jensen, Frank and Jackson, Preserving and increasing local
-edge-connectivity in mixed graphs, 1995).
+with edges of capacity k (the trees per rank) to all N ranks. A replacement is allowed if a flow of k N from
+the source to each rank stays possible. If a switch has equal total capacities in and out, all its links can
+be replaced in any order (Bang-Jensen, Frank and Jackson, Preserving and increasing local edge-connectivity
+in mixed graphs, 1995).
 
 Let T be a set of vertices with at least one rank and without the source. The spare capacity (room) of T is
 the capacity of links into T minus k N. Splitting reduces the room of sets that have w but neither u nor t,
@@ -18,7 +18,7 @@ from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 from fairseq_tutel.plans.forestcoll.optimum import Share, reaches_all, with_source
 from fairseq_tutel.plans.network import Network
 
-# A piece of a link is (source, target, capacity).
+# A piece is a new link (source, target, capacity).
 Piece = tuple[int, int, int]
 
 
@@ -46,7 +46,7 @@ class _Splitting:
     def remove(self, switch: int) -> None:
         """Replace all links of a switch by links between the vertices that the switch connects.
 
-        Links are first split evenly, so that trees have less depth. Pairs with u = t come last.
+        Links are first split evenly, so that trees are less deep. Links back to the same vertex come last.
         """
         self._split_evenly(switch, list(self._even(switch)))
         into, out = self._neighbours(switch)

@@ -42,8 +42,8 @@ class Flow:
         """Send the maximum flow, but at most `limit`, from source to target, and reduce the capacities.
 
         Returns:
-            The flow. The second result is 0 if the flow reaches the limit. Otherwise, the second result has
-            the vertices that the source still reaches, as bits. They are one side of a minimum cut.
+            (flow, reached). If the flow is less than the limit, `reached` has the vertices that the source
+            still reaches, as bits. They are one side of a minimum cut. Otherwise, `reached` is 0.
         """
         sent = 0
         while sent < limit:

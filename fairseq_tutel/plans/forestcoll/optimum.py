@@ -1,13 +1,13 @@
-"""ForestColl's optimum is the least time to send each rank's shard to all ranks, and the limiting cut.
+"""Finds ForestColl's optimum, which is the least time to send each rank's shard to all ranks.
 
 Let S be a set of vertices that does not have all ranks. The shards of the ranks R(S) in S leave S over
 links with the total bandwidth B+(S). Sending shards of one byte therefore takes at least |R(S)| / B+(S).
-Let 1/x be the largest of these lower bounds. Some trees reach the bound 1/x (Edmonds 1973). If a source
-has a link of bandwidth x to each of N ranks, a flow of x N is possible from the source to each rank. All
-numbers in this module are integers or fractions.
+Let 1/x be the largest of these lower bounds. There are trees whose time is 1/x (Edmonds 1973). If an extra
+source has a link of bandwidth x to each of the N ranks, a flow of x N is possible from the source to each
+rank; for a smaller 1/x, it is not. All numbers in this module are integers or fractions.
 
 The bound is from Zhao et al., ForestColl (2024). The paper finds 1/x by bisection. This module uses
-Newton's method (Dinkelbach 1967), in which each cut that is too narrow gives the next, larger 1/x.
+Newton's method (Dinkelbach 1967). A set S with a larger bound than the current 1/x gives the next 1/x.
 """
 
 import math
@@ -56,14 +56,14 @@ class Share(NamedTuple):
 
 
 def optimum(network: Network) -> Optimum:
-    """Return the shortest possible time of an all-gather on a network, and the cut that limits it."""
+    """Return the least possible time of an all-gather on a network, and a set S that limits this time."""
     everything = (1 << len(network.vertices)) - 1
     best = max(
         (_narrow(network, everything & ~(1 << rank)) for rank in range(network.ranks)),
         key=lambda found: found.seconds,
     )
     for rank in range(network.ranks):
-        # 1/x only grows, so a rank for which no cut gives a larger bound needs no second try.
+        # The bound 1/x only grows, so the ranks that were tried before need no second try.
         while cut := _too_narrow(network, rank, best.seconds):
             best = _narrow(network, cut)
     return best
@@ -79,7 +79,7 @@ def _narrow(network: Network, cut: int) -> Optimum:
 
 
 def _too_narrow(network: Network, rank: int, seconds: Fraction) -> int:
-    """Return a set of vertices without `rank` whose time bound is larger than `seconds`, or 0."""
+    """Return a set of vertices without `rank` whose bound is above `seconds`, or 0 if there is none."""
     source = len(network.vertices)
     # All capacities are multiplied by the numerator of 1/x, so that they are integers.
     matrix = [[seconds.numerator * b for b in row] for row in network.matrix]
@@ -102,7 +102,7 @@ def _share(network: Network, trees: int, stretch: Fraction) -> Share:
 
 
 def is_enough(network: Network, share: Share) -> bool:
-    """Return whether the links have enough capacity for the trees, so that k N can flow to each rank."""
+    """Return whether the capacities of a share are large enough for its trees."""
     graph = with_source(share.capacities, network.ranks, share.trees)
     return reaches_all(graph, network.ranks, share.trees * network.ranks)
 

@@ -4,7 +4,7 @@ The algorithm grows one tree after another. Equal trees grow together, as m copi
 y) limits the number of copies by its remaining capacity. Each set T of ranks that has y but not x also
 limits the number of copies, by the spare capacity of T. The spare capacity of T is the capacity of links
 into T minus the number of other trees that must still reach T (Edmonds 1973; Berczi and Frank, Packing
-arborescences, 2009). Copies of a tree that cannot take a link become a separate tree with the edges so far.
+arborescences, 2009). Copies that cannot take a link become a separate tree with the edges so far.
 At least one copy can always take some link. A set without spare capacity never gets spare capacity later.
 """
 
@@ -53,9 +53,9 @@ class _Packing:
         self.full: list[int] = []  # The sets of ranks without spare capacity.
 
     def grow(self, tree: Tree, others: Sequence[Tree]) -> tuple[Tree, list[Tree]]:
-        """Grow a tree to all ranks. Return the full tree, and `others` with the trees that split off.
+        """Grow a tree to all ranks. Return the full tree, and the trees that must still grow.
 
-        Copies of the tree that take other links split off as separate trees.
+        The trees that must still grow are `others` and copies that cannot take a link of the full tree.
         """
         others = list(others)
         graph = self._with_demands(others)
@@ -77,7 +77,7 @@ class _Packing:
         return tree, others
 
     def _next(self, depths: Mapping[int, int], reached: int) -> tuple[int, int]:
-        """Return the link nearest to the tree's root that at least one copy of the tree can use.
+        """Return the link nearest to the tree's root that no set in `full` excludes.
 
         Of several equally near links, the link with the largest capacity is returned.
         """

@@ -8,8 +8,8 @@ rank's result needs data of every other rank's `in`. When a rank ends a call, al
 this call and ended the previous call, whose buffer is then free. A rank may put to another rank's `out`
 only after the other rank has begun the call. In two-phase plans and ring all_reduce, a message of the first
 phase shows that its sender has begun the call. In ring all_gather and in tree plans, a separate signal
-does. A flush follows each put from `in` or `out`, unless a later signal from the receiver makes the flush
-unnecessary.
+shows this. A flush follows each put from `in` or `out`, unless a later signal from the receiver makes the
+flush unnecessary.
 """
 
 from collections.abc import Callable

@@ -1,14 +1,14 @@
-"""Makes collective plans that send data along ForestColl's trees, to all ranks or as sums to the roots.
+"""Makes collective plans from ForestColl's trees, along which ranks distribute data or sum data.
 
-There are N ranks, k trees per root rank, and P slices of the data. A shard has P k chunks, which are k
-chunks in each slice. A tree with m copies carries m adjacent chunks of each slice. Ranks send chunks in
+There are N ranks, k trees per root rank, and P slices of the data. A shard has P k chunks, k in each
+slice. A tree with m copies carries m adjacent chunks of each slice. Ranks send chunks in
 rounds. All chunks from one rank to another rank in a round share a signal. To distribute a shard, a rank
 sends in the round that equals its distance from the root. To sum data, a rank sends in the round that
-equals its distance from the farthest leaf below it. Each slice runs one round after the previous slice. A
-plan with trees of depth d has d + P - 1 rounds. Each round has 1/P of the bytes, so links are idle less.
+equals its distance from the farthest leaf below it. Each slice runs one round after the previous slice.
+With trees of depth d, a plan distributes or sums data in d + P - 1 rounds. With more slices, more links are
+busy at the same time.
 
-A rank puts only to ranks that have begun the call. A signal, or a chunk for a sum, shows that its sender
-has begun.
+A rank puts only to ranks that have begun the call, as a signal or a chunk from these ranks shows.
 """
 
 from collections import Counter, defaultdict
@@ -103,7 +103,7 @@ def _distribute(w: Writer, forest: Forest, have_begun: bool, slices: int) -> Non
 
 
 def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
-    """Add steps that sum each root's chunks over all ranks into its `out`; return the size of `tmp`."""
+    """Add steps that sum each root's chunks over all ranks into its `out`. Return the size of `tmp`."""
     branches = sorted(_branches(forest, slices), key=lambda each: (each.height, each.child, each.chunk))
     # Each child's sum has a separate position in the parent's `tmp`.
     places: dict[tuple[int, int], Place] = {}

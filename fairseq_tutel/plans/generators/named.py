@@ -1,7 +1,7 @@
 """Generators make collective plans from well-known algorithms.
 
 N ranks are on n nodes of L ranks. r is a rank, t is a round, and M is the number of bytes in a rank's `in`.
-docs/plans.md has a table of messages and rounds.
+docs/plans.md has a table of each plan's bytes and rounds.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from fairseq_tutel.plans.format import REDUCING, Chunk, Plan, Writer
 def ring(collective: str, ranks: int) -> Plan:
     """Return a ring plan for all_gather, reduce_scatter or all_reduce.
 
-    In each round, a rank sends a shard to the next rank. Chunk c is summed along the ring from rank c + 1
+    In each round, a rank sends a chunk to the next rank. Chunk c is summed along the ring from rank c + 1
     to rank c. The all_reduce (2PR) is a reduce_scatter and then an all_gather (Patarasuk and Yuan 2009).
     """
     w = Writer(ranks)
@@ -36,7 +36,7 @@ def ring(collective: str, ranks: int) -> Plan:
 
 
 def _sum_along(w: Writer, r: int, result: Chunk) -> None:
-    """Add steps with which rank r sums chunk r of all ranks along the ring, and writes the sum to `result`.
+    """Add rank r's steps of a ring reduce_scatter, of which the last writes the sum of chunk r to `result`.
 
     In round t, rank r receives a chunk or partial sum in tmp[t].
     """
@@ -57,13 +57,13 @@ def _pass_on(w: Writer, r: int, own: Chunk) -> None:
 
 
 def all_pairs(collective: str, ranks: int) -> Plan:
-    """Return a one-phase plan, in which each rank puts chunks to all ranks' `tmp` for a copy or sum.
+    """Return a one-phase plan: each rank puts chunks to other ranks' `tmp`, which these ranks copy or add.
 
     Each sum adds in the order of ranks. The all_reduce is the algorithm 1PA of MSCCL++ (Shah et al. 2025),
     whose section 5 also describes `two_phase` (2PA) and `hierarchical` (2PH).
     """
     w = Writer(ranks)
-    # The stride is the distance between the chunks for two adjacent ranks.
+    # The distance in `in` between the chunks for adjacent ranks; 0 if all ranks get the same chunk.
     stride = int(collective in ("reduce_scatter", "all_to_all"))
     for r in range(ranks):
         own, sources = ("in", r * stride), [("in", p * stride) for p in range(ranks)]
@@ -120,9 +120,9 @@ def hierarchical(collective: str, ranks: int, *, nodes: int) -> Plan:
 def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
     """Return a 2-D hierarchical all_to_all plan (2DH), with a hop within nodes and a hop between nodes.
 
-    The first hop of 2DH sends to the rank of the same node with the local index of the destination rank. In
-    a 2DH plan, a rank sends n - 1 messages of L chunks to other nodes, while `linear` sends (n - 1) L
-    messages of one chunk. 2DH is from Tutel (Hwang et al. 2023).
+    The first hop goes to the rank of the same node that has the destination rank's local index. In a 2DH
+    plan, a rank sends n - 1 messages of L chunks to other nodes, while `linear` sends (n - 1) L messages of
+    one chunk. 2DH is from Tutel (Hwang et al. 2023).
     """
     w = Writer(ranks)
     local = ranks // nodes
@@ -138,7 +138,7 @@ def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
         for b in range(nodes):
             w.copy(r, ("in", b * local + i), ("tmp", b * local + i))
         _wait_for_each(w, r, peers)
-        # Chunks from node a arrive from tmp[ranks + a * local] on, in the order of source ranks.
+        # The chunks of node a's ranks start at tmp[ranks + a * local], in the order of ranks.
         for p in others:
             w.send(r, p, ("tmp", p - i), ("tmp", ranks + a * local), local)
         w.copy(r, ("tmp", a * local), ("out", a * local), local)

@@ -32,8 +32,8 @@ def to_xml(plan: Plan) -> str:
     """Return the XML text of an out-of-place MSCCL algorithm for a collective plan.
 
     A put becomes two MSCCL steps, a send in its place and a receive in the place of its wait. There is
-    a thread block for each end of a channel, and one for copies and sums. Steps of different thread blocks
-    that use the same chunks depend on each other. Signals without puts are omitted, because MSCCL's
+    a thread block for each end of a channel, and one for copies and sums. A step depends on steps of other
+    thread blocks that accessed its chunks before. Signals without puts are omitted, because MSCCL's
     receivers choose the position and time of a message. In contrast to this package, MSCCL rounds
     half-precision types after each addition.
 
@@ -109,7 +109,7 @@ def _add_blocks(gpu: ET.Element, steps: list[_Written], plan: Plan, numbers: lis
     """Add a rank's steps to the XML as thread blocks. A step depends on earlier accesses to its chunks."""
     blocks: dict[End, ET.Element] = {}
     known: dict[End, dict[str, int]] = defaultdict(dict)
-    leaves: list[ET.Element] = []  # by step
+    leaves: list[ET.Element] = []  # The XML element of each step.
     writer: dict[Cell, int] = {}
     readers: dict[Cell, set[int]] = defaultdict(set)
     for number, step in enumerate(steps):
@@ -148,7 +148,7 @@ def _new_block(gpu: ET.Element, end: End, plan: Plan, numbers: list[int]) -> ET.
 def _add_step(
     block: ET.Element, attributes: dict[str, str], block_id: str | None, leaf: ET.Element | None
 ) -> ET.Element:
-    """Add a step to a thread block; the step depends on step `leaf`, if given, of block `block_id`."""
+    """Add a step to a thread block. The step depends on step `leaf` of block `block_id`, if given."""
     deps = {"depid": "-1", "deps": "-1", "hasdep": "0"}
     if block_id is not None and leaf is not None:
         leaf.set("hasdep", "1")
