@@ -51,11 +51,15 @@ SIZES: dict[str, dict[str, Any]] = {
 class SwinV2Model(SwinV2, BaseFairseqModel):
     """A Swin V2 image classifier without experts."""
 
-    keeps_head = False  # Whether a loaded state dict leaves this model's classification head unchanged.
+    _keeps_head = False
+
+    def keep_head(self) -> None:
+        """Keep this model's classification head when a state dict is loaded into the model."""
+        self._keeps_head = True
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """Replace the head in a checkpoint's state dict, in place, if `keeps_head` is set."""
-        if self.keeps_head:
+        """Replace the head in a checkpoint's state dict, in place, if this model keeps its own head."""
+        if self._keeps_head:
             head = f"{name}.head" if name else "head"
             state_dict.update(self.head.state_dict(prefix=f"{head}."))
         super().upgrade_state_dict_named(state_dict, name)

@@ -82,9 +82,9 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
                 f"{difference}; give the data of the checkpoint's run, or --finetune-from-model to train a "
                 "new head."
             )
-        models = [module for module in model.modules() if hasattr(module, "keeps_head")]
+        models = [module for module in model.modules() if hasattr(module, "keep_head")]
         for each in models:  # An ensemble has several members.
-            each.keeps_head = True
+            each.keep_head()
         if models and world.is_first():
             logger.warning("%s, so the model gets a new head", difference)
 
