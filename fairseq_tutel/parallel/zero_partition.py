@@ -72,6 +72,10 @@ class Partition:
             own = own.to("cpu" if offload else own.device, wide, copy=True)
         self.own = nn.Parameter(own)
 
+    def put_at(self, start: int) -> None:
+        """Set the element of its communication bucket at which this partition starts."""
+        self.start = start
+
     @torch.no_grad()
     def whole(self, value: Tensor) -> Tensor:
         """Gather a parameter's complete optimizer state tensor from all ranks of the group. Collective.
@@ -95,7 +99,7 @@ class Bucket:
         self.partitions, self.share = list(partitions), partitions[0].share
         self.length = 0
         for partition in self.partitions:
-            partition.start = self.length
+            partition.put_at(self.length)
             self.length += partition.length
         # This tensor has the reduced gradients [M] in the parameters' dtype. The tensor is None before the
         # reduction, and always if G is 1, because parameters then keep their gradients.
