@@ -1,8 +1,8 @@
 """`python -m benchmarks.compiled`: print registers, spills and shared memory of Triton kernels.
 
 The benchmark needs no GPU. One layer runs forward and backward on meta tensors. The launches that a GPU of
-each target would receive are recorded and compiled. Matrix products are compiled with every tile of the
-table. The benchmark also counts launches, host reads and bytes of one layer.
+each target would receive are recorded, and compiled with every tile of the table. The benchmark also counts
+launches, host reads and bytes of one layer.
 """
 
 import argparse
