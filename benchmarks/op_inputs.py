@@ -4,7 +4,7 @@ T tokens, D model_dim, H hidden_dim, E experts, K top_k, R = T * K rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace, field
 from typing import Any
 
 import torch
@@ -58,10 +58,7 @@ SIZES = {
     },
 }
 TINY = Sizes(tokens=16, model_dim=8, hidden_dim=12, num_experts=3, top_k=2)
-QUICK = {
-    "tiny": TINY,
-    "tiny_glu": Sizes(tokens=16, model_dim=8, hidden_dim=12, num_experts=3, top_k=2, glu=True),
-}
+QUICK = {"tiny": TINY, "tiny_glu": replace(TINY, glu=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
