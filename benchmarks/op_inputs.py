@@ -4,7 +4,7 @@ T tokens, D model_dim, H hidden_dim, E experts, K top_k, R = T * K rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
