@@ -69,7 +69,6 @@ def num_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
     return num_rows // block_m + num_experts + 1
 
 
-@functools.lru_cache(maxsize=1024)
 def table_start(num_rows: int, num_experts: int, block_m: int) -> int:
     """Return the index in the result of `row_tiles` at which the table for this `block_m` starts."""
     smaller = (num_tiles(num_rows, num_experts, block) for block in BLOCKS_M if block < block_m)

@@ -165,3 +165,5 @@ def test_a_tensor_descriptor_describes_one_aligned_tensor(monkeypatch):
     for case in ([shifted], [weights]), ([torch.zeros(40, 30)], [torch.zeros(2, 16, 30)]):
         *read, _ = triton_launch.operands("linear", 40, *case)
         assert read[0] is case[0]
+    misaligned = [shifted[:32].view(2, 16, 32)]
+    assert triton_launch.operands("linear", 40, [rows], misaligned)[1] is misaligned
