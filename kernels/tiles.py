@@ -132,7 +132,7 @@ TABLE = (
 )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=4096)
 def choose(kind: str, hardware: str, precision: str, rows: int, experts: int, n: int, k: int) -> Tile:
     """Return the tile sizes of a grouped matrix product, limited to the sizes of its matrices.
 
