@@ -294,7 +294,7 @@ class Work:
 
 
 def on_nccl(original, outs, ins):
-    """Return a collective that follows NCCL's rules, writes the arguments `outs` and reads `ins`."""
+    """Wrap a collective so that it follows NCCL's rules; it writes the arguments `outs` and reads `ins`."""
     parameters, name = inspect.signature(original), original.__name__
 
     @functools.wraps(original)
