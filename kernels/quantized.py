@@ -123,7 +123,7 @@ def _int8_by_blocks(x_nI: Tensor, values_OI: Tensor, scales_O: Tensor) -> Tensor
 
 
 def _int4_by_kernel(x_nI: Tensor, values: Tensor, scales_GO: Tensor) -> Tensor:
-    # The kernel reads pairs (scale, offset). A scale's bits as int32, viewed as two bf16, are (scale, 0).
+    # torch's kernel reads pairs (scale, offset). A scale's bits as int32, viewed as bf16, are (scale, 0).
     pairs = scales_GO.view(torch.uint16).to(torch.int32).view(x_nI.dtype).view(*scales_GO.shape, 2)
     packed = values.view(scales_GO.shape[1], -1)
     return torch._weight_int4pack_mm_for_cpu(x_nI, packed, GROUP, pairs).float()

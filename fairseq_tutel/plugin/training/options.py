@@ -17,7 +17,7 @@ from fairseq_tutel.option import (
 
 checkpoints = partial(option, theme="Checkpoints", of="task")
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGQUIT")
-SIGNAL_NAMES = f"give some of {', '.join(SIGNALS)}, separated by commas, or none"
+SIGNAL_NAMES = f"give names of signals ({', '.join(SIGNALS)}), separated by commas, or none"
 ZERO_STAGE: Rule = (
     lambda v: v in (0, 1, 2),
     "give 0 (nothing is partitioned), 1 (optimizer state) or 2 (also gradients)",
@@ -112,8 +112,8 @@ class PreemptionConfig:
     # fmt: off
     moe_preemption_signals: str = checkpoints(
         "SIGTERM,SIGUSR1", rule=(lambda v: _signals_of(v) is not None, SIGNAL_NAMES),
-        help="when a rank receives one of these signals, all ranks finish the update, save "
-        "checkpoint_last.pt and exit with code 75; none: a signal ends its process at once",
+        help="when a rank receives one of these signals (separated by commas), all ranks finish the "
+        "update, save checkpoint_last.pt and exit with code 75; none: a signal ends its process at once",
     )
     moe_preemption_seconds: float = checkpoints(
         25.0, unit="seconds", rule=POSITIVE,
