@@ -17,10 +17,10 @@ from torch import Tensor
 GROUP = 64  # This many input dimensions of an int4 matrix share a scale.
 BLOCK = 64  # This many output dimensions of an int4 matrix are stored together.
 ZERO = 8  # The nibble (4 bits) that stores the int4 value 0.
-# Up to this number of rows, torch's kernel is faster than converting blocks. The times are for a matrix
-# [8192, 2048] on one core of an AMD EPYC with AVX-512 and bf16 instructions. With int8, torch's kernel took
-# 14 ms for 8 rows and 61 ms for 32 rows; converting took 19 and 26 ms. With int4, torch's kernel took 33 ms
-# for 32 rows and 102 ms for 128 rows; converting took 59 and 86 ms.
+# Up to this number of rows, torch's kernel is faster than converting the matrix to bf16 in blocks. The
+# times are for a matrix [8192, 2048] on one core of an AMD EPYC with AVX-512 and bf16 instructions. With
+# int8, torch's kernel took 14 ms for 8 rows and 61 ms for 32 rows; converting took 19 and 26 ms. With int4,
+# torch's kernel took 33 ms for 32 rows and 102 ms for 128 rows; converting took 59 and 86 ms.
 MOST_ROWS = {"int8": 16, "int4": 64}
 # torch's int8 kernel reads LANES input dimensions at a time. It can crash or give wrong results if the rows
 # or the matrix do not start at a multiple of ALIGNMENT elements in memory.
@@ -123,7 +123,7 @@ def _int8_by_blocks(x_nI: Tensor, values_OI: Tensor, scales_O: Tensor) -> Tensor
 
 
 def _int4_by_kernel(x_nI: Tensor, values: Tensor, scales_GO: Tensor) -> Tensor:
-    # torch's kernel reads bf16 pairs (scale, offset). A scale's 16 bits, widened to int32, are (scale, 0).
+    # torch's kernel reads pairs (scale, offset). A scale's bits as int32, viewed as bf16, are (scale, 0).
     pairs = scales_GO.view(torch.uint16).to(torch.int32).view(x_nI.dtype).view(*scales_GO.shape, 2)
     packed = values.view(scales_GO.shape[1], -1)
     return torch._weight_int4pack_mm_for_cpu(x_nI, packed, GROUP, pairs).float()

@@ -266,11 +266,11 @@ def operands(
     If all tensors of rows support TMA, they are returned as descriptors. The same holds for the weights.
 
     Args:
-        kind: the kind of the product; see KINDS in tiles.
+        kind: the kind of the product, one of KINDS in tiles; it decides the tile.
         num_rows: the number of rows of the result.
         rows: the one or two contiguous tensors of rows that the kernel multiplies.
-        weights_ENK: the one or two weights of the kernel's products, with equal strides; see `alike`.
-        tf32x3: see `precision_of`.
+        weights_ENK: the one or two weights of the kernel's products; `alike` gives them equal strides.
+        tf32x3: whether fp32 products use three TF32 products, on NVIDIA GPUs.
         are_gathered: whether the kernel reads the rows through an index map.
     """
     weight, first = weights_ENK[0], rows[0]

@@ -150,7 +150,7 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
 
 
 def share_sizes(size: int, expert_counts: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes above 1 of the rank groups that gather the shards of an expert.
+    """Return the sizes of the rank groups that all-gather an expert's shards, without groups of one rank.
 
     Groups of s / r ranks gather an expert with s shards, for every divisor r of s.
     """

@@ -56,8 +56,8 @@ class Machine:
         return machine
 
 
-# These fractions of datasheet numbers are achieved in practice. docs/scaling.md lists their sources.
-_NVLINK, _INFINIBAND = 370 / 450, 47 / 50
+# Fractions of datasheet values that are achieved, and latencies. docs/scaling.md lists the sources.
+_NVLINK, _INFINIBAND = 370 / 450, 47 / 50  # The fractions of the bandwidth.
 _EXPERTS = 413 / 989  # The fraction of peak FLOP/s that a Triton MoE layer reaches in bf16 on an H100.
 _LAUNCH_S = 10e-6  # The launch time of a collective.
 _INTRA_ALPHA_S = 0.6e-6  # The latency that NCCL's model assumes for NVLink (LL protocol).

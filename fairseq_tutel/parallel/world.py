@@ -43,8 +43,8 @@ def rank_in_job(rank: int, group: dist.ProcessGroup | None) -> int:
 def ending_together(operation: str) -> Iterator[None]:
     """Context manager in which an error on one rank ends all ranks. Leaving the block is collective.
 
-    After the block, or after a SystemExit in the block with code 0 or EXIT_CODE, all ranks wait for each
-    other and then destroy all process groups. Without this wait, a process can abort in NCCL at exit.
+    After the block, or a SystemExit in the block with code 0 or EXIT_CODE (a preempted run), all ranks wait
+    for each other and destroy all process groups. Without this wait, a process can abort in NCCL at exit.
     """
     if not dist.is_initialized():
         yield

@@ -1,7 +1,7 @@
 """Shards or offloads the state of an ordinary optimizer.
 
-The optimizer has only this rank's elements of each parameter, in fp32. An update calls `finish_backward`
-after each backward pass, and then `reduce`, `clip`, `step` and `zero_grad`.
+The optimizer has only this rank's elements of each parameter, in fp32. In each update, the caller calls
+`finish_backward` after each backward pass, and then `reduce`, `clip`, `step`, `zero_grad`, in this order.
 """
 
 import weakref

@@ -34,7 +34,7 @@ def older(name: str, value: Any) -> Any:
 
 def accepted(default: Any, reason: str, **parts: Any) -> Any:
     """Define an option that has no effect, and that older command lines may contain."""
-    help = f"accepted for older command lines: {reason}"
+    help = f"no effect, because {reason}; accepted for older command lines"
     return option(default, help, theme="Older names", of="model", **parts)
 
 

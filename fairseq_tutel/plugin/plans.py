@@ -47,7 +47,7 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
     """Run collectives with the training run's collective plans, or with torch if the run has none.
 
     Raises:
-        ValueError: a plan fits no process group, or --moe-a2a-algorithm names a missing plan.
+        ValueError: a plan fits no process group, or --moe-collective-plans lacks the --moe-a2a-algorithm.
     """
     plans, groups = plans_of(task_cfg) if topology.world_size > 1 else (), _groups(topology)
     refuse_unused(plans, groups)

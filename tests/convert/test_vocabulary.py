@@ -72,7 +72,7 @@ def old(tmp_path):
         model = task.build_model(argparse.Namespace(**vars(args)))
         saved = new_checkpoint(words, {"data": str(data)}, model.state_dict(), {})
         saved.state["extra_state"][KEY] = fingerprints_of(model)
-        saved.restart()  # `convert vocabulary` removes the training state too.
+        saved.restart()  # As in a converted checkpoint, training state goes and fingerprints stay.
         saved.write(tmp_path / "old.pt")
         return task
 

@@ -143,7 +143,7 @@ def test_the_tools_of_language_models_read_standard_input(lm, monkeypatch):
         ("translate", ("--nbest", 9), "--nbest is 9"),
     ],
 )
-def test_sample_and_translate_refuse_a_wrong_model_or_a_bad_nbest(kind, more, sentence, mt, mt_data):
+def test_sample_refuses_a_translation_model_and_translate_a_bad_nbest(kind, more, sentence, mt, mt_data):
     assert sentence in refusal_of(kind, mt, mt_data / "dict.de.txt", *more)
 
 

@@ -1,7 +1,4 @@
-"""Fills uninitialized tensors of the package with NaN or with an out-of-range integer.
-
-If a kernel leaves elements unwritten, its test therefore always fails.
-"""
+"""Fills new tensors with NaN or an out-of-range integer, so that tests detect unwritten elements."""
 
 import functools
 import sys
@@ -11,8 +8,10 @@ import torch
 
 def poison_empty() -> None:
     """Patch torch.empty, torch.empty_like and Tensor.new_empty for callers inside the package."""
+    # The first `with torch.device(…)` of a process stores torch's factory functions. It is used here once,
+    # before the patches, so that it stores the original functions.
     with torch.device("meta"):
-        torch.empty(0)  # torch.device() stores the unpatched functions at its first use, here.
+        torch.empty(0)
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         setattr(owner, name, _poisoned(getattr(owner, name)))
 

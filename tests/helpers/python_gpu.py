@@ -294,7 +294,7 @@ class Work:
 
 
 def on_nccl(original, outs, ins):
-    """Return a collective that follows NCCL's rules, writes the arguments `outs` and reads `ins`."""
+    """Wrap a collective, which writes arguments `outs` and reads `ins`, so that it follows NCCL's rules."""
     parameters, name = inspect.signature(original), original.__name__
 
     @functools.wraps(original)

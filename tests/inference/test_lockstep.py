@@ -1,4 +1,4 @@
-"""Ranks that call expert-parallel layers at different times get the outputs of one rank."""
+"""Ranks may call expert-parallel layers at different times; outputs equal those of a single process."""
 
 import dataclasses
 import random

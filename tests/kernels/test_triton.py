@@ -110,7 +110,7 @@ def test_interpreted_ops_support_strided_inputs(interpreter):
 @pytest.mark.parametrize(
     "dtype", (pytest.param(torch.float64, marks=pytest.mark.long), torch.bfloat16), ids=name_of
 )
-def test_an_interpreted_layer_equals_the_reference_in_y_and_every_gradient(interpreter, dtype):
+def test_outputs_and_gradients_of_an_interpreted_layer_equal_the_reference(interpreter, dtype):
     interpreter.run(compare_layers, dtype, "cpu")
 
 
@@ -123,7 +123,7 @@ def test_compiled_ops_equal_the_reference(shape, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16), ids=name_of)
-def test_a_compiled_layer_equals_the_reference_in_y_and_every_gradient(dtype):
+def test_outputs_and_gradients_of_a_compiled_layer_equal_the_reference(dtype):
     compare_layers(dtype, "cuda")
 
 

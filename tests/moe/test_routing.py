@@ -1,4 +1,4 @@
-"""The tests compare routing with loops, and check the invariants on which the layer relies."""
+"""Compares routing with a reference in Python loops, and checks invariants on which the layer relies."""
 
 import itertools
 

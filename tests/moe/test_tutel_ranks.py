@@ -1,4 +1,4 @@
-"""A layer of `ft.moe_layer` on several ranks returns the outputs and gradients of one process."""
+"""A layer of `ft.moe_layer` has the same outputs and gradients on several ranks as in one process."""
 
 import functools
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ def counts_of(rank, parallel, seed):
 
 
 def compare_exchanges(parallel, local, dtype, seed):
-    """Compare the results and gradients of both all-to-all algorithms for the same rows on every rank."""
+    """Send this rank's rows through both all-to-all algorithms; return each one's results and gradients."""
     rank = dist.get_rank()
     topology = make_topology([parallel * EXPERTS_PER_RANK], parallel, local)
     counts = counts_of(rank, parallel, seed)

@@ -1,4 +1,4 @@
-"""Training with ZeRO or offload equals plain training, and needs as much memory as a formula says."""
+"""Training with ZeRO or offload equals plain training, and its memory is as `held_bytes` predicts."""
 
 import dataclasses
 import functools

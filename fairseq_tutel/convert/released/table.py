@@ -160,7 +160,7 @@ class Family:
     name: str
     # Model classes that config.json may name; to-hf writes the first class.
     architectures: tuple[str, ...]
-    # The prefix of all tensor names except the head's; a model without a head lacks this prefix.
+    # The prefix of all tensor names except the head's; files of a model without a head lack the prefix.
     prefix: str
     # The fairseq architecture, whose default options apply.
     arch: str

@@ -80,8 +80,8 @@ def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bo
     """Yield all reads and writes of chunks in three calls of a plan, in one possible order.
 
     An item is (rank, buffer, first chunk, number of chunks, whether the access writes, access, clock at the
-    access's start). The start of a call counts as one step of each lane of the rank. The vector clock of an
-    access counts the accessing step, too.
+    access's start). The start of a call counts as one step of each lane of the rank. This clock
+    already counts the step that makes the access.
     """
     length = [1] * sum(map(len, order.rank_lanes))
     for lane in order.lanes:

@@ -3,7 +3,7 @@
 The backend chooses a collective plan by the collective, the ranks, the number of bytes and the dtype. If no
 collective plan fits, torch runs the collective. All ranks choose the same collective plan, because they
 have the same plans, as `plugin.startup` checks. On CPUs, the ranks of one host run a plan in shared memory.
-Ranks of several hosts, and GPUs, run a plan by messages.
+Ranks on several hosts, and ranks on GPUs, run a plan by sending messages.
 """
 
 import logging

@@ -42,9 +42,9 @@ class _Branch(NamedTuple):
     """The chunks of slice p that one edge of a tree carries, p rounds after those of slice 0.
 
     Attributes:
-        chunk: the index of the first chunk among the chunks of all shards.
+        chunk: the position of the branch's first chunk, counted over all shards.
         n: the number of chunks.
-        own: the index of the first chunk in the root's shard; None if the parent is not the root.
+        own: this chunk's position in a buffer of only the root's shard; None unless the parent is the root.
         depth: the parent's distance from the root, plus p.
         height: the child's distance from the farthest leaf below it, plus p.
     """

@@ -37,9 +37,10 @@ class TaskConfig:
     )
     moe_expert_parallel_size: int = parallelism(
         0, unit="ranks",
-        help="size of an expert-parallel (EP) group, whose ranks hold one set of experts and exchange "
-        "tokens; the size must divide the number of ranks, and divide or be a multiple of every layer's "
-        "number of experts; 0: the greatest common divisor of these numbers in training, 1 in inference",
+        help="number of ranks in an expert-parallel (EP) group, which together hold all experts once and "
+        "exchange tokens; it must divide the number of ranks; for every layer, it must also divide the "
+        "number of experts or be a multiple of it; 0: in training, the greatest common divisor of these "
+        "numbers; in inference, 1",
     )
     moe_local_size: int = communication(
         0, unit="ranks", rule=(AT_LEAST_0[0], "give the ranks per node, or 0 for the launcher's value"),
@@ -79,8 +80,7 @@ class TaskConfig:
     moe_zero_stage: int = memory(
         0, rule=ZERO_STAGE,
         help="ZeRO stage: 1 partitions optimizer state and fp32 master weights over the ranks that hold "
-        "the same parameters; 2 also partitions gradients, which it reduces during the backward pass; 0 "
-        "partitions nothing",
+        "the same parameters; 2 also partitions gradients, and reduces them during the backward pass",
     )
     moe_offload_optimizer: bool = memory(
         False,
@@ -112,8 +112,8 @@ class PreemptionConfig:
     # fmt: off
     moe_preemption_signals: str = checkpoints(
         "SIGTERM,SIGUSR1", rule=(lambda v: _signals_of(v) is not None, SIGNAL_NAMES),
-        help="signals, separated by commas, at which all ranks finish the current update, save "
-        "checkpoint_last.pt and end with exit code 75; none: a signal ends its process at once",
+        help="when a rank receives one of these signals (separated by commas), all ranks finish the "
+        "update, save checkpoint_last.pt and exit with code 75; none: a signal ends its process at once",
     )
     moe_preemption_seconds: float = checkpoints(
         25.0, unit="seconds", rule=POSITIVE,

@@ -170,7 +170,8 @@ COLLECTIVES = (
 
 for name in COLLECTIVES:
     before(dist, name, "collective")
-for name in ("_reduce_scatter", "_all_gather"):  # collectives.py has aliases of two torch functions
+# collectives.py has its own names for two torch functions, which the patches of dist above do not reach.
+for name in ("_reduce_scatter", "_all_gather"):
     before(collectives, name, "collective")
 FairseqTask.train_step = break_numbers(FairseqTask.train_step)
 before(FairseqTask, "valid_step", "valid")

@@ -20,7 +20,7 @@ OPT_TABLE = Names(TABLE.theirs.replace("model.", "model.decoder."), TABLE.ours)
 VERSION = {"decoder.version": (3.0,)}
 SIZE = {"vocab_size": "decoder.embed_tokens.weight"}
 WIDTHS = "decoder_embed_dim decoder_input_dim decoder_output_dim"
-# Options of fairseq's transformer_lm that change the computation, and that XGLM and OPT do not have.
+# XGLM and OPT lack these options of fairseq's transformer_lm, so the options have fixed values.
 PLAIN = {
     "adaptive_input": False,
     "adaptive_softmax_cutoff": None,

@@ -65,7 +65,7 @@ def _sizes(activation: str, attention_dropout: float, layerdrop: float, scales: 
     )
 
 
-# Options of fairseq's architecture transformer that change outputs, and that Hugging Face's models lack.
+# Hugging Face's models lack these options of fairseq's transformer, so the options have fixed values.
 PLAIN = {
     "adaptive_input": False,
     "adaptive_softmax_cutoff": None,
