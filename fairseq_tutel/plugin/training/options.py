@@ -17,7 +17,7 @@ from fairseq_tutel.option import (
 
 checkpoints = partial(option, theme="Checkpoints", of="task")
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGQUIT")
-SIGNAL_NAMES = f"give names of signals ({', '.join(SIGNALS)}), separated by commas, or none"
+SIGNAL_NAMES = f"give some of {', '.join(SIGNALS)}, separated by commas, or none"
 ZERO_STAGE: Rule = (
     lambda v: v in (0, 1, 2),
     "give 0 (nothing is partitioned), 1 (optimizer state) or 2 (also gradients)",
