@@ -115,7 +115,7 @@ def announce_compilation() -> None:
 
 @functools.cache
 def is_direct(device: torch.device) -> bool:
-    """Return whether `launch` calls compiled kernels itself: on GPUs, unless kernels are interpreted."""
+    """Return whether `launch` calls compiled kernels without Triton's launcher, as on GPUs."""
     return device.type == "cuda" and not interpreted()
 
 

@@ -159,7 +159,7 @@ def _decide_by_experts(
 ) -> Routing:
     """Let every expert choose tokens, and return the routing, without gaps between experts' rows.
 
-    A token has K' columns: the experts that chose it (lowest ID first), then experts that did not. On the
+    A token has K' expert IDs: first the experts that chose the token (lowest ID first), then others. On the
     CPU, K' is the largest number of experts that chose one token, but at least K. On other devices K' is E,
     which avoids a device-to-host read. `assigned_KE[0]` counts all assignments. `dropped_K[0]` counts the
     tokens, without padding, that no expert chose. All other entries of `assigned_KE` and `dropped_K` are 0.

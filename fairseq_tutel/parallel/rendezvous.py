@@ -124,7 +124,7 @@ def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store
     while True:
         # Unlike `get`, compare_set does not wait for the key, and returns `NO_NAME` if the key is missing.
         found = store.compare_set(NAME, NO_NAME, NO_NAME).decode()
-        if found != NO_NAME:  # A name of an earlier start never becomes complete.
+        if found != NO_NAME:  # No rank completes a name of an earlier start, so the wait below ends first.
             name = found
             store.set(f"{PREFIX}/{name}/{rank}", "here")
         if _wait(store, [f"{PREFIX}/{name}/complete"], min(deadline, time.monotonic() + PAUSE_SECONDS)):

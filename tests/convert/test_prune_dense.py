@@ -158,7 +158,8 @@ def test_convert_dense_pads_the_ffns_of_all_layers_to_one_hidden_dimension(conve
     assert same_outputs(tmp_path)
 
 
-# In decoder_0, expert 3 has a larger load than expert 1, but a smaller importance (low confidence).
+# Lists: activity, confidence, load. In decoder_0, expert 3 has a larger load than expert 1, but a smaller
+# importance, which is activity * exp(confidence).
 USE = {
     "decoder_0": LayerStatistics(10, [0.4, 0.29, 0.01, 0.3], [0.5, 0.9, 0.9, 0.1], [1.2, 0.6, 0.7, 1.5]),
     "decoder_1": LayerStatistics(10, [0.97, 0.01, 0.01, 0.01], [0.9, 0.5, 0.4, 0.3], [2.5, 0.5, 0.6, 0.4]),

@@ -277,7 +277,7 @@ def settle(tensor):
 
 
 class Work:
-    """A collective on the stream of its group; as in NCCL, the tensors are kept until a stream waits."""
+    """A collective on the stream of its group; as in NCCL, a stream that waits releases its tensors."""
 
     def __init__(self, real, stream, tensors):
         self.real, self.end, self.kept = real, stream.record_event(), tensors

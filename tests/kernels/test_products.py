@@ -22,7 +22,8 @@ def test_linear_swaps_its_operands_for_few_rows_and_a_large_weight(monkeypatch, 
     torch.testing.assert_close(place, torch.nn.functional.linear(x, weight, b), rtol=1e-5, atol=1e-4)
     assert torch.equal(place, products.linear(x, weight, b))
     assert len(seen) == (2 if rows <= 16 else 0)
-    products.linear(x, weight[:1023], None)  # This weight fits into a core's cache.
+    # This weight fits into a core's cache, so the operands are not swapped.
+    products.linear(x, weight[:1023], None)
     assert len(seen) == (2 if rows <= 16 else 0)
 
 

@@ -243,8 +243,8 @@ def test_reference_gradients_equal_finite_differences():
 
 
 triton = pytest.mark.usefixtures("_triton")
-# These shapes are interpreted in every dtype. The other shapes are interpreted in fp32; `make test-long`
-# uses every dtype for all shapes.
+# Tests in Triton's interpreter use every dtype for these shapes, and only fp32 for other shapes. `make
+# test-long` uses every dtype for all shapes.
 EVERY_TYPE = ((1, 8), (63, 5))
 
 
