@@ -114,7 +114,7 @@ train "$out/model" "$updates" "${moe[@]}" "${experts[@]}" ${start[@]+"${start[@]
 
 step "4 of 5: score the test sentences, and draw curves and experts"
 fairseq-generate "$out/data" --user-dir "$root/user_dir" --path "$out/model/checkpoint_best.pt" --beam 5 \
-    --remove-bpe sentencepiece --num-workers 0 2>&1 | grep "^Generate"
+    --remove-bpe sentencepiece --required-batch-size-multiple 1 --num-workers 0 2>&1 | grep "^Generate"
 python -m fairseq_tutel report "$out/model" --output "$out/report.html" --overwrite
 
 step "5 of 5: translate in Python"

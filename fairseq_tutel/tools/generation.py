@@ -78,10 +78,11 @@ def run(kind: str, arguments: argparse.Namespace) -> None:
 
     with refusals_are_sentences(), progress(kind, len(lines), "line") as advance:
         model = _opened(kind, arguments)
-        size, cut = BATCHES * arguments.batch_size, 0
+        size, cut, unknown, unk = BATCHES * arguments.batch_size, 0, 0, model.task.source_dictionary.unk()
         for start in range(0, len(lines), size):
             chunk = lines[start : start + size]
             encoded = [model.encode(line) for line in chunk if line.strip()]
+            unknown += sum(bool((each[:-1] == unk).all()) for each in encoded)
             tokens = [_fitted(model, each) for each in encoded]
             cut += sum(len(one) > len(two) for one, two in zip(encoded, tokens, strict=True))
             found = iter(model.generate(tokens, **options) if tokens else ())
@@ -91,6 +92,9 @@ def run(kind: str, arguments: argparse.Namespace) -> None:
             advance(len(chunk))
     if cut:
         logger.warning("%d of %d lines were longer than the model accepts, and were cut", cut, len(lines))
+    if unknown:
+        text = "%d of %d lines have no word of the dictionary; prepare the lines as for training"
+        logger.warning(text, unknown, len(lines))
 
 
 def _opened(kind: str, arguments: argparse.Namespace) -> Any:

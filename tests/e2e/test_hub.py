@@ -117,7 +117,7 @@ def test_translate_prints_a_result_for_every_input_line(mt, lm, mt_data, tmp_pat
     assert all(float(one[0]) >= float(two[0]) for one, two in zip(pairs[::2], pairs[1::2], strict=True))
 
 
-def test_the_tools_of_language_models_read_standard_input(lm, monkeypatch):
+def test_the_tools_of_language_models_read_standard_input(lm, monkeypatch, caplog):
     def printed(text, *words):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         return tool(*words).splitlines()
@@ -133,7 +133,9 @@ def test_the_tools_of_language_models_read_standard_input(lm, monkeypatch):
     hypothesis = model.score("w1 w3")
     assert 2 ** float(score) == pytest.approx(float(hypothesis["score"].exp()), rel=1e-3)
     assert int(count) == len(hypothesis["tokens"])
-    assert printed("", "score", lm) == []
+    assert printed("", "score", lm) == [] and "dictionary" not in caplog.text
+    assert len(printed("unknown words\nw1 unknown\n", "score", lm)) == 2
+    assert "1 of 2 lines have no word of the dictionary" in caplog.text
 
 
 @pytest.mark.parametrize(
