@@ -19,7 +19,7 @@ from fairseq_tutel.files import open_ordinary, parse_json
 from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout, buffers_on_host
 from fairseq_tutel.moe.expert_stack import ExpertStack
 
-LONGEST_HEADER = 100_000_000  # In bytes, as in the safetensors library.
+LONGEST_HEADER = 100_000_000  # In bytes. The safetensors library has the same limit.
 
 
 class ShardFiles:

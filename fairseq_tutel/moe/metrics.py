@@ -46,8 +46,8 @@ class Metric:
 
     name: str  # The metric's key in the log. A choice's number (from 1) replaces {} in the key.
     help: str  # The metric's meaning in the docs.
-    # A function that returns the metric of L layers, [L] or [L, K]. If None, the metric is the next sum (or
-    # K sums, one per choice) in `RoutingCounts.sums_S`, divided by the number of tokens.
+    # A function that returns the metric of L layers, [L] or [L, K]. If None, the metric is a sum of
+    # `RoutingCounts.sums_S` (or K sums, one per choice), divided by the number of tokens.
     of_counts: Callable[[RoutingCounts], Tensor] | None = None
     # The key under which the JSON log has a list with the metric's value for every layer. If the key is
     # empty, the log has no list.

@@ -155,7 +155,7 @@ def test_a_malformed_msccl_file_raises_an_error(before, after, sentence):
 
 
 @pytest.mark.parametrize(("text", "sentence"), [
-    (exchanged(), "writes a chunk of a different length to out"),  # Chunk sizes may differ by rank.
+    (exchanged(), "writes a chunk of a different length to out"),  # It would overwrite a sent chunk.
     (all_pairs().replace('inplace="1"', 'inplace="0"'), "writes to the buffer `in`, which is read-only"),
 ], ids=["in place", "out of place"])  # fmt: skip
 def test_an_msccl_file_that_writes_to_a_forbidden_place_raises_an_error(text, sentence):

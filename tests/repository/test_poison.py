@@ -1,4 +1,4 @@
-"""In tests, `torch.empty` of this package returns NaN, so that tests detect missing writes."""
+"""In tests, `torch.empty` returns NaN to code of this package, so that tests detect missing writes."""
 
 import types
 

@@ -4,8 +4,8 @@ If two steps access a chunk and one of them writes, but their order is not fixed
 The vector clock of a lane has, for each lane, the number of steps that have certainly ended. A lane's
 vector clock changes only when the lane waits. The clock of a signal is its lane's vector clock together
 with this lane's current step count. A put may access its source and destination at any time after its lane
-has run the put. The write of a put ends with the wait for the next signal. The read of a put ends with this
-wait, or with the next flush.
+has run the put. The write has certainly ended when the receiving rank has waited for the channel's first
+signal after the put. The read has ended at the same time, or after the channel's next flush.
 
 Calls of a plan follow each other without a pause, so three calls in a row are checked. The second of the
 three calls uses the other `tmp` buffer. Between calls, the caller may write a rank's `in` and `out`. The
