@@ -78,11 +78,11 @@ def run(kind: str, arguments: argparse.Namespace) -> None:
 
     with refusals_are_sentences(), progress(kind, len(lines), "line") as advance:
         model = _opened(kind, arguments)
-        size, cut, unknown, unk = BATCHES * arguments.batch_size, 0, 0, model.task.source_dictionary.unk()
+        size, cut, unknown = BATCHES * arguments.batch_size, 0, 0
         for start in range(0, len(lines), size):
             chunk = lines[start : start + size]
             encoded = [model.encode(line) for line in chunk if line.strip()]
-            unknown += sum(bool((each[:-1] == unk).all()) for each in encoded)
+            unknown += sum(bool((each[:-1] == model.src_dict.unk()).all()) for each in encoded)
             tokens = [_fitted(model, each) for each in encoded]
             cut += sum(len(one) > len(two) for one, two in zip(encoded, tokens, strict=True))
             found = iter(model.generate(tokens, **options) if tokens else ())
