@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.choice import scores_of
-from fairseq_tutel.moe.routing import GateOutput, Routing
+from fairseq_tutel.moe.routing import GateOutput, Routing, ops_of
 from fairseq_tutel.parallel.collectives import Group, all_reduce
 from fairseq_tutel.parallel.groups import Topology
 
@@ -122,7 +122,7 @@ def z_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
 def _load_times_probability(routing: Routing, load_E: Tensor, gate: GateOutput | None) -> Tensor:
     """Return E * sum_e (expert e's share of the load) * (expert e's mean probability)."""
-    ops = kernels.ops("auto" if gate is None else gate.backend, load_E.device)
+    ops = ops_of(gate, load_E.device)
     if ops is kernels.reference:
         return ops.load_loss(_real_probs(routing).sum(dim=0), load_E, routing.num_tokens)[0]
     mass_E = routing.sums[: load_E.shape[0]]

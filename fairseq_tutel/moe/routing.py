@@ -107,7 +107,7 @@ class Routing:
 
         With expert choice, a token has a weight for each expert that chose it. Only the first K are summed.
         """
-        ops = kernels.ops("auto" if self.gate is None else self.gate.backend, self.probs_TE.device)
+        ops = ops_of(self.gate, self.probs_TE.device)
         weights_TK = self.weights_TK[:, : self.dropped_K.shape[0]].detach()
         return ops.token_sums(self.probs_TE.detach(), weights_TK, self.real_T)
 
@@ -115,6 +115,11 @@ class Routing:
     def groups(self) -> Groups:
         """The number of rows of each expert, read on the host at most once."""
         return Groups.of_tensor(self.counts_E, self.tiles, self.source_of_R.shape[0])
+
+
+def ops_of(gate: GateOutput | None, device: torch.device) -> Any:
+    """Return the kernels of the gate's backend; None stands for the best backend of the device."""
+    return kernels.ops("auto" if gate is None else gate.backend, device)
 
 
 def decide(
