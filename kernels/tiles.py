@@ -89,6 +89,7 @@ NVIDIA, NEWER, GLU = "sm_80 sm_90 sm_100 sm_120", "sm_90 sm_100 sm_120", "glu_up
 
 # A product uses the first row that applies. The H100's rows were measured on one H100 80GB in bf16 with
 # the shapes A, C and E of benchmarks/layer_cases.py. The bounds on rows, n and k lie between these shapes.
+# The kernels of weight gradients and of hidden gradients changed after the measurement.
 TABLE = (
     Row("sm_90", "half", "linear", Tile(256, 128, 64, 8, 3), "H100, C: 666 TFLOP/s",
         lambda rows, n, k: rows >= 1024 and k >= 8192),
