@@ -70,8 +70,8 @@ def _steps(name: str, device: torch.device, case: Case) -> list[Callable[[bool],
     """Return functions that run the MoE layer and the dense layer, with or without backward."""
     sizes = case.model_dim, case.hidden_dim
     config = ft.MoEConfig(*sizes, case.num_experts, **CASES[name])
+    layer = ft.MoELayer(config, seed=1).to(device, torch.bfloat16)
     with device:
-        layer = ft.MoELayer(config, seed=1).bfloat16()
         maps = nn.Linear(*sizes, config.expert_bias), nn.Linear(*sizes[::-1], config.expert_bias)
         dense = nn.Sequential(maps[0], nn.ReLU(), maps[1]).bfloat16()
         x_TD = torch.randn(case.tokens, case.model_dim, dtype=torch.bfloat16, requires_grad=True)

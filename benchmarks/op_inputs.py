@@ -202,9 +202,7 @@ def _grouped_linear(t: Tensors) -> Call:
 
 
 def _grouped_weight_grad(t: Tensors) -> Call:
-    """Return the call for the gradient of fc2; one factor is gathered from the tokens' gradients."""
-    keywords = {"dout_index_R": t.token_of_R}
-    return _product((t.y_TD, t.a_RH, t.groups), t.product_flops, keywords)
+    return _product((t.rows_RD, t.a_RH, t.groups), t.product_flops)
 
 
 def _ffn_up(t: Tensors) -> Call:
@@ -215,7 +213,7 @@ def _ffn_up(t: Tensors) -> Call:
 def _ffn_down_backward(t: Tensors) -> Call:
     kept = (t.a_RH, None, None) if t.fc3 is None else (None, t.h_RH, t.g_RH)
     gates = t.weights_TK.flatten(), t.source_of_R
-    arguments = t.y_TD, t.token_of_R, *gates, t.fc2, None, *kept, t.groups, ACTIVATION
+    arguments = t.rows_RD, *gates, t.fc2, None, *kept, t.groups, ACTIVATION
     return _product(arguments, t.product_flops)
 
 

@@ -81,9 +81,7 @@ def _products(t: Tensors) -> Iterator[tuple[str, Call]]:
     """Yield the matrix products of forward and backward, with their arguments."""
     for op in ("ffn_up", "grouped_linear", "ffn_down_backward", "ffn_up_backward", "grouped_weight_grad"):
         yield op, CALLS[op](t)
-    fc1 = Call(
-        arguments=(t.a_RH, t.x_TD, t.groups), work=t.product_flops, keywords={"rows_index_R": t.token_of_R}
-    )
+    fc1 = Call(arguments=(t.a_RH, t.rows_RD, t.groups), work=t.product_flops)
     yield "grouped_weight_grad", fc1
 
 

@@ -12,6 +12,7 @@ from fairseq_tutel.kernels import reference
 
 OPS = (
     "gather_rows",
+    "gather_pair",
     "gather_sum",
     "gather_gradients",
     "gather_dot",

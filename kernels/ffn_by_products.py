@@ -88,7 +88,7 @@ def ffn_backward(
     """Return the gradients of the FFN's input rows, gate weights and expert weights.
 
     Args:
-        ops: a namespace with ffn_down_backward, ffn_up_backward and grouped_weight_grad.
+        ops: a namespace with gather_pair, ffn_down_backward, ffn_up_backward and grouped_weight_grad.
         dy_ND: without gates, the gradient of the rows' outputs [R, D]. With gates, the gradient of y
             [N, D]: y[n] sums gate[source[r]] times the output of row r over all rows r with index[r] = n.
         x_ND: as in forward.
@@ -103,9 +103,10 @@ def ffn_backward(
         needs_weights: whether to compute the gradients of the weights.
     """
     w = weights
+    # Products of contiguous rows gain more time than this copy takes.
+    x_RD, dy_RD = (x_ND, dy_ND) if index_R is None else ops.gather_pair(x_ND, dy_ND, index_R)
     dh_RH, dg_RH, gated_RH, dgate_PR = ops.ffn_down_backward(
-        dy_ND,
-        index_R,
+        dy_RD,
         gate_N,
         source_R,
         w.fc2_weight,
@@ -120,15 +121,10 @@ def ffn_backward(
     if not needs_weights:
         return FFNGradients(dx_RD, dgate_PR, None)
     dw2, db2 = ops.grouped_weight_grad(
-        dy_ND, gated_RH, groups, dout_index_R=index_R, bias=w.fc2_bias is not None, bias_scale_N=gate_N,
-        bias_source_R=source_R,
-    )  # fmt: skip
-    dw1, db1 = ops.grouped_weight_grad(
-        dh_RH, x_ND, groups, rows_index_R=index_R, bias=w.fc1_bias is not None
+        dy_RD, gated_RH, groups, bias=w.fc2_bias is not None, bias_scale_N=gate_N, bias_source_R=source_R
     )
+    dw1, db1 = ops.grouped_weight_grad(dh_RH, x_RD, groups, bias=w.fc1_bias is not None)
     dw3 = db3 = None
     if dg_RH is not None:
-        dw3, db3 = ops.grouped_weight_grad(
-            dg_RH, x_ND, groups, rows_index_R=index_R, bias=w.fc3_bias is not None
-        )
+        dw3, db3 = ops.grouped_weight_grad(dg_RH, x_RD, groups, bias=w.fc3_bias is not None)
     return FFNGradients(dx_RD, dgate_PR, FFNWeights(dw1, db1, dw2, db2, dw3, db3))

@@ -46,6 +46,11 @@ def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) ->
     return rows_RD.masked_fill_(holes_R1, 0.0) if has_holes else rows_RD
 
 
+def gather_pair(x_TD: Tensor, y_TD: Tensor, index_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Gather the same rows of two tensors, which have the same shape and dtype; see `gather_rows`."""
+    return gather_rows(x_TD, index_R), gather_rows(y_TD, index_R)
+
+
 def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     """Sum each token's rows with weights: y[t] = sum over j of weights[t, j] * rows[row_of[t, j]].
 
@@ -128,12 +133,10 @@ def grouped_linear(rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, 
 
 
 def grouped_weight_grad(
-    dout_NO: Tensor,
-    rows_NI: Tensor,
+    dout_RO: Tensor,
+    rows_RI: Tensor,
     groups: Groups,
     *,
-    dout_index_R: Tensor | None = None,
-    rows_index_R: Tensor | None = None,
     bias: bool = False,
     bias_scale_N: Tensor | None = None,
     bias_source_R: Tensor | None = None,
@@ -143,22 +146,20 @@ def grouped_weight_grad(
     dweight[e] is the sum of the outer products dout[r] x rows[r] over the rows r of expert e.
 
     Args:
-        dout_NO: [R, O], or [N, O] if `dout_index_R` gives each row's source.
-        rows_NI: [R, I], or [N, I] if `rows_index_R` gives each row's source.
+        dout_RO: [R, O].
+        rows_RI: [R, I].
         groups: the number of rows of each expert; the gradients of an expert without rows are 0.
-        dout_index_R: [R] int64.
-        rows_index_R: [R] int64.
         bias: whether to compute dbias[e], the sum of scale[source[r]] * dout[r] over the rows r of expert
             e; otherwise dbias is None.
         bias_scale_N: `scale` in this sum, in dout's dtype or wider; None for factors of 1.
         bias_source_R: `source` in this sum, [R] int64, not read after the last group; None without scale.
     """
     num_experts = len(groups.host)
-    dweight_EOI = dout_NO.new_empty(num_experts, dout_NO.shape[1], rows_NI.shape[1])
-    dbias_EO = dout_NO.new_empty(num_experts, dout_NO.shape[1]) if bias else None
+    dweight_EOI = dout_RO.new_empty(num_experts, dout_RO.shape[1], rows_RI.shape[1])
+    dbias_EO = dout_RO.new_empty(num_experts, dout_RO.shape[1]) if bias else None
     for e, own in enumerate(_slices(groups)):
-        dout_nO = _read_rows(dout_NO, dout_index_R, own)
-        torch.mm(dout_nO.t(), _read_rows(rows_NI, rows_index_R, own), out=dweight_EOI[e])
+        dout_nO = dout_RO[own]
+        torch.mm(dout_nO.t(), rows_RI[own], out=dweight_EOI[e])
         if dbias_EO is not None:
             if bias_scale_N is not None and bias_source_R is not None:
                 scale_n = bias_scale_N[bias_source_R[own]]
@@ -203,8 +204,7 @@ def ffn_up(
 
 
 def ffn_down_backward(
-    dy_ND: Tensor,
-    index_R: Tensor | None,
+    dy_RD: Tensor,
     gate_N: Tensor | None,
     source_R: Tensor | None,
     fc2_weight: Tensor,
@@ -218,13 +218,12 @@ def ffn_down_backward(
     """Compute the backward pass through the FFN's second linear map (fc2) and the activation.
 
     Returns (dh_RH, dg_RH, gated_RH, dgate_PR). The forward pass computed y = a @ fc2.T + bias and added
-    gate[source[r]] * y[r] to row index[r] of its output, whose gradient is dy. gated[r] is gate[source[r]]
-    * a[r], so that fc2's weight gradient is dy[index].T @ gated. The gradient of a row's gate is computed
-    without y: <dy, y> = <dy @ fc2, a> + <dy, bias>. dgate has P parts, whose sum is this gradient.
+    gate[source[r]] * y[r] to a row of its output, and dy[r] is the gradient of this row. gated[r] is
+    gate[source[r]] * a[r], so that fc2's weight gradient is dy.T @ gated. The gradient of a row's gate is
+    computed without y: <dy, y> = <dy @ fc2, a> + <dy, bias>. dgate has P parts, whose sum is this gradient.
 
     Args:
-        dy_ND: [R, D], or [N, D] if `index_R` gives each row's source.
-        index_R: [R] int64, each row's index in dy, or -1 in the tail.
+        dy_RD: [R, D].
         gate_N: gate weights, in dy's dtype or wider. None: every gate weight is 1, and dgate is None.
         source_R: [R] int64, each row's index in gate; not read after the last group; None without gate.
         fc2_weight: [E, D, H] in dy's dtype.
@@ -239,7 +238,6 @@ def ffn_down_backward(
     The formula of the gate's gradient is from SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3.
     """
     kind = ACTIVATIONS[activation if g_RH is None else "swish"]
-    dy_RD = dy_ND if index_R is None else gather_rows(dy_ND, index_R)
     da_RH = grouped_linear(dy_RD, fc2_weight.mT, None, groups)
     kept_RH = a_RH if h_RH is None else h_RH
     assert kept_RH is not None
@@ -285,7 +283,3 @@ def ffn_up_backward(
 def _slices(groups: Groups) -> list[slice]:
     ends = list(itertools.accumulate(groups.host, initial=0))
     return [slice(first, end) for first, end in itertools.pairwise(ends)]
-
-
-def _read_rows(x_ND: Tensor, index_R: Tensor | None, own: slice) -> Tensor:
-    return x_ND[own] if index_R is None else x_ND.index_select(0, index_R[own])

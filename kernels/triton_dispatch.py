@@ -17,15 +17,58 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles import cdiv, next_power_of_2
-from fairseq_tutel.kernels.triton_launch import Plan, accumulator_of, launch
+from fairseq_tutel.kernels.triton_launch import Plan, accumulator_of, contiguous, launch
 
 # The largest number of a row's columns that one program computes. The number is not tuned for speed.
 MAX_BLOCK_D = 1024
+# The rows and columns that a program of `gather_pair` copies.
+PAIR_ROWS, PAIR_COLUMNS = 32, 256
 
 
 def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) -> Tensor:
     """Gather rows: rows[r] = scale[r] * x[index[r]], or 0 where index[r] is -1."""
     return gather_sum(x_TD, index_R.unsqueeze(1), None if scale_R is None else scale_R.unsqueeze(1))
+
+
+def _pair_shapes(x_TD: Tensor, y_TD: Tensor, index_R: Tensor) -> tuple[Tensor, Tensor]:
+    shape = index_R.shape[0], x_TD.shape[1]
+    return x_TD.new_empty(shape), x_TD.new_empty(shape)
+
+
+@opaque(_pair_shapes)
+def gather_pair(x_TD: Tensor, y_TD: Tensor, index_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Gather the same rows of two tensors, which have the same shape and dtype."""
+    xs_RD, ys_RD = found = _pair_shapes(x_TD, y_TD, index_R)
+    if xs_RD.numel():
+        plan = _gather_pair_plan(xs_RD.shape)
+        launch(plan, x_TD.device, *contiguous(x_TD, y_TD, index_R), xs_RD, ys_RD)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _gather_pair_plan(shape: tuple[int, ...]) -> Plan:
+    num_rows, model_dim = shape
+    constants = {"ROWS": PAIR_ROWS, "COLUMNS": PAIR_COLUMNS}
+    grid = cdiv(num_rows, PAIR_ROWS), cdiv(model_dim, PAIR_COLUMNS), 2
+    return Plan(_gather_pair_kernel, grid, shape, constants)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gather_pair_kernel(
+    x_ptr, y_ptr, index_ptr, xs_ptr, ys_ptr, num_rows, model_dim, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    # The programs of the same columns run together, because the L2 cache holds these columns of all tokens.
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    source = tl.load(index_ptr + r, mask=r < num_rows, other=-1)
+    is_kept = (source >= 0)[:, None] & (columns < model_dim)
+    is_inside = (r < num_rows)[:, None] & (columns < model_dim)
+    read_at = source[:, None] * model_dim + columns
+    write_at = r.to(tl.int64)[:, None] * model_dim + columns
+    if tl.program_id(2) == 0:
+        tl.store(xs_ptr + write_at, tl.load(x_ptr + read_at, mask=is_kept, other=0.0), mask=is_inside)
+    else:
+        tl.store(ys_ptr + write_at, tl.load(y_ptr + read_at, mask=is_kept, other=0.0), mask=is_inside)
 
 
 def _fake_gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:

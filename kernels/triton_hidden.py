@@ -1,7 +1,6 @@
 """The backward pass through fc2 and the activation of all experts, in one Triton kernel.
 
-`reference` describes `ffn_down_backward`. The kernel gathers rows of the layer output's
-gradient while it loads the operands of the matrix product. The epilogue computes the gradients of each
+`reference` describes `ffn_down_backward`. The epilogue of the matrix product computes the gradients of each
 row's gate weight and of h, the activation's input. The epilogue also writes the activation's output times
 the gate weight, from which the weight gradient of fc2 is computed later.
 """
@@ -31,8 +30,7 @@ from fairseq_tutel.kernels.triton_tiles import place, read_tile
 
 
 def ffn_down_backward(
-    dy_ND: Tensor,
-    index_R: Tensor | None,
+    dy_RD: Tensor,
     gate_N: Tensor | None,
     source_R: Tensor | None,
     fc2_weight: Tensor,
@@ -49,8 +47,7 @@ def ffn_down_backward(
     Returns (dh_RH, dg_RH, gated_RH, dgate_PR).
     """
     dh_RH, dg_RH, gated_RH, dgate_PR = triton_hidden(
-        dy_ND,
-        index_R,
+        dy_RD,
         gate_N,
         source_R,
         fc2_weight,
@@ -58,7 +55,7 @@ def ffn_down_backward(
         a_RH,
         h_RH,
         g_RH,
-        groups.tiles((dy_ND if index_R is None else index_R).shape[0]),
+        groups.tiles(dy_RD.shape[0]),
         activation if g_RH is None else "swish",
         tf32x3,
     )
@@ -71,15 +68,15 @@ def ffn_down_backward(
 
 
 def _hidden_shapes(
-    dy_ND: Tensor, index_R: Any, gate_N: Any, source_R: Any, fc2_weight: Tensor, fc2_bias: Any, a_RH: Any,
-    h_RH: Any, g_RH: Any, *_: Any, parts: int = 1,
+    dy_RD: Tensor, gate_N: Any, source_R: Any, fc2_weight: Tensor, fc2_bias: Any, a_RH: Any, h_RH: Any,
+    g_RH: Any, *_: Any, parts: int = 1,
 ) -> tuple[Tensor, Any, Any, Any]:  # fmt: skip
-    num_rows = dy_ND.shape[0] if index_R is None else index_R.shape[0]
-    dh_RH = dy_ND.new_empty(num_rows, fc2_weight.shape[2])
+    num_rows = dy_RD.shape[0]
+    dh_RH = dy_RD.new_empty(num_rows, fc2_weight.shape[2])
     dg_RH = None if g_RH is None else torch.empty_like(dh_RH)
     writes_a = a_RH is None or gate_N is not None
     gated_RH = torch.empty_like(dh_RH) if writes_a else None
-    dgate_PR, sum_dtype = None, torch.float64 if dy_ND.dtype == torch.float64 else torch.float32
+    dgate_PR, sum_dtype = None, torch.float64 if dy_RD.dtype == torch.float64 else torch.float32
     if gate_N is not None:
         dgate_PR = dh_RH.new_empty(parts, num_rows, dtype=sum_dtype)
     return dh_RH, dg_RH, gated_RH, dgate_PR
@@ -92,8 +89,7 @@ def _summed(found: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @opaque(_hidden_shapes, _summed)
 def triton_hidden(
-    dy_ND: Tensor,
-    index_R: Tensor | None,
+    dy_RD: Tensor,
     gate_N: Tensor | None,
     source_R: Tensor | None,
     fc2_weight: Tensor,
@@ -110,30 +106,25 @@ def triton_hidden(
     The arguments are those of `ffn_down_backward`, with the tables of `row_tiles` in place of groups.
     `activation` is the function that was applied to h. If `g_RH` is given, `activation` must be "swish".
     """
-    num_rows = (dy_ND if index_R is None else index_R).shape[0]
+    num_rows = dy_RD.shape[0]
     weight_EHD = fc2_weight.mT
     kind = "glu_hidden" if g_RH is not None else "relu_hidden" if activation == "relu" else "hidden"
-    dy_ND = dy_ND.contiguous()
-    (dy_from,), (weight_from,), product = operands(
-        kind, num_rows, [dy_ND], [weight_EHD], tf32x3, are_gathered=index_R is not None
-    )
+    dy_RD = dy_RD.contiguous()
+    (dy_from,), (weight_from,), product = operands(kind, num_rows, [dy_RD], [weight_EHD], tf32x3)
     has_dots = gate_N is not None and fc2_bias is not None
     tiles_n = cdiv(weight_EHD.shape[1], product.tile.block_n) + has_dots
     # Each column tile writes one part of the gate's gradient. The parts are added in a fixed order without
     # atomics, so the result is deterministic.
     dh_RH, dg_RH, gated_RH, dgate_PR = _hidden_shapes(
-        dy_ND, index_R, gate_N, source_R, fc2_weight, fc2_bias, a_RH, h_RH, g_RH, parts=tiles_n
+        dy_RD, gate_N, source_R, fc2_weight, fc2_bias, a_RH, h_RH, g_RH, parts=tiles_n
     )
     if dh_RH.numel() == 0:
         return dh_RH, dg_RH, gated_RH, dgate_PR
-    index_R, gate_N, source_R, fc2_bias, a_RH, h_RH, g_RH = contiguous(
-        index_R, gate_N, source_R, fc2_bias, a_RH, h_RH, g_RH
-    )
+    gate_N, source_R, fc2_bias, a_RH, h_RH, g_RH = contiguous(gate_N, source_R, fc2_bias, a_RH, h_RH, g_RH)
     launch(
         _plan(product, has_dots, activation, torch.version.hip is None),
-        dy_ND.device,
+        dy_RD.device,
         dy_from,
-        index_R,
         gate_N,
         source_R,
         weight_from,
@@ -160,7 +151,6 @@ def _plan(product: Product, has_dots: bool, activation: str, is_cuda: bool) -> P
 @triton.jit(do_not_specialize=["start", "tiles_m", "num_rows"])
 def _hidden_kernel(
     dy,
-    index,
     gate,
     source,
     weight,
@@ -204,17 +194,10 @@ def _hidden_kernel(
     if HAS_DOTS:  # noqa: SIM102 (the first condition is evaluated at compile time)
         if n_tile == tiles_n - 1:
             r = first + tl.arange(0, BLOCK_M)
-            dots = _bias_dots(
-                dy, index, bias, expert, first, end, K, ACC, ROWS_DESCRIPTOR, BLOCK_M, BLOCK_K
-            )
+            dots = _bias_dots(dy, bias, expert, first, end, K, ACC, ROWS_DESCRIPTOR, BLOCK_M, BLOCK_K)
             tl.store(parts + n_tile.to(tl.int64) * num_rows + r, dots, mask=r < end)
             return
     n = n_tile * BLOCK_N
-    da = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
-    da = add_product(
-        da, dy, index, weight, (stride_e, stride_n, stride_k), (expert, first, end, n), (N, K),
-        PRECISION, ROWS_DESCRIPTOR, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_K,
-    )  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
     count = (end - first).to(tl.int32)  # a 32-bit number needs fewer registers
     readable = tl.where(expert < 0, 0, count)  # rows after the last group are not read
@@ -223,28 +206,29 @@ def _hidden_kernel(
         sources = tl.load(source + first + rows, mask=rows < readable, other=0)
         scale = tl.load(gate + sources, mask=rows < readable, other=0.0).to(ACC)
     # The epilogue holds up to six values per element. Splitting the tile into parts saves registers.
+    PARTS: tl.constexpr = 2 if not IS_CUDA else 4 if BLOCK_N <= 128 else 8
+    WIDTH: tl.constexpr = BLOCK_N // PARTS
+    kept_in = a_in if h_in is None else h_in
+    # The saved activations of each part are loaded before the previous part is computed.
+    saved = _load_saved(kept_in, g_in, first, readable, n, N, BLOCK_M, WIDTH)
+    da = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
+    da = add_product(
+        da, dy, None, weight, (stride_e, stride_n, stride_k), (expert, first, end, n), (N, K),
+        PRECISION, ROWS_DESCRIPTOR, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_K,
+    )  # fmt: skip
     part = tl.zeros([BLOCK_M], dtype=ACC)
     pieces = _halves(da)
     if IS_CUDA:
         pieces = _halves(pieces[0]) + _halves(pieces[1])
     if IS_CUDA and BLOCK_N > 128:
         pieces = _halves(pieces[0]) + _halves(pieces[1]) + _halves(pieces[2]) + _halves(pieces[3])
-    for i in tl.static_range(len(pieces)):
+    for i in tl.static_range(PARTS):
+        at = n + i * WIDTH
+        own = saved
+        if i + 1 < PARTS:
+            saved = _load_saved(kept_in, g_in, first, readable, at + WIDTH, N, BLOCK_M, WIDTH)
         part += _hidden_backward(
-            pieces[i],
-            scale,
-            a_in,
-            h_in,
-            g_in,
-            dh_out,
-            dg_out,
-            a_out,
-            first,
-            count,
-            readable,
-            n + i * (BLOCK_N // len(pieces)),
-            N,
-            ACTIVATION,
+            pieces[i], own, scale, dh_out, dg_out, a_out, first, count, at, N, h_in is None, ACTIVATION
         )
     if gate is not None:
         part_at = parts + n_tile.to(tl.int64) * num_rows
@@ -263,7 +247,6 @@ def _halves(tile):
 @triton.jit
 def _bias_dots(
     dy,
-    index,
     bias,
     expert,
     first,
@@ -276,7 +259,7 @@ def _bias_dots(
 ):
     """For each row of a tile, return the dot product of the row's dy with the bias of the row's expert."""
     dots = tl.zeros([BLOCK_M, BLOCK_K], dtype=ACC)
-    dy_from = rows_operand(dy, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
+    dy_from = rows_operand(dy, None, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
     # Without `num_stages`, the compiler prefetches loads only in loops that have matrix products.
     for k in tl.range(0, tl.where(expert < 0, 0, K), BLOCK_K, num_stages=2):
         rows = load_rows(dy_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
@@ -286,40 +269,45 @@ def _bias_dots(
 
 
 @triton.jit
+def _load_saved(kept_in, g_in, first, readable, n, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """Load a part of the saved activations: a or h, and g. Without g, the second result is not used."""
+    kept = load_tile(kept_in + first * N, 0, readable, n, N, BLOCK_M, WIDTH)
+    g = kept
+    if g_in is not None:
+        g = load_tile(g_in + first * N, 0, readable, n, N, BLOCK_M, WIDTH)
+    return kept, g
+
+
+@triton.jit
 def _hidden_backward(
     da,
+    saved,
     scale,
-    a_in,
-    h_in,
-    g_in,
     dh_out,
     dg_out,
     a_out,
     first,
     count,
-    readable,
     n,
     N,
+    HAS_A: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
     """Write one tile of dh, of dg and of scale * a. Return each row's dot product <da, a>."""
-    if a_in is not None:
-        a = load_tile(a_in + first * N, 0, readable, n, N, da.shape[0], da.shape[1]).to(da.dtype)
-        kept = a
-    if h_in is not None:
-        kept = load_tile(h_in + first * N, 0, readable, n, N, da.shape[0], da.shape[1]).to(da.dtype)
-    if g_in is not None:
-        g = load_tile(g_in + first * N, 0, readable, n, N, da.shape[0], da.shape[1]).to(da.dtype)
-    if a_in is None:
+    kept = saved[0].to(da.dtype)
+    g = saved[1].to(da.dtype)
+    if HAS_A:
+        a = kept
+    else:
         a = activate(kept, ACTIVATION)
-        if g_in is not None:
+        if dg_out is not None:
             a *= g
         a = a.to(dh_out.dtype.element_ty).to(da.dtype)  # the forward pass also rounded a
     part = tl.sum(da * a, 1)
     if a_out is not None:
         store_tile(a_out + first * N, a * scale[:, None], 0, count, n, N)
     da *= scale[:, None]
-    if g_in is not None:
+    if dg_out is not None:
         store_tile(dg_out + first * N, da * activate(kept, ACTIVATION), 0, count, n, N)
         da *= g
     store_tile(dh_out + first * N, activate_backward(da, kept, ACTIVATION), 0, count, n, N)

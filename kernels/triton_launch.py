@@ -75,6 +75,7 @@ def launch(plan: Plan, device: torch.device, *tensors: Any) -> None:
     cache: dict[Any, Any] = vars(_COMPILED)
     key: list[Any] = [plan.key, index]
     add = key.append
+    addresses = 0
     for tensor in tensors:
         if tensor is None:
             add(None)
@@ -82,9 +83,11 @@ def launch(plan: Plan, device: torch.device, *tensors: Any) -> None:
             key += tensor.base.dtype, *tensor.block_shape
         else:
             add(tensor.dtype)
-            add(tensor.data_ptr() % ALIGNMENT)
+            addresses |= tensor.data_ptr()
             if IS_HIP:
                 add(tensor.untyped_storage().nbytes() < 2**31)
+    if addresses % ALIGNMENT:
+        key += [t.data_ptr() % ALIGNMENT for t in tensors if isinstance(t, Tensor)]
     found = cache.get(tuple(key))
     if found is None:
         announce_compilation()
@@ -282,10 +285,10 @@ def operands(
     return _read(rows, product.row_descriptor), _read(weights_ENK, product.weight_descriptor), product
 
 
-def blocks_of(rows: Tensor, index: Tensor | None, hardware: str, block: tuple[int, int]) -> Any:
+def blocks_of(rows: Tensor, hardware: str, block: tuple[int, int]) -> Any:
     """Return a TMA descriptor that loads blocks of half-precision rows; None if TMA cannot load them."""
     attributes = None
-    if index is None and rows.dtype.itemsize == 2 and hardware in DESCRIPTORS and not _misaligned([rows]):
+    if rows.dtype.itemsize == 2 and hardware in DESCRIPTORS and not _misaligned([rows]):
         attributes = descriptor(rows.dtype, rows.shape, rows.stride(), block)
     return None if attributes is None else _read([rows], attributes)[0]
 

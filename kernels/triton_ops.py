@@ -8,6 +8,7 @@ from fairseq_tutel.kernels.triton_balance import load_loss as load_loss
 from fairseq_tutel.kernels.triton_balance import token_sums as token_sums
 from fairseq_tutel.kernels.triton_dispatch import gather_dot as gather_dot
 from fairseq_tutel.kernels.triton_dispatch import gather_gradients as gather_gradients
+from fairseq_tutel.kernels.triton_dispatch import gather_pair as gather_pair
 from fairseq_tutel.kernels.triton_dispatch import gather_rows as gather_rows
 from fairseq_tutel.kernels.triton_dispatch import gather_sum as gather_sum
 from fairseq_tutel.kernels.triton_gemm import ffn_up_backward as ffn_up_backward

@@ -114,8 +114,11 @@ def run(ops: Any, case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     )
     out = ops.grouped_linear(a, fc2, given["fc2_bias"], groups)
     kept = a if case.keep or h is None else None
+    x, dy = given["x"], given["dy"]
+    if index is not None:
+        x, dy = ops.gather_pair(x, dy, index)
     dh, dg, gated, dgate = ops.ffn_down_backward(
-        given["dy"], index, gate, source, fc2, given["fc2_bias"], kept, h, g, groups, case.activation
+        dy, gate, source, fc2, given["fc2_bias"], kept, h, g, groups, case.activation
     )
     if gate is None:
         assert torch.equal(gated.narrow(0, 0, used), a.narrow(0, 0, used))
@@ -124,13 +127,12 @@ def run(ops: Any, case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
         results["dgate"] = dgate.sum(0).narrow(0, 0, used)  # a fake CUDA tensor cannot be sliced
         results["gated"] = gated.narrow(0, 0, used)
     results["dfc2"], results["dfc2_bias"] = ops.grouped_weight_grad(
-        given["dy"], gated, groups, dout_index_R=index, bias=case.bias, bias_scale_N=gate,
-        bias_source_R=source,
-    )  # fmt: skip
+        dy, gated, groups, bias=case.bias, bias_scale_N=gate, bias_source_R=source
+    )
     for name, d in (("fc1", dh), ("fc3", dg)):
         if d is not None:
             results[f"d{name}"], results[f"d{name}_bias"] = ops.grouped_weight_grad(
-                d, given["x"], groups, rows_index_R=index, bias=case.bias
+                d, x, groups, bias=case.bias
             )
     results["dx"] = ops.ffn_up_backward(dh, fc1, dg, fc3, groups)
     for name in ("h", "g"):  # the rows after the last group are undefined
