@@ -209,8 +209,11 @@ def _hidden_kernel(
     PARTS: tl.constexpr = 2 if not IS_CUDA else 4 if BLOCK_N <= 128 else 8
     WIDTH: tl.constexpr = BLOCK_N // PARTS
     kept_in = a_in if h_in is None else h_in
-    # The saved activations of each part are loaded before the previous part is computed.
-    saved = _load_saved(kept_in, g_in, first, readable, n, N, BLOCK_M, WIDTH)
+    # Activations are loaded AHEAD parts early, so that the epilogue does not wait; g needs these registers.
+    AHEAD: tl.constexpr = 2 if g_in is None else 0
+    saved = ()
+    for i in tl.static_range(AHEAD):
+        saved += (_load_saved(kept_in, g_in, first, readable, n + i * WIDTH, N, BLOCK_M, WIDTH),)
     da = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
     da = add_product(
         da, dy, None, weight, (stride_e, stride_n, stride_k), (expert, first, end, n), (N, K),
@@ -223,13 +226,13 @@ def _hidden_kernel(
     if IS_CUDA and BLOCK_N > 128:
         pieces = _halves(pieces[0]) + _halves(pieces[1]) + _halves(pieces[2]) + _halves(pieces[3])
     for i in tl.static_range(PARTS):
-        at = n + i * WIDTH
-        own = saved
-        if i + 1 < PARTS:
-            saved = _load_saved(kept_in, g_in, first, readable, at + WIDTH, N, BLOCK_M, WIDTH)
+        if i + AHEAD < PARTS:
+            later = n + (i + AHEAD) * WIDTH
+            saved += (_load_saved(kept_in, g_in, first, readable, later, N, BLOCK_M, WIDTH),)
         part += _hidden_backward(
-            pieces[i], own, scale, dh_out, dg_out, a_out, first, count, at, N, h_in is None, ACTIVATION
-        )
+            pieces[i], saved[i], scale, dh_out, dg_out, a_out, first, count, n + i * WIDTH, N, h_in is None,
+            ACTIVATION,
+        )  # fmt: skip
     if gate is not None:
         part_at = parts + n_tile.to(tl.int64) * num_rows
         if IS_CUDA:
