@@ -31,11 +31,13 @@ def compare_ops(shape: tuple[int, int, int, int], dtype: torch.dtype, device: st
         got, expected = (getattr(ops, op)(*arguments) for ops in (triton_ops, reference))
         compare(got, expected, f"{op} with {len(arguments)} arguments")
     parts_PR = i.rows_RD.t()[:3].to(torch.promote_types(dtype, torch.float32))
-    got, expected = (
-        ops.gather_gradients(i.rows_RD, i.row_of_TK, parts_PR) for ops in (triton_ops, reference)
-    )
-    for result, other in zip(got, expected, strict=True):
-        compare(result, other, "gather_gradients")
+    for op, arguments in (
+        ("gather_pair", (i.x_TD, i.y_TD, i.index_R)),
+        ("gather_gradients", (i.rows_RD, i.row_of_TK, parts_PR)),
+    ):
+        got, expected = (getattr(ops, op)(*arguments) for ops in (triton_ops, reference))
+        for result, other in zip(got, expected, strict=True):
+            compare(result, other, op)
 
 
 def compare_strided(device: str) -> None:
@@ -56,6 +58,8 @@ def compare_strided(device: str) -> None:
         ("gather_dot", (rows, row_of, y)),
     ):
         compare(getattr(triton_ops, op)(*arguments), getattr(reference, op)(*arguments), op)
+    for got, expected in zip(*(ops.gather_pair(x, y, index) for ops in (triton_ops, reference)), strict=True):
+        compare(got, expected, "gather_pair")
 
 
 LAYERS = (
