@@ -201,6 +201,7 @@ def _hidden_kernel(
     rows = tl.arange(0, BLOCK_M)
     count = (end - first).to(tl.int32)  # a 32-bit number needs fewer registers
     readable = tl.where(expert < 0, 0, count)  # rows after the last group are not read
+    # A row's gate weight is loaded before the product, so that the epilogue does not wait for it.
     scale = tl.full([BLOCK_M], 1, ACC)
     if gate is not None:
         sources = tl.load(source + first + rows, mask=rows < readable, other=0)
@@ -209,8 +210,9 @@ def _hidden_kernel(
     PARTS: tl.constexpr = 2 if not IS_CUDA else 4 if BLOCK_N <= 128 else 8
     WIDTH: tl.constexpr = BLOCK_N // PARTS
     kept_in = a_in if h_in is None else h_in
-    # Activations are loaded AHEAD parts early, so that the epilogue does not wait; g needs these registers.
-    AHEAD: tl.constexpr = 2 if g_in is None else 0
+    # Activations are loaded AHEAD parts early, so that the epilogue does not wait. This needs registers. With
+    # g, registers would spill. Of smaller tiles, one instead of two would fit on an H100's multiprocessor.
+    AHEAD: tl.constexpr = 2 if g_in is None and BLOCK_N > 128 else 0
     saved = ()
     for i in tl.static_range(AHEAD):
         saved += (_load_saved(kept_in, g_in, first, readable, n + i * WIDTH, N, BLOCK_M, WIDTH),)
