@@ -210,8 +210,8 @@ def _hidden_kernel(
     PARTS: tl.constexpr = 2 if not IS_CUDA else 4 if BLOCK_N <= 128 else 8
     WIDTH: tl.constexpr = BLOCK_N // PARTS
     kept_in = a_in if h_in is None else h_in
-    # Activations are loaded AHEAD parts early, so that the epilogue does not wait. This needs registers: with
-    # g they would spill, and of smaller tiles only one instead of two would fit on a multiprocessor.
+    # Activations are loaded AHEAD parts early, so that the epilogue does not wait. This needs registers:
+    # with g they would spill, and of smaller tiles, only one instead of two would fit on a multiprocessor.
     AHEAD: tl.constexpr = 2 if g_in is None and BLOCK_N > 128 else 0
     saved = ()
     for i in tl.static_range(AHEAD):
