@@ -211,12 +211,12 @@ def _hidden_kernel(
     kept_in = a_in if h_in is None else h_in
     # Activations are loaded AHEAD parts early, so that the epilogue does not wait; g needs these registers.
     AHEAD: tl.constexpr = 2 if g_in is None else 0
-    saved = ()
+    saved = ()  # type: tuple[Any, ...]
     for i in tl.static_range(AHEAD):
         saved += (_load_saved(kept_in, g_in, first, readable, n + i * WIDTH, N, BLOCK_M, WIDTH),)
     da = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
     da = add_product(
-        da, dy, None, weight, (stride_e, stride_n, stride_k), (expert, first, end, n), (N, K),
+        da, dy, weight, (stride_e, stride_n, stride_k), (expert, first, end, n), (N, K),
         PRECISION, ROWS_DESCRIPTOR, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_K,
     )  # fmt: skip
     part = tl.zeros([BLOCK_M], dtype=ACC)

@@ -58,7 +58,8 @@ def compare_strided(device: str) -> None:
         ("gather_dot", (rows, row_of, y)),
     ):
         compare(getattr(triton_ops, op)(*arguments), getattr(reference, op)(*arguments), op)
-    for got, expected in zip(*(ops.gather_pair(x, y, index) for ops in (triton_ops, reference)), strict=True):
+    pairs = (ops.gather_pair(x, y, index) for ops in (triton_ops, reference))
+    for got, expected in zip(*pairs, strict=True):
         compare(got, expected, "gather_pair")
 
 
