@@ -93,7 +93,7 @@ def test_tf32x3_changes_only_the_precision_of_fp32_products(monkeypatch):
 def compare_in_tiles_of_a_gpu(case: Case) -> None:
     from fairseq_tutel.kernels import tiles, triton_launch
 
-    triton_launch.choose = lambda *_: tiles.Tile(128, 128, 64, 8, 4)
+    triton_launch.choose = lambda *_: tiles.Tile(128, 256, 64, 8, 4)
     try:
         compare_interpreted(case)
     finally:
