@@ -4,7 +4,7 @@ T tokens, D model_dim, H hidden_dim, E experts, K top_k, R = T * K rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,13 +35,11 @@ class Call:
         arguments: positional arguments.
         work: floating-point operations, or the minimum number of bytes to read and write.
         unit: unit of `work` per second.
-        keywords: keyword arguments.
     """
 
     arguments: tuple[Any, ...]
     work: int
     unit: str = "B/s"
-    keywords: dict[str, Any] = field(default_factory=dict)
 
 
 # Sizes of the layers of `benchmarks.layer` (on a GPU, of its layers A, B and D).
@@ -154,6 +152,11 @@ def _gather_rows(t: Tensors) -> Call:
     return Call(arguments=(t.x_TD, t.token_of_R, t.gate_R), work=work)
 
 
+def _gather_pair(t: Tensors) -> Call:
+    work = 4 * t.rows_RD.nbytes + t.token_of_R.nbytes
+    return Call(arguments=(t.x_TD, t.y_TD, t.token_of_R), work=work)
+
+
 def _gather_sum(t: Tensors) -> Call:
     work = _bytes(t.rows_RD, t.x_TD, t.row_of_TK, t.weights_TK)
     return Call(arguments=(t.rows_RD, t.row_of_TK, t.weights_TK), work=work)
@@ -222,8 +225,8 @@ def _ffn_up_backward(t: Tensors) -> Call:
     return _product((t.a_RH, t.fc1, t.g_RH, t.fc3, t.groups), t.maps_in * t.product_flops)
 
 
-def _product(arguments: tuple[Any, ...], flops: int, keywords: dict[str, Any] | None = None) -> Call:
-    return Call(arguments=arguments, work=flops, unit="FLOP/s", keywords=keywords or {})
+def _product(arguments: tuple[Any, ...], flops: int) -> Call:
+    return Call(arguments=arguments, work=flops, unit="FLOP/s")
 
 
 def _bytes(*tensors: Tensor) -> int:
@@ -232,6 +235,7 @@ def _bytes(*tensors: Tensor) -> int:
 
 CALLS: dict[str, Callable[[Tensors], Call]] = {
     "gather_rows": _gather_rows,
+    "gather_pair": _gather_pair,
     "gather_sum": _gather_sum,
     "gather_gradients": _gather_gradients,
     "gather_dot": _gather_dot,

@@ -88,12 +88,12 @@ def measured(
         try:
             if not wanted:
                 wide = _widened(call, device)
-                wanted = _outputs(getattr(reference, name)(*wide.arguments, **wide.keywords))
-            row |= _compared(_outputs(op(*call.arguments, **call.keywords)), wanted, call)
+                wanted = _outputs(getattr(reference, name)(*wide.arguments))
+            row |= _compared(_outputs(op(*call.arguments)), wanted, call)
         except Exception as error:  # an error of one backend does not stop the benchmark
             row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
         if row["status"] == "ok":
-            steps[backend] = lambda op=op: op(*call.arguments, **call.keywords)
+            steps[backend] = lambda op=op: op(*call.arguments)
     took = timing.interleaved(steps, rounds, device, WARM[device.type])
     for backend, summary in timing.against(took, BASE).items():
         rate = call.work / summary["seconds"]
@@ -114,8 +114,7 @@ def _compared(got: dict[str, Tensor], wanted: dict[str, Tensor], call: Call) -> 
 
 
 def _tensors_of(call: Call) -> list[Tensor]:
-    given = (*call.arguments, *call.keywords.values())
-    return [value for value in given if isinstance(value, Tensor)]
+    return [value for value in call.arguments if isinstance(value, Tensor)]
 
 
 def _outputs(result: Any) -> dict[str, Tensor]:
@@ -132,10 +131,7 @@ def _widened(call: Call, device: torch.device) -> Call:
         is_float = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(dtype) if is_float else value
 
-    arguments = tuple(map(wide, call.arguments))
-    return replace(
-        call, arguments=arguments, keywords={key: wide(value) for key, value in call.keywords.items()}
-    )
+    return replace(call, arguments=tuple(map(wide, call.arguments)))
 
 
 if __name__ == "__main__":

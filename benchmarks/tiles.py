@@ -127,7 +127,7 @@ def _chosen(op: str, call: Call, device: torch.device) -> tuple[str, str, str, i
     """Return the arguments that determine the tile of a product."""
     found: list[Any] = []
     with mock.patch(CHOOSE, lambda *given: found.append(given) or choose(*given)):
-        getattr(kernels.ops("triton", device), op)(*call.arguments, **call.keywords)
+        getattr(kernels.ops("triton", device), op)(*call.arguments)
     return tuple(found[0])
 
 
@@ -137,7 +137,7 @@ def _step(op: str, call: Call, device: torch.device, tile: Tile) -> Callable[[],
 
     def step() -> object:
         with mock.patch(CHOOSE, lambda *_: tile):
-            return function(*call.arguments, **call.keywords)
+            return function(*call.arguments)
 
     return step
 

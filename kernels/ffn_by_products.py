@@ -103,8 +103,12 @@ def ffn_backward(
         needs_weights: whether to compute the gradients of the weights.
     """
     w = weights
-    # Products of contiguous rows gain more time than this copy takes.
-    x_RD, dy_RD = (x_ND, dy_ND) if index_R is None else ops.gather_pair(x_ND, dy_ND, index_R)
+    # Products of contiguous rows gain more time than these copies take.
+    x_RD, dy_RD = x_ND, dy_ND
+    if index_R is not None and needs_weights:
+        x_RD, dy_RD = ops.gather_pair(x_ND, dy_ND, index_R)
+    elif index_R is not None:
+        dy_RD = ops.gather_rows(dy_ND, index_R)
     dh_RH, dg_RH, gated_RH, dgate_PR = ops.ffn_down_backward(
         dy_RD,
         gate_N,
@@ -117,14 +121,17 @@ def ffn_backward(
         groups,
         activation,
     )
+    of_weights = None
+    if needs_weights:
+        dw2, db2 = ops.grouped_weight_grad(
+            dy_RD, gated_RH, groups, bias=w.fc2_bias is not None, bias_scale_N=gate_N,
+            bias_source_R=source_R,
+        )  # fmt: skip
+        dw1, db1 = ops.grouped_weight_grad(dh_RH, x_RD, groups, bias=w.fc1_bias is not None)
+        dw3 = db3 = None
+        if dg_RH is not None:
+            dw3, db3 = ops.grouped_weight_grad(dg_RH, x_RD, groups, bias=w.fc3_bias is not None)
+        of_weights = FFNWeights(dw1, db1, dw2, db2, dw3, db3)
+    del x_RD, dy_RD, gated_RH  # dx_RD can use their memory
     dx_RD = ops.ffn_up_backward(dh_RH, w.fc1_weight, dg_RH, w.fc3_weight, groups) if needs_dx else None
-    if not needs_weights:
-        return FFNGradients(dx_RD, dgate_PR, None)
-    dw2, db2 = ops.grouped_weight_grad(
-        dy_RD, gated_RH, groups, bias=w.fc2_bias is not None, bias_scale_N=gate_N, bias_source_R=source_R
-    )
-    dw1, db1 = ops.grouped_weight_grad(dh_RH, x_RD, groups, bias=w.fc1_bias is not None)
-    dw3 = db3 = None
-    if dg_RH is not None:
-        dw3, db3 = ops.grouped_weight_grad(dg_RH, x_RD, groups, bias=w.fc3_bias is not None)
-    return FFNGradients(dx_RD, dgate_PR, FFNWeights(dw1, db1, dw2, db2, dw3, db3))
+    return FFNGradients(dx_RD, dgate_PR, of_weights)

@@ -21,7 +21,8 @@ from fairseq_tutel.kernels.triton_launch import Plan, accumulator_of, contiguous
 
 # The largest number of a row's columns that one program computes. The number is not tuned for speed.
 MAX_BLOCK_D = 1024
-# The rows and columns that a program of `gather_pair` copies. On an H100, 256 columns take 14 % longer.
+# The rows and columns that a program of `gather_pair` copies. One H100 copied the rows of layer E of
+# benchmarks/layer_cases.py in 0.99 ms, and in 1.13 ms with 32 rows and 256 columns.
 PAIR_ROWS, PAIR_COLUMNS = 64, 128
 
 

@@ -119,12 +119,12 @@ def _linear_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
     tile, sizes = (expert, first, end, n), (N, K)
     total = add_product(
-        total, rows, None, weight, strides, tile, sizes,
+        total, rows, weight, strides, tile, sizes,
         PRECISION, ROWS_DESCRIPTOR, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_K,
     )  # fmt: skip
     if more is not None:
         total = add_product(
-            total, more, None, more_weight, strides, tile, sizes,
+            total, more, more_weight, strides, tile, sizes,
             PRECISION, ROWS_DESCRIPTOR, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_K,
         )  # fmt: skip
     columns = n + tl.arange(0, BLOCK_N)

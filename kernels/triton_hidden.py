@@ -213,12 +213,12 @@ def _hidden_kernel(
     # Activations are loaded AHEAD parts early, so that the epilogue does not wait. This needs registers:
     # with g they would spill, and of smaller tiles, only one instead of two would fit on a multiprocessor.
     AHEAD: tl.constexpr = 2 if g_in is None and BLOCK_N > 128 else 0
-    saved = ()
+    saved = ()  # type: tuple[Any, ...]
     for i in tl.static_range(AHEAD):
         saved += (_load_saved(kept_in, g_in, first, readable, n + i * WIDTH, N, BLOCK_M, WIDTH),)
     da = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
     da = add_product(
-        da, dy, None, weight, (stride_e, stride_n, stride_k), (expert, first, end, n), (N, K),
+        da, dy, weight, (stride_e, stride_n, stride_k), (expert, first, end, n), (N, K),
         PRECISION, ROWS_DESCRIPTOR, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_K,
     )  # fmt: skip
     part = tl.zeros([BLOCK_M], dtype=ACC)

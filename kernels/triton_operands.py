@@ -18,8 +18,7 @@ def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: 
         r = first + tl.arange(0, BLOCK_M)
         r = tl.where(r < end, r, first)  # Rows from `end` on become row `first`, so loads need no mask.
         if index is not None:
-            # In a tile after the last group of rows, index[r] may be -1, but `add_product` loads no rows of
-            # such a tile.
+            # In a tile after the last group of rows, index[r] may be -1, but these rows are never loaded.
             r = tl.load(index + r).to(tl.int64)
         operand = rows + (r * K)[:, None]
     return operand
@@ -83,7 +82,6 @@ def multiply(a, b, total, PRECISION: tl.constexpr):
 def add_product(
     total,
     rows,
-    index,
     weight,
     strides,
     tile,
@@ -100,7 +98,7 @@ def add_product(
     """
     expert, first, end, n = tile
     N, K = sizes
-    rows_from = rows_operand(rows, index, first, end, K, ROWS_DESCRIPTOR, total.shape[0])
+    rows_from = rows_operand(rows, None, first, end, K, ROWS_DESCRIPTOR, total.shape[0])
     for k in range(0, tl.where(expert < 0, 0, K), BLOCK_K):
         a = load_rows(rows_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
         w = load_weight(

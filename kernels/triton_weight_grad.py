@@ -1,8 +1,8 @@
 """Computes the gradients of every expert's weight and bias in Triton, summed over the expert's rows.
 
-With TMA, the kernel loads blocks of rows. Each
-program writes one tile of an expert's weight gradient, or a part of the bias gradient, so no sums across
-programs are needed. The gradients of an expert without rows are set to zero.
+With TMA, the kernel loads blocks of rows. Each program writes one tile of an expert's weight gradient, or a
+part of the bias gradient, so no sums across programs are needed. The gradients of an expert without rows
+are set to zero.
 """
 
 import functools

@@ -1,9 +1,9 @@
 """Computes the FFN of all experts as one autograd node that saves only the input, hidden rows and routing.
 
-With row maps, the node includes dispatch, experts and combine. The node reads rows directly from the
-tokens, and computes the gradient of the gate weights from the hidden rows. The node therefore saves neither
-dispatched rows nor expert outputs. T tokens, D model_dim, H hidden_dim, E experts, K top_k, R rows, N rows
-of x (T with row maps, R without).
+With row maps, the node includes dispatch, experts and combine. Forward reads rows directly from the tokens.
+On a GPU, backward copies the rows of x and dy. It computes the gradient of the gate weights from the hidden
+rows. The node therefore saves neither dispatched rows nor expert outputs. T tokens, D model_dim, H
+hidden_dim, E experts, K top_k, R rows, N rows of x (T with row maps, R without).
 """
 
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ TARGETS = {
 MOST_SPILLED = {("sm_120", "3.6.0"): 8}
 DESCRIBED = {"sm_90", "sm_100", "sm_120"}
 PRODUCTS = {"up", "hidden", "linear", "weight_grad"}
-KERNELS = {"count", "scan", "place", "gather_sum", "gather_dot",
+KERNELS = {"count", "scan", "place", "gather_pair", "gather_sum", "gather_dot",
            "softmax_top_k", "softmax_top_k_backward", "token_sums", "load_loss", "row_tiles",
            *PRODUCTS}  # fmt: skip
 

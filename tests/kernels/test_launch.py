@@ -93,6 +93,7 @@ def test_a_launch_runs_the_kernel_that_triton_compiles_for_the_arguments(launche
             (gpus[1], 1, x, 5, 32, 16),
         )
     ]  # fmt: skip
+    cases.append((gpus[0], (3,), (x, x[1:]), (5, 32), 16))
     for again in range(2):
         for gpu, grid, tensors, numbers, n in cases:
             launched.clear()
