@@ -63,7 +63,7 @@ def test_every_kernel_compiles_without_spills_for_every_tile(target, precisions,
 
 
 # (balance loss, balance bias) -> the most kernel launches of a layer in forward, backward and decoding.
-MOST = {("none", False): (8, 12, 8), ("gshard", False): (12, 13, 8), ("none", True): (8, 13, 8)}
+MOST = {("none", False): (8, 12, 8), ("gshard", False): (12, 13, 8), ("none", True): (8, 12, 8)}
 
 
 @pytest.mark.parametrize("loss, bias", MOST)
@@ -79,4 +79,4 @@ def test_a_layer_stays_within_limits_of_launches_host_reads_and_bytes(loss, bias
     for trace, most in zip(traces, MOST[loss, bias], strict=True):
         assert 0 < len(trace.names) <= most, trace.names
         assert trace.reads == []
-    assert forward.bytes <= 3_700_000_000 and backward.bytes <= 9_300_000_000
+    assert forward.bytes <= 3_700_000_000 and backward.bytes <= 9_200_000_000
